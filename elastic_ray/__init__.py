@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from elastic_ray.data.loader import AdaptiveDataLoader
     from elastic_ray.data.packing import PackedDataset
     from elastic_ray.driver.handle import JobHandle
+    from elastic_ray.driver.replay import replay
     from elastic_ray.driver.run_config import RunConfig
     from elastic_ray.driver.sharded_memory import sharded_memory
     from elastic_ray.driver.trainer import ElasticTrainer
@@ -74,6 +75,7 @@ _HOMES = {
     "elastic_ray.data.loader": "AdaptiveDataLoader",
     "elastic_ray.data.packing": "PackedDataset",
     "elastic_ray.driver.handle": "JobHandle",
+    "elastic_ray.driver.replay": "replay",
     "elastic_ray.driver.run_config": "RunConfig",
     "elastic_ray.driver.sharded_memory": "sharded_memory",
     "elastic_ray.driver.trainer": "ElasticTrainer",
@@ -147,6 +149,7 @@ __all__ = [
     "load_model_state",
     "register_state",
     "remaining_epochs_until",
+    "replay",
     "report",
     "sharded_memory",
     "unit_mesh",

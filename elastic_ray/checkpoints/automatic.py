@@ -23,7 +23,7 @@ import pyarrow.fs
 from elastic_ray.checkpoints.checked_files import write_checked
 from elastic_ray.checkpoints.run_directory import RunStorage, read_json
 from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
-from placement.storage.private_files import open_whole, replace_file
+from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.versions import check_format
 
 DIRECTORY = "automatic"
@@ -123,6 +123,16 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
     if not 1 <= parts <= _MOST_PARTS:
         raise ValueError(f"parts must be from 1 to {_MOST_PARTS}, but is {parts}")
     return StateFile(path=path, resume_point=point, sha256=str(note["sha256"]), size=int(note["size"]), parts=parts)
+
+
+def copy_state(storage: RunStorage, state: StateFile, target: RunStorage) -> None:
+    """Copy an automatic checkpoint into another run of the same file system, its note last."""
+    path = posixpath.join(target.path, DIRECTORY, posixpath.basename(state.path))
+    make_directory(target.filesystem, path, private=target.private)
+    for source, place in ((state.path, path), (_note_of(state.path), _note_of(path))):
+        pyarrow.fs.copy_files(
+            source, place, source_filesystem=storage.filesystem, destination_filesystem=target.filesystem
+        )
 
 
 def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:

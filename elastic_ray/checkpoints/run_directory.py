@@ -43,8 +43,10 @@ REPORTS_FILE = "reports.jsonl"
 PROGRESS_FILE, _ADDED = NOTES
 """The first is written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
 MARKER_FILE = ".elastic_ray_run"
+SUBMISSION_FILE = "submission.json"
 _FILES = "files"
 _FORMAT = 1  # of notes
+_LONGEST_SUBMISSION = 1 << 20
 _LONGEST_NOTE = 64 << 20  # bytes: of a checkpoint of some hundred thousand files
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 
@@ -158,6 +160,16 @@ class RunStorage:
                 "that the job's controller created on another node: set RunConfig(storage_path) to storage "
                 "that all nodes share, such as s3://bucket/dir or an NFS mount"
             )
+
+    def write_submission(self, text: str) -> None:
+        """Keep what submits the job again, in place of that of an earlier run."""
+        path = posixpath.join(self.path, SUBMISSION_FILE)
+        replace_file(self.filesystem, path, text.encode(), private=self.private)
+
+    def read_submission(self) -> bytes:
+        """Return what :meth:`write_submission` has kept; raises FileNotFoundError."""
+        with self.filesystem.open_input_stream(posixpath.join(self.path, SUBMISSION_FILE)) as stream:
+            return bytes(stream.read(_LONGEST_SUBMISSION))
 
     def append_events(self, lines: Sequence[str]) -> None:
         """Add lines to ``events.jsonl``, all or none."""

@@ -84,6 +84,11 @@ def joined_address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def session() -> str:
+    """Name of the session of the head of the cluster that ``connect`` has joined: each head has one of its own."""
+    return str(ray.get_runtime_context().get_session_name())
+
+
 def ray_dashboard() -> str:
     """Return the address of Ray's own dashboard, as seen from its head node; empty where it is not served."""
     private: Any = ray._private

@@ -74,7 +74,7 @@ def logs(job: str, follow: bool, only_events: bool) -> None:
             say(f"job {job} was not started by elastic-ray submit: its events", err=True)
         _follow_events(found, follow=follow)
     elif follow:
-        follow_script(script.submission)
+        ray_jobs.follow_script(script.submission)
     else:
         click.echo(ray_jobs.output(script.submission), nl=False)
 
@@ -92,17 +92,6 @@ def _script_of(job: str) -> Submission | None:
         if each.job == job and each.spec is not None and each.spec.submission:
             return ray_jobs.find(each.spec.submission)
     return None
-
-
-def follow_script(submission: str) -> None:
-    """Show a script's output to its end. Raises Exit: with 1 if it fails."""
-    from elastic_ray.cli import submission as ray_jobs
-
-    ray_jobs.follow(submission, lambda chunk: click.echo(chunk, nl=False))
-    ended = ray_jobs.wait(submission)
-    if ended.status != "SUCCEEDED":
-        say(f"submission {submission}: {ended.phase}. {ended.message}".rstrip(), err=True)
-        raise click.exceptions.Exit(1)
 
 
 def _follow_events(found: JobClient, *, follow: bool) -> None:
@@ -193,12 +182,26 @@ def _refuse_sweep(name: str, what: str) -> None:
         )
 
 
-@click.command(short_help="Let a paused job continue.")
-@job_argument
-def resume(job: str) -> None:
-    """Let a paused job continue from where it was saved, as soon as there are slots for it."""
+@click.command(short_help="Let a paused job continue; all jobs of a head that died.")
+@click.argument("job", required=False)
+@click.option("--all", "storage", metavar="STORAGE", help="Submit again what ran when another head ended.")
+def resume(job: str | None, storage: str | None) -> None:
+    """Let a paused JOB continue from where it was saved, as soon as there are slots for it.
+
+    With --all STORAGE, a RunConfig's storage_path, every job whose cluster has ended while it ran is submitted to this
+    one under its name, with what `elastic-ray submit` was told, and continues from its newest state. It is run once,
+    however often and by whomever this is called. Exit code 1 if a job cannot be resumed; it is named, with the way out.
+    """
     from elastic_ray.cli import cluster
 
+    if (job is None) == (storage is None):
+        raise click.UsageError("name one job, or the storage of all with --all STORAGE")
+    if storage is not None:
+        from elastic_ray.cli.resume_all import resume_all
+
+        resume_all(storage)
+        return
+    assert job is not None, "checked above"
     cluster.connect()
     _refuse_sweep(job, "resumed")
     found = cluster.find_job(job)

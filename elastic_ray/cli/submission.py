@@ -18,6 +18,7 @@ from ray.job_submission import JobSubmissionClient
 from elastic_ray.access import HOW_TO_SEND
 from elastic_ray.cli.cluster import RefusedError, connect
 from elastic_ray.cli.listings import Submission
+from elastic_ray.cli.output import say
 
 _NAME = "elastic_ray"
 """Metadata of the submissions that are ours: the name."""
@@ -149,6 +150,19 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
         asyncio.run(read())
     except (RuntimeError, OSError) as error:
         raise click.ClickException(f"the connection to the dashboard was lost: {_line(error)}") from error
+
+
+def follow_script(submission: str) -> None:
+    """Show a script's output to its end.
+
+    Raises:
+        Exit: with 1 if it fails.
+    """
+    follow(submission, lambda chunk: click.echo(chunk, nl=False))
+    ended = wait(submission)
+    if ended.status != "SUCCEEDED":
+        say(f"submission {submission}: {ended.phase}. {ended.message}".rstrip(), err=True)
+        raise click.exceptions.Exit(1)
 
 
 def wait(submission: str) -> Submission:

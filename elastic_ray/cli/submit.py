@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import shlex
@@ -59,32 +60,62 @@ def submit(
     \b
         elastic-ray submit train.py --workers 1:8 --gpus -- --epochs 30
     """
-    from elastic_ray.access import session_warning
     from elastic_ray.cli import submission as ray_jobs
 
     if wait and as_json:
         raise click.UsageError("--json prints the submission, --wait its output: choose one")
+    job = _job(script, arguments, workers=workers, gpus=gpus, name=name, working_dir=working_dir, python=python)
+    if env_json is not None:
+        job = dataclasses.replace(job, runtime_env=read_env(env_json))
+    given = {
+        "--workers": None if workers is None else ":".join(map(str, workers)),
+        "--working-dir": None if working_dir is None else str(working_dir.resolve()),
+        "--runtime-env-json": env_json,
+        "--python": python,
+    }
+    options = [word for option, value in given.items() if value is not None for word in (option, value)]
+    options += ["--gpus"] * gpus
+    again = (str(script.resolve()), "--name", str(job.name), *options, "--", *arguments)
+    submission, entrypoint = _send_with_free_id(job, again)
+    if as_json:
+        show_json({"name": job.name, "submission": submission, "entrypoint": entrypoint})
+        return
+    from elastic_ray.access import session_warning
+
+    if warning := session_warning():
+        say(f"warning: {warning}", err=True)
+    say(f"submitted {job.name}; follow it with: elastic-ray logs {job.name} -f")
+    if wait:
+        ray_jobs.follow_script(submission)
+
+
+def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
+    """Return what a file says, or a script alone, with the options that are given in its place.
+
+    Raises:
+        UsageError: the file is not understood, or the working directory does not hold the script.
+    """
     told = _from_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
-    script, arguments, workers = told.script, arguments or told.arguments, workers or told.workers
-    gpus, name, working_dir = gpus or told.gpus, name or told.name, working_dir or told.working_dir
-    name = check_name(name) if name is not None else fresh_name(script.stem, datetime.datetime.now())
-    folder = (working_dir or script.parent).resolve()
-    env = told.runtime_env if env_json is None else read_env(env_json)
-    if not script.resolve().is_relative_to(folder):
-        raise click.BadParameter(f"must hold the script {script}, but {folder} does not", param_hint="--working-dir")
+    given = {field: value for field, value in {"arguments": arguments, **options}.items() if value}
+    job: JobFile = dataclasses.replace(told, **given)
+    name = check_name(job.name) if job.name is not None else fresh_name(job.script.stem, datetime.datetime.now())
+    folder = (job.working_dir or job.script.parent).resolve()
+    if not job.script.resolve().is_relative_to(folder):
+        raise click.BadParameter(
+            f"must hold the script {job.script}, but {folder} does not", param_hint="--working-dir"
+        )
+    return dataclasses.replace(job, name=name, working_dir=folder)
+
+
+def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
+    """Submit a job under the next id of its name; returns id and shell command."""
+    from elastic_ray.cli import submission as ray_jobs
+
     refused: list[str] = []
     while True:
-        submission = ray_jobs.free_id(name, refused)
-        use_gpu, user = True if gpus else None, login_name()
-        said = Overrides(
-            workers=workers, use_gpu=use_gpu, scheduling=told.scheduling, name=name, submission=submission, user=user
-        )
-        entrypoint = command(script.resolve().relative_to(folder), arguments, said, python or told.python)
+        submission = ray_jobs.free_id(str(job.name), refused)
         try:
-            ray_jobs.submit(
-                submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env
-            )
-            break
+            return submission, send(job, again, submission=submission, user=login_name())
         except ray_jobs.TakenError as error:  # by one that was not there a moment ago
             refused.append(submission)
             if len(refused) == _TRIES:
@@ -92,16 +123,67 @@ def submit(
                     f"a submission must have an id of its own, but Ray refused {', '.join(refused)} as taken: choose "
                     "another --name"
                 ) from error
-    if as_json:
-        show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
-        return
-    if warning := session_warning():
-        say(f"warning: {warning}", err=True)
-    say(f"submitted {name}; follow it with: elastic-ray logs {name} -f")
-    if wait:
-        from elastic_ray.cli.jobs import follow_script
 
-        follow_script(submission)
+
+def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, replay: int = 0) -> str:
+    """Submit a job; returns the shell command that Ray runs.
+
+    Args:
+        job: with a name and a working directory.
+        again: arguments that submit it again.
+        submission: id for it.
+        user: owner of the jobs.
+        replay: steps after which a replay pauses; 0 for none.
+
+    Raises:
+        TakenError: there is such an id. ClickException: Ray refuses it.
+    """
+    from elastic_ray.cli import submission as ray_jobs
+
+    assert job.name is not None and job.working_dir is not None, "made by _job"
+    said = Overrides(
+        workers=job.workers,
+        use_gpu=True if job.gpus else None,
+        scheduling=job.scheduling,
+        name=job.name,
+        submission=submission,
+        user=user,
+        command=() if replay else again,
+        replay=replay,
+    )
+    entrypoint = command(job.script.resolve().relative_to(job.working_dir), job.arguments, said, job.python)
+    ray_jobs.submit(
+        submission=submission,
+        name=job.name,
+        entrypoint=entrypoint,
+        working_dir=job.working_dir,
+        runtime_env=job.runtime_env,
+    )
+    return entrypoint
+
+
+def send_again(
+    again: tuple[str, ...], *, submission: str, user: str, workers: tuple[int, int] | None = None, replay: int = 0
+) -> None:
+    """Submit what an earlier submission has kept of itself.
+
+    Args:
+        again: its arguments.
+        submission: id for it.
+        user: owner of the jobs.
+        workers: limits in place of its own.
+        replay: steps after which a replay pauses; 0 for none.
+
+    Raises:
+        TakenError: there is such an id. ClickException: it cannot be submitted, the file is gone say.
+    """
+    with submit.make_context("submit", list(again)) as context:
+        told = {name: value for name, value in context.params.items() if name not in ("wait", "as_json")}
+    env_json = told.pop("env_json")
+    job = _job(**{**told, "workers": workers or told["workers"]})
+    if env_json is not None:
+        job = dataclasses.replace(job, runtime_env=read_env(env_json))
+    send(job, again, submission=submission, user=user, replay=replay)
 
 
 def _from_file(path: Path) -> JobFile:

@@ -11,11 +11,16 @@ _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 
 @click.command(short_help="Say what a run's files prove.")
 @click.argument("path", metavar="RUN")
+@click.option("--replay", "step", type=click.IntRange(min=1), metavar="STEP", help="Train the steps around it again.")
 @json_option
-def verify(path: str, as_json: bool) -> None:
+def verify(path: str, step: int | None, as_json: bool) -> None:
     """Say what the files of RUN prove: groups that began alike, epochs that used each sample once, whole checkpoints.
 
     RUN is the run's directory: RunConfig's storage_path/name. Exit code 1 if anything is unproven.
+
+    With --replay STEP the steps from the automatic checkpoint before STEP to the next one are trained again, on another
+    number of workers of the present cluster, and both models are compared. It needs a job that `elastic-ray submit` has
+    started; of others `elastic_ray.replay` does it, which takes the train function.
     """
     from elastic_ray.checkpoints.resumable import find_stored
     from elastic_ray.checkpoints.run_directory import RunStorage, resolve
@@ -31,6 +36,10 @@ def verify(path: str, as_json: bool) -> None:
     looked = [(False, why) for why in stored.passed_over]
     looked += [(True, f"{checkpoint.path} is whole") for checkpoint in stored.checkpoints]
     findings += [Finding(line=0, what="checkpoint", proven=proven, text=text) for proven, text in looked]
+    if step is not None:
+        from elastic_ray.cli.replaying import replay_submitted
+
+        findings.append(replay_submitted(path, step))
     if as_json:
         show_json(findings)
     else:

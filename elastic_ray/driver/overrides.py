@@ -4,6 +4,9 @@
 - ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): in place of ``ScalingConfig(use_gpu)``;
 - ``ELASTIC_RAY_NAME``: name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones;
 - ``ELASTIC_RAY_SCHEDULING`` (``{"tenant": "vision"}``): fields of every trainer's ``SchedulingConfig``;
+- ``ELASTIC_RAY_COMMAND`` (JSON): what ``elastic-ray submit`` was given, which each run keeps for its next cluster;
+- ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and pause after so many steps, for
+  ``elastic-ray verify --replay``;
 - ``ELASTIC_RAY_USER``: owner of the jobs, in place of the user of the script's process;
 - ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
 
@@ -35,11 +38,13 @@ USE_GPU = "ELASTIC_RAY_USE_GPU"
 SCHEDULING = "ELASTIC_RAY_SCHEDULING"
 NAME = "ELASTIC_RAY_NAME"
 SUBMISSION = "ELASTIC_RAY_SUBMISSION"
+COMMAND = "ELASTIC_RAY_COMMAND"
+REPLAY = "ELASTIC_RAY_REPLAY"
 USER = "ELASTIC_RAY_USER"
 
 _PREFIX = "ELASTIC_RAY_"
 _OTHERS = ("POOL", "TRACKER_DIR", "NNI", "NNI_HOST", "NNI_PARAMETER", "TEST_DEVICE")
-_KNOWN = (WORKERS, USE_GPU, SCHEDULING, NAME, SUBMISSION, USER, *(_PREFIX + name for name in _OTHERS))
+_KNOWN = (WORKERS, USE_GPU, SCHEDULING, NAME, SUBMISSION, COMMAND, REPLAY, USER, *(_PREFIX + name for name in _OTHERS))
 
 _FORMAT = "%m%d-%H%M%S"
 _MOST_LETTERS = 60  # of a name of at most 128
@@ -70,6 +75,8 @@ class Overrides:
         name: for a job that has none; empty for a fresh one.
         submission: id of Ray's submission; empty outside of one.
         user: owner of the jobs; empty for the user of the script's process.
+        command: arguments of ``elastic-ray submit``; empty outside of a submission.
+        replay: steps after which a replay of the script's job pauses; 0 where it is none.
     """
 
     workers: tuple[int, int] | None = None
@@ -78,6 +85,8 @@ class Overrides:
     name: str = ""
     submission: str = ""
     user: str = ""
+    command: tuple[str, ...] = ()
+    replay: int = 0
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of these overrides."""
@@ -88,8 +97,14 @@ class Overrides:
             NAME: self.name,
             SUBMISSION: self.submission,
             USER: self.user,
+            REPLAY: str(self.replay) if self.replay else "",
+            COMMAND: json.dumps(self.command) if self.command else "",
         }
         return {variable: value for variable, value in values.items() if value}
+
+    def named(self, name: str | None) -> str | None:
+        """Return the job's name, with what tells a replay from the job itself."""
+        return f"{name}-replay-{self.replay}" if name is not None and self.replay else name
 
     def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
         """Return the script's configuration with what is overridden replaced.
@@ -151,6 +166,14 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
         raise ValueError(f"{SCHEDULING} must be JSON, but got {environment[SCHEDULING]!r}: {error}") from None
     if not isinstance(scheduling, dict):
         raise ValueError(f"{SCHEDULING} must be a JSON object, but got {environment[SCHEDULING]!r}")
+    try:
+        command = json.loads(environment.get(COMMAND) or "[]")
+    except ValueError as error:
+        raise ValueError(f"{COMMAND} must be JSON, but got {environment[COMMAND]!r}: {error}") from None
+    if not isinstance(command, list):
+        raise ValueError(f"{COMMAND} must be a JSON list, but got {environment[COMMAND]!r}")
+    if not (replay := environment.get(REPLAY, "") or "0").isdecimal():
+        raise ValueError(f"{REPLAY} must be a number of steps, but got {replay!r}")
     return Overrides(
         workers=limits,
         use_gpu=bool(int(use_gpu)) if use_gpu else None,
@@ -158,6 +181,8 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
         name=environment.get(NAME, ""),
         submission=environment.get(SUBMISSION, ""),
         user=environment.get(USER, ""),
+        command=tuple(map(str, command)),
+        replay=int(replay),
     )
 
 

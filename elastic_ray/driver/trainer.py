@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
 from elastic_ray.access import join, session_warning
+from elastic_ray.adaptation.policies.pause_at import PauseAt
 from elastic_ray.adaptation.policy import Policy, check_policies
 from elastic_ray.checkpoints.run_directory import RunStorage, resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
@@ -31,11 +33,13 @@ from elastic_ray.integrations.ray_data.packing import check_datasets, name_coord
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
+from elastic_ray.record.submitted import SubmittedJob
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
 from placement.cluster.cluster import TOLERANCE, Node, Resources
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscale
+from placement.storage.storage_calls import call_storage
 
 
 def impossible(
@@ -180,8 +184,9 @@ class ElasticTrainer:
         _check_config("elastic_config", elastic_config, ElasticConfig)
         _check_config("scheduling_config", scheduling_config, SchedulingConfig)
         self._datasets = check_datasets(datasets)
-        self._train_loop = pack(train_loop_per_worker, train_loop_config, check_policies(adaptation))
         told = read_overrides(os.environ)
+        policies = (*check_policies(adaptation), *([PauseAt(told.replay)] if told.replay else []))
+        self._train_loop = pack(train_loop_per_worker, train_loop_config, policies)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
         self._run = read_run(run_config)
         self._callbacks = pack_callbacks(
@@ -190,8 +195,8 @@ class ElasticTrainer:
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,
         )
-        self._name = self._run.name or job_name(take_name(os.environ))
-        self._submission, self._user = told.submission, told.user or login_name()
+        self._name = told.named(self._run.name or job_name(take_name(os.environ)))
+        self._submission, self._command, self._user = told.submission, told.command, told.user or login_name()
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = told.scheduled(scheduling_config or SchedulingConfig())
         self._scaling = _of_allowed_sizes(_in_units(self._scaling, self._scheduling), self._scheduling)
@@ -226,6 +231,9 @@ class ElasticTrainer:
             logger.warning("%s", warning)
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
         storage.create_within(spec.elastic.storage_timeout_s)
+        kept = self._kept(spec).to_json()
+        timeout_s = spec.elastic.storage_timeout_s
+        call_storage(storage.where, "writing", lambda: storage.write_submission(kept), timeout_s=timeout_s)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         try:
             controller = start(spec)
@@ -240,6 +248,22 @@ class ElasticTrainer:
             packed = pack_datasets(self._datasets, spec.job, most)
             start_coordinator(spec.datasets, packed, controller, spec.runtime_env)
         return JobHandle(controller, spec)
+
+    def _kept(self, spec: JobSpec) -> SubmittedJob:
+        """What the run's directory keeps of the submission."""
+        context = ray.get_runtime_context()
+        return SubmittedJob(
+            job=spec.job,
+            storage=spec.storage_path,
+            session=context.get_session_name(),
+            address=context.gcs_address,
+            submitted_s=time.time(),
+            submission=spec.submission,
+            command=self._command,
+            user=spec.user,
+            named=self._name is not None,
+            script=os.path.abspath(sys.argv[0]) if sys.argv and os.path.isfile(sys.argv[0]) else "",
+        )
 
     def fit(self) -> Result:
         """Run the job to its end, showing its progress; Ctrl-C stops it.

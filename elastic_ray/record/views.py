@@ -84,6 +84,7 @@ def allocator_view(
         min_workers=spec.min_workers,
         max_workers=most,
         submitted_s=submitted_s,
+        user=spec.user,
         held_at=held_at,
         paused=paused,
         wished=wished,

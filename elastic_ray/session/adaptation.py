@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.adaptation.requests import (
@@ -70,6 +71,10 @@ class Adaptation:
             self.runner.check_plain()
             states.register("adaptation", self.runner)
             states.register_rollback(self.runner.capture, self.runner.restore, "adaptation")
+
+    def with_state(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Return saved states with that of policies that begin now, where the run had none before."""
+        return {"adaptation": self.runner.capture(), **trees} if self.active else trees
 
     @property
     def rate_factor(self) -> float:

@@ -282,7 +282,7 @@ class Session:
         if saved is None:
             return
         try:
-            self.states.resume(saved.states, loaded=bool(saved.path))
+            self.states.resume(self.adaptation.with_state(saved.states), loaded=bool(saved.path))
         except (RuntimeError, ValueError, KeyError) as error:
             if not saved.path:
                 raise

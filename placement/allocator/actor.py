@@ -57,6 +57,7 @@ from placement.ray_cluster.grafana import cluster_writer
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
+from placement.ray_cluster.resume_process import resume_jobs
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
 from placement.ray_cluster.waiting_demand import WaitingDemand, demand
 from placement.storage.line_file import LineFile
@@ -194,6 +195,8 @@ class Allocator:
         self._writer = cluster_writer(self._ruling.metrics)
         self._open_nodes()
         self._open_page()
+        if self._ruling.storage is not None:
+            resume_jobs(self._ruling.storage, ray.get_runtime_context().gcs_address)
         self._orphans = Orphans(self._ruling.orphan_timeout_s)
         self._clock = SteadyClock()
         self._core: AllocatorCore | None = None

@@ -16,7 +16,7 @@ from placement.ray_cluster.notices import NoticeConfig
 
 _NO_NUMBERS = (
     *("tenants", "priorities", "one_multi_node_job_per_node", "notices", "autoscaling", "dashboard", "metrics"),
-    "record",
+    *("record", "storage"),
 )
 
 
@@ -53,6 +53,8 @@ class AllocatorConfig:
             Grafana finds it (docs/metrics.md).
         record: file of the head node to which all that the core is told, and all that it decides, is appended
             (docs/simulator.md); None records nothing.
+        storage: storage path of jobs that are submitted to this cluster, as by ``elastic-ray resume --all``, where they
+            ran when another head ended; None resumes nothing.
     """
 
     gather_s: float = 0.1
@@ -74,6 +76,7 @@ class AllocatorConfig:
     dashboard: bool = False
     metrics: bool = True
     record: str | None = None
+    storage: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -95,6 +98,11 @@ class AllocatorConfig:
                 raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
         if self.record is not None and (not isinstance(self.record, str) or not os.path.isabs(self.record)):
             raise ValueError(f"record must be None or the absolute path of a file, but got {self.record!r}")
+
+        if self.storage is not None and not (
+            isinstance(self.storage, str) and ("://" in self.storage or os.path.isabs(self.storage))
+        ):
+            raise ValueError(f"storage must be None, a URI or an absolute path, but got {self.storage!r}")
 
     @property
     def scaling(self) -> Autoscaling | None:

@@ -46,7 +46,7 @@ _EVENTS: Mapping[str, type[Any]] = {
     for kind in (JobHeartbeat, JobEnded, NodesChanged, NodeForgiven, SettingsChanged, TimePassed, Recalled)
 }
 # Of the configuration; no core reads them.
-_SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "orphan_timeout_s")
+_SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "storage", "orphan_timeout_s")
 _LATE = {"Observation": Observation, "GoodputModel": GoodputModel}  # of annotations whose modules do not import them
 
 

@@ -92,6 +92,7 @@ class JobView:
         atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
         priority: higher ones get their minimum, and then their growth, before lower ones.
         tenant: whose job it is; tenants share the cluster by their weights.
+        user: who has submitted it.
         preemptible: whether it may be stopped, once it runs, for a job that comes before it.
         deadline_s: when it should be done [s since the epoch]; None if it does not matter.
         whole_nodes: it prefers whole nodes, and nodes of its own.
@@ -138,6 +139,7 @@ class JobView:
     atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     priority: int = 0
     tenant: str = ""
+    user: str = ""
     preemptible: bool = True
     deadline_s: float | None = None
     whole_nodes: bool = False

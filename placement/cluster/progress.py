@@ -18,15 +18,18 @@ class Progress:
         done: iterations so far, measured.
         epoch_ends: ``done`` at the end of each finished epoch.
         epochs: how many epochs the user declared; None if training has no declared end.
+        first_epochs: how many it declared first, in the unit of ``epochs``, as far as that is known.
         stride: how many epochs each of ``epoch_ends``, and each of ``epochs``, stands for; 1 before any has ended.
         usual_epoch: iterations that an epoch took other jobs of the same model, until the first one here has ended.
         usual_ends: iterations after which earlier jobs of the same model ended.
-        usual_parts: parts of their declared length after which those of them that had one ended.
+        usual_parts: parts of the length first declared after which those ended that have the same declarer, above 1
+            where they went on beyond it.
     """
 
     done: float
     epoch_ends: tuple[float, ...] = ()
     epochs: float | None = None
+    first_epochs: float | None = None
     stride: int = 1
     usual_epoch: float | None = None
     usual_ends: tuple[float, ...] = ()
@@ -38,6 +41,8 @@ class Progress:
             raise ValueError(f"epoch_ends must never fall, but got {self.epoch_ends}")
         if self.epochs is not None:
             check_number("epochs", self.epochs, above=0)
+        if self.first_epochs is not None:
+            check_number("first_epochs", self.first_epochs, above=0)
         check_number("stride", self.stride, least=1, unit="epoch")
         if self.usual_epoch is not None:
             check_number("usual_epoch", self.usual_epoch, above=0, unit="iterations")

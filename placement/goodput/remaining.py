@@ -21,40 +21,58 @@ def remaining(progress: Progress | None) -> float | None:
     model needed for one counts, if it is known; else only that an epoch takes at least what is done already: a
     newcomer counts as short until it proves to be long.
     """
-    if progress is None or progress.epochs is None:
-        return None
+    return None if progress is None or progress.epochs is None else _left(progress, progress.epochs)
+
+
+def _left(progress: Progress, epochs: float) -> float:
+    """Scale-invariant iterations until so many epochs are done."""
     finished = len(progress.epoch_ends)
     if finished:
         per_epoch = progress.epoch_ends[-1] / finished
     elif progress.usual_epoch is not None:
         per_epoch = max(progress.usual_epoch, progress.done)
     else:
-        return max(progress.epochs - 1.0, 0.0) * progress.done
-    return max(progress.epochs * per_epoch - progress.done, 0.01 * per_epoch)
+        return max(epochs - 1.0, 0.0) * progress.done
+    return max(epochs * per_epoch - progress.done, 0.01 * per_epoch)
 
 
 def likely_left(progress: Progress | None) -> float | None:
     """Return scale-invariant iterations by which a job counts for shortest-first decisions; None where nothing tells.
 
-    The possible ends are
+    Nobody gains by what he declares: the length that counts is the one declared first, and it counts as much as those
+    of the same declarer have proven right. The possible ends are
 
-    * of a job that declares its length: that end, and the parts of it after which earlier jobs of the model ended
-      (early stopping, a billion of epochs that nobody means): a declaration that keeps proving wrong counts less and
-      less;
-    * of one that declares nothing: where earlier jobs ended, and once twice the longest of these, for it may be another
-      kind of run.
+    * of a declarer who is known: the end that is declared, and the parts of it after which his earlier jobs of the
+      model ended, or how far beyond it they went; where these are scattered, and the ends of the model's jobs are less
+      so, those;
+    * of one who is not known: the declared end, and those of the model's earlier jobs;
+    * of a job beyond its declared end: those of all these that lie ahead;
+    * of a job that declares nothing: where the model's earlier jobs ended, and once twice the longest of these, for it
+      may be another kind of run.
 
-    They are weighed by :func:`gittins_left`, so that among jobs with the same mean the surer end counts as nearer.
+    They are weighed by :func:`gittins_left`, so that among jobs with the same mean the surer end counts as nearer. Of a
+    job beyond all of them as much is taken to be left as was done.
     """
     if progress is None:
         return None
-    declared = remaining(progress)
-    if declared is not None:
-        end = progress.done + declared
-        return gittins_left(progress.done, [*(part * end for part in progress.usual_parts), end])
-    if not progress.usual_ends:
-        return None
-    return gittins_left(progress.done, [*progress.usual_ends, 2 * max(progress.done, *progress.usual_ends)])
+    done, model_ends, parts = progress.done, progress.usual_ends, progress.usual_parts
+    if progress.epochs is None:
+        if not model_ends:
+            return None
+        return gittins_left(done, [*model_ends, 2 * max(done, *model_ends)])
+    declared = progress.epochs if progress.first_epochs is None else progress.first_epochs
+    end = done + _left(progress, declared)
+    if len(progress.epoch_ends) >= declared:
+        end = declared * progress.epoch_ends[-1] / len(progress.epoch_ends)
+        return gittins_left(done, [*(part * end for part in parts), *model_ends])
+    if model_ends and (not parts or _scatter(model_ends) < _scatter([*parts, 1.0])):
+        return gittins_left(done, [*model_ends, end])
+    return gittins_left(done, [*(part * end for part in parts), end])
+
+
+def _scatter(values: Sequence[float]) -> float:
+    """Return the standard deviation of the logarithms, infinite of one value."""
+    return float(np.std(np.log(values))) if len(values) > 1 else math.inf
 
 
 def gittins_left(done: float, ends: Sequence[float]) -> float:

@@ -13,7 +13,6 @@ from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
-from placement.goodput.remaining import remaining
 from placement.goodput.step_time import ThroughputModel
 from placement.knowledge.records import (
     Batches,
@@ -349,6 +348,11 @@ def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | No
     return None
 
 
+def declarer_of(view: JobView) -> str:
+    """Return who answers for what a job declares."""
+    return view.user or view.tenant
+
+
 class EndedJobs:
     """Lengths of ended jobs by the fingerprint of their model.
 
@@ -361,23 +365,32 @@ class EndedJobs:
     def __init__(self, forget_s: float) -> None:
         self._forget_s = forget_s
         self._present: dict[str, KnownLength] = {}
+        self._declared: dict[str, float] = {}
         self._ended: dict[str, tuple[KnownLength, ...]] = {}
 
     def hear(self, view: JobView) -> None:
         """Record a job's progress, and the length that it declares."""
         if view.fingerprint is None or view.progress is None or not view.init_batch_size or not view.progress.done:
             return
-        done, left = view.progress.done, remaining(view.progress)
+        progress, done = view.progress, view.progress.done
+        if progress.epochs is not None:
+            self._declared.setdefault(view.job, progress.epochs * progress.stride)
+        told = self._declared.get(view.job)
+        per_epoch = (
+            progress.epoch_ends[-1] / len(progress.epoch_ends) / progress.stride if progress.epoch_ends else None
+        )
         self._present[view.job] = KnownLength(
             fingerprint=view.fingerprint,
             samples=done * view.init_batch_size,
-            part=None if left is None else done / (done + left),
+            part=None if told is None or not per_epoch else done / (told * per_epoch),
             seen_s=0.0,
+            declarer=declarer_of(view),
         )
 
     def ended(self, job: str, now_s: float) -> bool:
         """End a job; True if its length is to be kept."""
         length = self._present.pop(job, None)
+        self._declared.pop(job, None)
         if length is None:
             return False
         self.recall([dataclasses.replace(length, seen_s=now_s)])
@@ -398,11 +411,13 @@ class EndedJobs:
     def complete(self, view: JobView, now_s: float) -> JobView:
         """Return the view with where earlier jobs of its model ended, in its own iterations."""
         known = [each for each in self._ended.get(view.fingerprint or "", ()) if now_s - each.seen_s < self._forget_s]
-        if not known or view.progress is None or not view.init_batch_size:
+        if view.progress is None or not view.init_batch_size:
             return view
+        told, declarer = self._declared.get(view.job), declarer_of(view)
         progress = dataclasses.replace(
             view.progress,
+            first_epochs=None if told is None else told / view.progress.stride,
             usual_ends=tuple(each.samples / view.init_batch_size for each in known),
-            usual_parts=tuple(each.part for each in known if each.part is not None),
+            usual_parts=tuple(each.part for each in known if each.part is not None and each.declarer == declarer),
         )
         return dataclasses.replace(view, progress=progress)

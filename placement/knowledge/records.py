@@ -73,14 +73,16 @@ class KnownLength:
     Attributes:
         fingerprint: of the job's model.
         samples: its progress in all: samples that it would have needed at the initial batch.
-        part: of the length that it had declared; None if it had declared none.
+        part: of the length that it had declared first; None if it had declared none.
         seen_s: when it ended [s since the epoch].
+        declarer: who had submitted it, or his tenant; empty where neither is known.
     """
 
     fingerprint: str
     samples: float
     part: float | None
     seen_s: float
+    declarer: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

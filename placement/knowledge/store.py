@@ -40,6 +40,7 @@ are null:
 ``accumulation``        bool        noise: whether it allowed several micro-steps
 ``samples``             float64     length: progress in all, in samples at the initial batch
 ``part``                float64     length: of the length that the job had declared, null = it had declared none
+``declarer``            string      length: who had declared it
 ======================  ==========  ===================================================================================
 """
 
@@ -94,6 +95,7 @@ _SCHEMA = pa.schema(
         ("accumulation", pa.bool_()),
         ("samples", pa.float64()),
         ("part", pa.float64()),
+        ("declarer", pa.string()),
     ],
     metadata=_FORMAT,
 )
@@ -257,9 +259,9 @@ def _length_row(length: KnownLength) -> dict[str, Any]:
 
 def _measurements(table: pa.Table) -> Measurements:
     """Return the measurements in the rows; columns missing in files of earlier versions are null."""
-    for name in ("samples", "part"):
+    for name in ("samples", "part", "declarer"):
         if name not in table.column_names:
-            table = table.append_column(name, pa.nulls(len(table), pa.float64()))
+            table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
     rows = table.select(_SCHEMA.names).to_pylist()
     return Measurements(
         steps=tuple(_step(row) for row in rows if row["kind"] == "step"),
@@ -310,4 +312,6 @@ def _length(row: dict[str, Any]) -> KnownLength:
     samples, part = row["samples"], row["part"]
     if not 0 < samples < math.inf or not (part is None or 0 < part < math.inf):
         raise ValueError(f"a length must be above 0 and finite, but is {samples} samples, {part} of what was declared")
-    return KnownLength(fingerprint=row["fingerprint"], samples=samples, part=part, seen_s=row["seen_s"])
+    return KnownLength(
+        fingerprint=row["fingerprint"], samples=samples, part=part, seen_s=row["seen_s"], declarer=row["declarer"] or ""
+    )

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from elastic_ray.checkpoints.automatic import state_files
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.cli.app import cli
 from tests.local_cluster import LocalCluster, free_port
 
@@ -98,3 +100,52 @@ def test_failing_script_is_exit_code_1_its_name_reusable(cluster: Any, script: P
         time.sleep(0.5)
     assert "job fails: stopped" in run(cluster, "stop", "fails").stdout
     assert "the script is done" in run(cluster, "logs", "fails", "-f").stdout
+
+
+REPLAYED = """
+    import sys, time, ray.train, torch, elastic_ray as er
+
+    def train():
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        model = er.AdaptiveDataParallel(net, optimizer)
+        inputs = torch.randn(96, 3)
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1)), batch_size=24)
+        for _ in er.remaining_epochs_until(100_000):
+            for x, y in loader:
+                time.sleep(0.02)
+                optimizer.zero_grad()
+                (model(x).squeeze(1) - y).square().mean().backward()
+                optimizer.step()
+
+    if __name__ == "__main__":
+        run = ray.train.RunConfig(name="named", storage_path=sys.argv[1])
+        er.ElasticTrainer(train, run_config=run).fit()
+"""
+
+
+def test_a_submitted_run_is_replayed(cluster: Any, tmp_path: Path) -> None:
+    runs, script = tmp_path / "runs", tmp_path / "again.py"
+    script.write_text(textwrap.dedent(REPLAYED))
+    run(cluster, "submit", str(script), "--workers", "2", "--name", "script", "--", str(runs))
+    deadline = time.monotonic() + 120
+    while "rank 0" not in run_any(cluster, "status", "named").stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    time.sleep(3.0)
+    run(cluster, "stop", "named")
+    (last,) = [each.steps for each in state_files(RunStorage(str(runs / "named")))][:1]
+    events = (runs / "named" / "events.jsonl").read_text()
+    found = json.loads(run(cluster, "verify", str(runs / "named"), "--replay", str(last), "--json").stdout)
+    (replayed,) = [each for each in found if each["what"] == "replay"]
+    assert replayed["proven"] and f"to {last}, trained again, gave the same model" in replayed["text"]
+    assert replayed["text"].endswith("(1 workers)")
+    assert (runs / "named" / "events.jsonl").read_text() == events, "the run itself is not touched"
+    assert not list(runs.glob("named-*"))
+    none = run(cluster, "verify", str(runs / "named"), "--replay", str(last + 1), code=1)
+    assert "must have an automatic checkpoint at or after it" in none.stderr
+
+
+def run_any(cluster: Any, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, arguments, env={"RAY_ADDRESS": cluster.address, "NO_COLOR": "1"})

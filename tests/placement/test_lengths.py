@@ -74,6 +74,58 @@ def test_a_declaration_that_kept_proving_wrong_is_believed_less() -> None:
     assert likely_left(beyond) == remaining(beyond)
 
 
+def test_a_job_beyond_its_declared_end_counts_by_the_models_lengths() -> None:
+    beyond = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=3.0, usual_ends=(900.0,) * 4)
+    assert remaining(beyond) == 1.0, "what it declares"
+    assert likely_left(beyond) == 600.0
+    alone = dataclasses.replace(beyond, usual_ends=())
+    assert likely_left(alone) == 300.0, "as much as was done"
+
+
+def test_the_first_declaration_counts() -> None:
+    always_the_last = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=4.0, first_epochs=1.0)
+    assert likely_left(always_the_last) == 300.0 and remaining(always_the_last) == 100.0
+    staged = dataclasses.replace(always_the_last, epochs=10.0, first_epochs=2.0, usual_parts=(5.0,) * 8)
+    assert likely_left(staged) == 700.0, "its declarer's stages were five each time"
+
+
+def test_who_declared_wrongly_is_not_believed_others_are() -> None:
+    told = Progress(done=10.0, epoch_ends=(10.0,), epochs=30.0)
+    liar = dataclasses.replace(told, usual_parts=(3.0,) * 8, usual_ends=(900.0,) * 8)
+    assert (likely_left(liar) or 0) > 800.0
+    honest = dataclasses.replace(told, usual_parts=(1.0,) * 8, usual_ends=(900.0,) * 8)
+    assert likely_left(honest) == 290.0, "though other jobs of the model are longer"
+    stranger = dataclasses.replace(told, usual_ends=(900.0,) * 8)
+    assert (likely_left(stranger) or 0) > 800.0
+    scattered = dataclasses.replace(liar, usual_parts=(0.2, 3.0, 1.0, 9.0))
+    assert likely_left(scattered) == likely_left(stranger)
+
+
+@given(lengths, st.floats(0.1, 1e5), st.floats(0.1, 100.0))
+def test_something_is_left_of_every_job_that_trains(ends: list[float], done: float, epochs: float) -> None:
+    left = likely_left(Progress(done=done, epoch_ends=(done / 2, done), epochs=epochs, usual_ends=tuple(ends)))
+    assert left is not None and left > 0
+
+
+def test_declarations_are_learned_by_declarer() -> None:
+    knowledge = Knowledge()
+
+    def trains(job: str, user: str, epochs: float, done: float) -> JobView:
+        return dataclasses.replace(running(job, done, epochs=epochs), user=user)
+
+    knowledge.learn(trains("a", "liar", 1.0, 100.0), 0.0)
+    # Later it declares more, and has five times what it declared first.
+    more = Progress(done=500.0, epoch_ends=(100.0, 200.0, 300.0, 400.0, 500.0), epochs=5.0)
+    knowledge.learn(dataclasses.replace(trains("a", "liar", 1.0, 500.0), progress=more), 1.0)
+    knowledge.ended("a", 2.0)
+    (known,) = knowledge.measurements(["resnet"], 3.0).lengths
+    assert (known.part, known.declarer) == (5.0, "liar")
+    for user, parts in (("liar", (5.0,)), ("honest", ())):
+        told = knowledge.complete(trains("b", user, 4.0, 10.0), 3.0).progress
+        assert told is not None and told.usual_parts == parts
+        assert told.usual_ends == (500.0,), "lengths are everybody's"
+
+
 def test_nothing_is_known_of_a_job_without_predecessors() -> None:
     assert likely_left(None) is None and likely_left(Progress(done=3.0)) is None
 
@@ -125,7 +177,7 @@ def test_lengths_are_kept_in_files_older_ones_are_read(tmp_path: Path) -> None:
     known = Measurements(
         lengths=(
             KnownLength(fingerprint="a", samples=12.5, part=None, seen_s=1.0),
-            KnownLength(fingerprint="a", samples=3.0, part=0.1, seen_s=2.0),
+            KnownLength(fingerprint="a", samples=3.0, part=0.1, seen_s=2.0, declarer="ann"),
         )
     )
     KnowledgeStore(root, "me").save(known)

@@ -79,6 +79,7 @@ FULL = JobView(
     atomic_bsz_ranges={"T4": (8, 64)},
     priority=1,
     tenant="research",
+    user="ann",
     preemptible=False,
     deadline_s=1764000900.5,
     whole_nodes=True,
@@ -180,7 +181,7 @@ def said_of(kind: typing.Any, plain: typing.Mapping[str, typing.Any]) -> set[str
 def test_replay_does_not_depend_on_defaults_of_its_day() -> None:
     config = AllocatorConfig(tenants=(Tenant(name="a"),))
     said = json.loads(start_line(make_policy("goodput"), config, settling=False))["start"]
-    shells_own = {"notices", "autoscaling", "dashboard", "metrics", "record", "orphan_timeout_s"}
+    shells_own = {"notices", "autoscaling", "dashboard", "metrics", "record", "storage", "orphan_timeout_s"}
     assert said_of(AllocatorConfig, said["config"]) == shells_own, "which the core does not read"
     assert said_of(Tenant, said["config"]["tenants"][0]) == set()
     assert said_of(GoodputPolicy, said["settings"]) == set()

@@ -75,6 +75,36 @@ def load_model_state(
     return found
 
 
+def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, StateFile]) -> dict[str, float]:
+    """Return how far the models of two automatic checkpoints lie apart: by tensor, max |a - b| / max |a|.
+
+    Raises:
+        ValueError: they hold other tensors.
+    """
+    models = [_models(*each) for each in (one, other)]
+    if len({tuple(sorted((name, tensor.shape) for name, tensor in each.items())) for each in models}) > 1:
+        raise ValueError(f"{one[1].path} and {other[1].path} must hold the same models to be compared, but do not")
+    found = {}
+    for name, tensor in models[0].items():
+        a, b = tensor.double(), models[1][name].double()
+        apart = float((a - b).abs().max()) if a.numel() else 0.0
+        found[name] = apart / max(float(a.abs().max()), 1e-12) if apart else 0.0
+    return found
+
+
+def _models(storage: RunStorage, state: StateFile) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of all models in a checkpoint, by the number of the model and their name."""
+    trees = open_checkpoint(storage, state)
+    found: dict[str, torch.Tensor] = {}
+    for key in sorted(trees):
+        kind, _, number = key.partition("/")
+        if kind == "model":
+            found |= {f"{number}/{name}": each for name, each in _flat(read_all(trees[key])).items()}
+        elif kind == "rows":
+            found[key] = read_all(trees[key])["whole"]["weight"]
+    return found
+
+
 def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
     """The newest complete automatic checkpoint of a run, and where it lies. Raises FileNotFoundError: there is none."""
     filesystem = getattr(checkpoint, "filesystem", None)

@@ -1,0 +1,184 @@
+"""SHELL: a part of a run trained again on another number of workers, and compared with what the run has stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import posixpath
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ray.train.v2.api.config import RunConfig, ScalingConfig
+
+from elastic_ray.adaptation.policies.pause_at import PauseAt
+from elastic_ray.adaptation.policy import Policy
+from elastic_ray.checkpoints.automatic import StateFile, copy_state, state_files
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.model_loading import differences
+from elastic_ray.driver.trainer import ElasticTrainer
+
+TOLERANCE = 1e-3
+_POLL_S = 0.5
+_END_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Steps of a run between two of its checkpoints.
+
+    Attributes:
+        run: the run.
+        before: checkpoint to start from; None for the beginning of training.
+        after: checkpoint to compare with.
+        name: of the job that trains them again, whose directory is beside the run's.
+    """
+
+    run: RunStorage
+    before: StateFile | None
+    after: StateFile
+    name: str
+
+    @classmethod
+    def around(cls, run: str, step: int) -> Window:
+        """Find the steps between the checkpoints on both sides of ``step``.
+
+        Raises:
+            ValueError: no checkpoint lies behind it. OSError: storage cannot be read.
+        """
+        storage = RunStorage(run)
+        states = state_files(storage)  # newest first
+        after = min((each for each in states if each.steps >= step), key=lambda each: each.steps, default=None)
+        if after is None:
+            there = ", ".join(str(each.steps) for each in reversed(states)) or "none"
+            raise ValueError(
+                f"a step to replay must have an automatic checkpoint at or after it, but {storage.where} has them at "
+                f"steps: {there}. A job that runs keeps CheckpointConfig(num_to_keep), at least two; one that has "
+                "finished its last one"
+            )
+        # Policies are not asked before the first step of a start, so that the pause needs one step more.
+        latest = min(step - 1, after.steps - 2)
+        before = next((each for each in states if each.steps <= latest), None)
+        name = f"{posixpath.basename(storage.path)}-replay-{after.steps}"
+        return cls(run=storage, before=before, after=after, name=name)
+
+    @property
+    def steps(self) -> str:
+        """Which steps, in words."""
+        return f"steps {0 if self.before is None else self.before.steps} to {self.after.steps}"
+
+    @property
+    def replayed(self) -> RunStorage:
+        """Directory of the job that trains them again."""
+        return RunStorage(posixpath.join(posixpath.dirname(self.run.path), self.name), self.run.filesystem)
+
+    def prepare(self) -> None:
+        """Put the checkpoint to start from into the directory of the job that trains from there, and nothing else."""
+        storage = self.replayed
+        self.remove()
+        storage.create()
+        if self.before is not None:
+            copy_state(self.run, self.before, storage)
+
+    def remove(self) -> None:
+        """Delete that directory."""
+        storage = self.replayed
+        if storage.filesystem.get_file_info(storage.path).type.name == "Directory":
+            storage.filesystem.delete_dir(storage.path)
+
+    def compare(self) -> Replay | None:
+        """Compare the models at the window's end; None while the other job has not stored its own."""
+        stored = next((each for each in state_files(self.replayed) if each.steps == self.after.steps), None)
+        if stored is None:
+            return None
+        found = differences((self.run, self.after), (self.replayed, stored))
+        return Replay(steps=self.steps, differences=found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What has come of a replay.
+
+    Attributes:
+        steps: which steps, in words.
+        differences: by tensor, the largest difference over the largest value.
+    """
+
+    steps: str
+    differences: Mapping[str, float]
+
+    @property
+    def equal(self) -> bool:
+        """True if all tensors are equal within rounding."""
+        return all(each <= TOLERANCE for each in self.differences.values())
+
+    def __str__(self) -> str:
+        worst = max(self.differences, key=lambda name: self.differences[name])
+        said = "gave the same model within rounding" if self.equal else "gave another model"
+        return (
+            f"{self.steps}, trained again, {said}: of {len(self.differences)} tensors {worst} differs most, by "
+            f"{self.differences[worst]:.1e} of its largest value"
+        )
+
+
+def replay(
+    train_loop_per_worker: Callable[..., Any],
+    run: str,
+    *,
+    step: int,
+    workers: int,
+    adaptation: Policy | Sequence[Policy] = (),
+    timeout_s: float = 3600.0,
+    **options: Any,
+) -> Replay:
+    """Train a part of a run again on another number of workers, and compare the models at its end.
+
+    It begins at the run's last automatic checkpoint before ``step``, or at the beginning of training, and ends at the
+    next one. The run's own files are not touched.
+
+    >>> replay(train, "/runs/digits", step=120, workers=3).equal  # doctest: +SKIP
+    True
+
+    Args:
+        train_loop_per_worker: the run's train function.
+        run: the run's directory, or its URI.
+        step: in that part.
+        workers: how many train it again.
+        adaptation: the run's policies.
+        timeout_s: longest time to wait [s].
+        **options: further ones of ``ElasticTrainer``, as the run had them.
+
+    Raises:
+        ValueError: the run has no checkpoint at or after ``step``. TimeoutError: it takes longer.
+        TrainFunctionError: and whatever else ``JobHandle.result()`` raises.
+    """
+    window = Window.around(run, step)
+    window.prepare()
+    policies = [adaptation] if isinstance(adaptation, Policy) else list(adaptation)
+    handle = ElasticTrainer(
+        train_loop_per_worker,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            name=window.name,
+            storage_path=posixpath.dirname(window.run.path),
+            storage_filesystem=window.run.filesystem,
+        ),
+        adaptation=[*policies, PauseAt(window.after.steps)],
+        **options,
+    ).submit()
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while (found := window.compare()) is None:
+            if handle.done():
+                handle.result(timeout=timeout_s)
+                found = window.compare()
+                if found is None:
+                    raise ValueError(f"the replay has ended before step {window.after.steps}")
+                break
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the replay has not reached step {window.after.steps} within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+    finally:
+        handle.stop(now=True)
+        handle.wait(_END_S)
+    window.remove()
+    return found

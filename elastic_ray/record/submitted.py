@@ -1,0 +1,105 @@
+"""What a run's directory keeps of its submission, so that another cluster can submit the job again (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+
+from elastic_ray.events import EventKind, JobEvent
+from placement.versions import check_format
+
+_FORMAT = 1
+_RESUMED = ".resumed-"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedJob:
+    """A submission of a job, as its driver has made it.
+
+    Attributes:
+        job: its name.
+        storage: directory of the run.
+        session: Ray's name of the session of the cluster's head, which each head has of its own.
+        address: HOST:PORT of that cluster's control store.
+        submitted_s: [s since the epoch], on the driver's clock.
+        submission: id of Ray's submission that the script was; empty of a script that was run by hand.
+        command: arguments of ``elastic-ray submit`` that submit the script again, paths absolute; empty as above.
+        user: owner of the job.
+        named: whether the script, submitted again, gives the job the same name.
+        script: the script, for messages.
+    """
+
+    job: str
+    storage: str
+    session: str
+    address: str
+    submitted_s: float
+    submission: str = ""
+    command: tuple[str, ...] = ()
+    user: str = ""
+    named: bool = True
+    script: str = ""
+    format: int = _FORMAT
+
+    def to_json(self) -> str:
+        """The inverse of :meth:`from_json`."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> SubmittedJob:
+        """Read what :meth:`to_json` has written.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a submission must be a JSON object, but got {values!r:.80}")
+        check_format(values, _FORMAT)
+        known = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
+        if not isinstance(words := known.get("command", []), list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"a submission's command must be a list of texts, but got {words!r:.80}")
+        for name, value in known.items():
+            kind = {"command": list, "submitted_s": float | int, "named": bool, "format": int}.get(name, str)
+            if not isinstance(value, kind):
+                raise ValueError(f"a submission's {name} cannot be {value!r:.80}")
+        try:
+            return cls(**{**known, "command": tuple(words)})
+        except TypeError as error:
+            raise ValueError(f"a submission lacks fields: {error}") from None
+
+    @property
+    def next_submission(self) -> str:
+        """Id of the submission that continues the script: the same from whoever asks, for Ray takes an id once."""
+        token = hashlib.sha256(f"{self.session} {self.submission}".encode()).hexdigest()[:8]
+        return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
+
+    def why_not(self, events: Iterable[JobEvent]) -> str | None:
+        """Return why the job is not to be submitted again, by its events; empty if it is, None if it has ended."""
+        last = None
+        for event in events:
+            if event.time_s >= self.submitted_s and event.kind in _ENDS:
+                last = event.kind
+        if last is EventKind.FINISHED:
+            return None
+        if last is EventKind.PAUSED:
+            return f"it was paused; submit its script again to let it continue: {self.by_hand}"
+        if not self.command:
+            return f"its code is not known, as `elastic-ray submit` did not start it; continue it: {self.by_hand}"
+        if not self.named:
+            return (
+                "its script gave it a fresh name, as it would again; name it with RunConfig(name), and continue it: "
+                f"{self.by_hand}"
+            )
+        return ""
+
+    @property
+    def by_hand(self) -> str:
+        """How a user continues the job."""
+        script = self.script or "its script"
+        return f"run {script} with RunConfig(name={self.job!r}) and the same storage_path"
+
+
+_ENDS = (EventKind.PAUSED, EventKind.RESUMED, EventKind.STARTED, EventKind.FINISHED)
