@@ -1,4 +1,4 @@
-"""SHELL: the job's controller, a detached actor: runs one job, or one trial of a sweep after the other.
+"""SHELL: the job's controller, a detached actor: runs one job. Those of a sweep's trials share actors (``job.host``).
 
 It is soft state: the workers train on when its process dies, Ray starts another one in its place, and they tell that
 one who they are; what they do not know stands in its journal. Workers and their placement groups end when it says so,
@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report
 from elastic_ray.job.journal import Journal, delete_train_loop, store_train_loop, stored_train_loop
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.controller_state import ControllerState, run_of
+from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.warm_pool.client import environment_key
 from elastic_ray.warm_pool.pool import CONTROLLERS
 from elastic_ray.warm_pool.processes import end_strays
@@ -40,6 +41,7 @@ from elastic_ray.worker_group.reconnection import Reconnection
 from placement.ray_cluster import groups
 from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.named_actors import (
+    Hosted,
     add_alias,
     aliases,
     create_on_head,
@@ -61,6 +63,7 @@ _RELEASE_S = 10.0
 _KNOWN_S = 5.0
 _NOTE_S = 1.0  # a control store that is away holds no driver up for longer
 _DRIVER = "driver"
+_PREFIX = "job:"
 
 
 def start(spec: JobSpec) -> Any:
@@ -91,14 +94,14 @@ def _create(spec: JobSpec) -> Any:
 
 
 def _name_of(spec: JobSpec) -> str:
-    return f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
+    return f"{_PREFIX}{spec.trial.controller if spec.trial is not None else spec.job}"
 
 
 def _warm(spec: JobSpec) -> Any | None:
     """A controller that has waited for this job; None if there is none. It has not begun unless it is returned."""
     if spec.trial is not None:
         return None
-    taken = {own for own, _ in aliases("job:")}
+    taken = {own for own, _ in aliases(_PREFIX)}
     for own in set(names_of_actors(f"{CONTROLLERS}{environment_key({})}/")) - taken:
         if (controller := find_actor(own)) is None:
             continue
@@ -115,23 +118,35 @@ def _warm(spec: JobSpec) -> Any | None:
 def prepare_next() -> None:
     """Start a controller for the next job of this runtime environment, unless one waits. Blocks for a moment."""
     kind = f"{CONTROLLERS}{environment_key({})}/"
-    if set(names_of_actors(kind)) <= {own for own, _ in aliases("job:")}:
+    if set(names_of_actors(kind)) <= {own for own, _ in aliases(_PREFIX)}:
         create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
 
 
 class JobController:
-    """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock."""
+    """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock.
 
-    def __init__(self, spec: JobSpec | None, theirs: Spoken) -> None:
+    Args:
+        spec: the job; None for one that takes it up later, or has before it died.
+        theirs: what the driver speaks.
+        hosted: name of the controller, of one of several in this actor.
+        on_end: called at the end of such a one.
+    """
+
+    def __init__(
+        self, spec: JobSpec | None, theirs: Spoken, hosted: str = "", on_end: Callable[[], None] | None = None
+    ) -> None:
         check_spoken(theirs, "the driver", "its job's controller")
         log_plainly(logging.WARNING)
-        self._handle = ray.get_runtime_context().current_actor
+        actor: Any = ray.get_runtime_context().current_actor
+        self._handle = Hosted(actor, f"{_PREFIX}{hosted}") if hosted else actor
+        # exit_actor() raises an exception that only a task of Ray's own understands
+        self._end = on_end or functools.partial(ray.kill, actor)
         self._background = Background()
-        self._journal = Journal(str(ray.get_runtime_context().get_actor_id()))
+        self._journal = Journal(str(ray.get_runtime_context().get_actor_id()), hosted)
         self._recovered = asyncio.Event()
         self._own_name = ""
         self._takes = asyncio.Lock()
-        spec = spec or self._journal.trial()
+        spec = spec or self._journal.begun()
         if spec is not None:
             self._live(spec)
         else:
@@ -141,7 +156,7 @@ class JobController:
         """Of a warm one: it ends if no job comes."""
         await asyncio.sleep(read_config(os.environ).idle_s)
         async with self._takes:
-            ray.kill(self._handle)
+            self._end()
 
     async def take_up(self, spec: JobSpec, own: str, owner: ProcessOwner, theirs: Spoken) -> bool:
         """Run this job, as a controller that was made for it; False of one that has a job.
@@ -159,7 +174,7 @@ class JobController:
             self._main.cancel()
             self._own_name = own
             await asyncio.to_thread(adopt, owner)
-            await asyncio.to_thread(self._journal.begin_again, spec)
+            await asyncio.to_thread(self._journal.begin, spec)
             self._live(spec)
             return True
 
@@ -167,7 +182,7 @@ class JobController:
         """End, unless it has a job."""
         async with self._takes:
             if not self._own_name:
-                ray.kill(self._handle)
+                self._end()
 
     def _live(self, spec: JobSpec) -> None:
         """Begin with a job, or continue with what the controller before had noted."""
@@ -178,55 +193,31 @@ class JobController:
             self._journal.note_train_loop(self._stored_train_loop)
         self._reconnection: Reconnection | None = None
         self._state_before: ControllerState | None = None
-        if remembered is not None and remembered[0].run != run_of(spec):  # Ray knows of the first trial alone
-            spec = self._journal.trial() or spec
-        elif spec.stored_train_loop:
+        if spec.stored_train_loop:
             train_loop, callbacks = stored_train_loop(spec.stored_train_loop)
             spec = dataclasses.replace(spec, train_loop=train_loop, callbacks=callbacks)
-        self._begin(spec)
-        life = self._run
+        logging.getLogger("elastic_ray").setLevel(spec.log_level)
+        self._spec = spec
+        self._job = JobSupervisor(spec, self._handle, self._background, self._journal)
+        self._bootstrap = Bootstrap(spec.secret, self._job.group.is_member)
+        self._lease = FailureDetector(spec.elastic.lease_s)
+        self._lease.heard(_DRIVER)
+        self._closed = asyncio.Event()
         if remembered is None:
             self._recovered.set()
         else:
             self._state_before = remembered[0]
             self._reconnection = Reconnection(self._state_before)
-            if self._state_before.run == run_of(spec):
-                self._job.recall(*remembered)
-            else:
-                life = self._leave
-        self._main = asyncio.get_event_loop().create_task(life())
-
-    async def _leave(self) -> None:
-        """It died between two trials: the last one is over, and for the next one the sweep starts another."""
-        job = self._state_before.job if self._state_before is not None else self._spec.job
-        logger.warning("job %s: its controller ends, which died after trial %s", self._name, job)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(groups.release_all, job), _RELEASE_S)
-        except Exception as error:
-            logger.warning("job %s: its placement groups were not released: %s", job, error)
-        await asyncio.to_thread(self._forget)
-        ray.kill(self._handle)
+            self._job.recall(*remembered)
+        self._main = asyncio.get_event_loop().create_task(self._run())
 
     def _forget(self) -> None:
         """There will be no other controller of this job."""
         self._journal.close(delete=True)
-        for own, alias in aliases(f"job:{self._name}", whole=True):
+        for own, alias in aliases(f"{_PREFIX}{self._name}", whole=True):
             delete_alias(alias, own)
         if self._stored_train_loop:
             delete_train_loop(self._stored_train_loop)
-
-    def _begin(self, spec: JobSpec, named: int = 0) -> None:
-        """Take up a job, after ``named`` workers of the trial before it."""
-        logging.getLogger("elastic_ray").setLevel(spec.log_level)
-        self._spec = spec
-        self._job = JobSupervisor(spec, self._handle, self._background, self._journal, named=named)
-        self._bootstrap = Bootstrap(spec.secret, self._job.group.is_member)
-        self._lease = FailureDetector(spec.elastic.lease_s)
-        self._lease.heard(_DRIVER)
-        self._closed = asyncio.Event()
-        self._dismissed = asyncio.Event()
-        self._next: asyncio.Future[JobSpec] = asyncio.get_event_loop().create_future()
-        self._begun = asyncio.Event()
 
     async def renew_lease(self) -> JobStatus:
         """The driver lives."""
@@ -331,26 +322,6 @@ class JobController:
         """The driver has all it wants of an ended job."""
         self._closed.set()
 
-    async def dismiss(self) -> None:
-        """There will be no other trial: a controller that waits for one need not wait any longer."""
-        if self._job.vacated is not None and self._closed.is_set():
-            self._dismissed.set()
-
-    async def renew(self, spec: JobSpec) -> str:
-        """Run another trial after the one that was closed.
-
-        Returns:
-            Name of this controller; empty if it waits for no other trial.
-
-        Everything but the train function, its config, and the places of results and checkpoints is to be the same.
-        """
-        if self._job.vacated is None or not self._closed.is_set() or self._next.done():
-            return ""
-        begun = self._begun
-        self._next.set_result(spec)
-        await begun.wait()
-        return self._name
-
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
         """The allocator's decision for this job."""
         await self._recovered.wait()
@@ -409,21 +380,20 @@ class JobController:
         return self._job.claim_fault(index)
 
     async def _run(self) -> None:
-        """The controller's life: one job, or one trial after the other while they come in time."""
+        """The controller's life."""
         try:
             await self._run_job()
-            while await self._is_renewed():
-                await self._run_job()
         except Exception:  # those that wait for it learn of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
+        if self._job.vacated is not None:
+            await self._job.vacated
         await self._job.group.withdrawn()
         await self._job.group.refilled()
         if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:
             await asyncio.to_thread(prepare_next)
         await asyncio.to_thread(self._forget)
-        # exit_actor() raises an exception that only a task of Ray's own understands
-        ray.kill(self._handle)
+        self._end()
 
     async def _run_job(self) -> None:
         """Until the job has ended and its driver has fetched the outcome, or is gone."""
@@ -496,26 +466,6 @@ class JobController:
             Exception
         ) as error:  # the control store is away: the allocator finds groups, and processes end themselves
             logger.warning("job %s: what no worker holds was not given back: %s", state.job, error)
-
-    async def _is_renewed(self) -> bool:
-        """Wait for another trial, if this job is one whose processes are kept."""
-        if self._job.vacated is None or self._spec.trial is None or not self._closed.is_set():
-            return False
-        waits: set[asyncio.Future[Any]] = {self._next, asyncio.ensure_future(self._dismissed.wait())}
-        _, pending = await asyncio.wait(waits, timeout=self._spec.trial.keep_s, return_when=asyncio.FIRST_COMPLETED)
-        for each in pending:
-            each.cancel()  # a trial that comes now is late
-        await self._job.vacated
-        if self._next.cancelled():
-            return False
-        begun, spec = self._begun, self._next.result()
-        await asyncio.to_thread(self._journal.begin_again, spec)
-        self._begin(spec, self._job.group.machine.named)
-        self._job.journal_state()
-        if not await asyncio.to_thread(self._journal.flush, _NOTE_S):  # a controller after this one would not know it
-            raise TimeoutError("Ray's control store has not taken the note of another trial")
-        begun.set()
-        return True
 
     def _over(self) -> bool:
         return self._closed.is_set() or bool(self._lease.silent(time.monotonic(), (_DRIVER,)))

@@ -26,7 +26,8 @@ logger = logging.getLogger("elastic_ray.job")
 
 _RETRY_S = 0.5
 _FAREWELL_S = 2.0
-_RENEW_S = 2.0  # a sweep that has no answer within 5 s starts another controller
+_HOSTED = "hosted/"
+_SPEC = "spec"
 _SIZE_BYTES = 8
 
 
@@ -63,15 +64,25 @@ def delete_train_loop(key: str) -> None:
         logger.warning("a train function was not deleted from Ray's control store: %s", error)
 
 
+def hosted_before(actor: str) -> list[str]:
+    """Names of the controllers that an actor of this id hosted when its process died. Blocks for a moment."""
+    prefix = key_of(actor, _HOSTED)
+    keys = internal_kv._internal_kv_list(prefix, namespace=NAMESPACE) or ()
+    parts = (key.removeprefix(prefix).decode().partition("/") for key in keys)
+    return sorted(name for name, _, note in parts if note == _SPEC)
+
+
 class Journal:
     """Written by a thread of its own, so that a control store that is away holds nothing up.
 
     Args:
         controller: id of the controller's actor, which stays the same when Ray restarts it.
+        hosted: name of the controller, of one of several in that actor.
     """
 
-    def __init__(self, controller: str) -> None:
+    def __init__(self, controller: str, hosted: str = "") -> None:
         self._controller = controller
+        self._folder = f"{_HOSTED}{hosted}/" if hosted else ""
         self._lock = threading.Condition()
         self._last: str | None = None
         self._pending: dict[str, str] = {}
@@ -111,25 +122,21 @@ class Journal:
         with self._lock:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
-    def begin_again(self, spec: JobSpec) -> None:
-        """The controller runs another job, or trial, from the next note on: nothing before it counts. Blocks.
+    def begin(self, spec: JobSpec) -> None:
+        """A controller that was made for no job runs this one from now on. Blocks.
 
         Raises:
             Exception: the control store does not take it.
         """
-        if not self.flush(_RENEW_S):  # else what is under way to the store would be written after this
-            raise TimeoutError(f"Ray's control store has not taken a note within {_RENEW_S:g} s")
         # Who puts a reference to an object into a pickle keeps the object for ever; what it holds is stored as well.
         if spec.trial is not None:
             spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, checkpoint_ref=None))
         packed = ray.cloudpickle.dumps(spec)  # type: ignore[no-untyped-call]
-        internal_kv._internal_kv_put(self._key("trial"), packed, overwrite=True, namespace=NAMESPACE)
-        self._events = 0
-        internal_kv._internal_kv_del(self._key("event/"), del_by_prefix=True, namespace=NAMESPACE)
+        internal_kv._internal_kv_put(self._key(_SPEC), packed, overwrite=True, namespace=NAMESPACE)
 
-    def trial(self) -> JobSpec | None:
-        """The job, or trial, that it has begun last, if it was made for none, or another. Blocks for a moment."""
-        packed: bytes | None = internal_kv._internal_kv_get(self._key("trial"), namespace=NAMESPACE)
+    def begun(self) -> JobSpec | None:
+        """The job that it has begun, if it was made for none. Blocks for a moment."""
+        packed: bytes | None = internal_kv._internal_kv_get(self._key(_SPEC), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 
     def close(self, *, delete: bool) -> None:
@@ -149,7 +156,7 @@ class Journal:
             logger.warning("a controller's notes were not deleted: %s", error)
 
     def _key(self, name: str) -> bytes:
-        return key_of(self._controller, name)
+        return key_of(self._controller, self._folder + name)
 
     def _put(self, name: str, text: str) -> None:
         with self._lock:
