@@ -463,8 +463,14 @@ class SweepActor:
         """Forget controllers that are gone; end with the last of them."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for run, each in [*self._busy.items(), *self._ending.items()]:
-                if await _is_gone(each.controller):
+            looked_at = {**self._busy, **self._ending}
+            # A controller whose process died before it had ended does not know that nobody wants it any more.
+            asks = [
+                getattr(each.controller, "close" if run in self._ending else "spec") for run, each in looked_at.items()
+            ]
+            gone = await asyncio.gather(*(_is_gone(ask.remote()) for ask in asks))
+            for (run, each), is_gone in zip(looked_at.items(), gone, strict=True):
+                if is_gone:
                     self._processes.settle(run)
                     self._ending.pop(run, None)
                     if self._busy.pop(run, None) is not None:
@@ -482,9 +488,9 @@ class SweepActor:
             if self._busy:
                 self._since_s = max(self._since_s, now_s)
             elif now_s > self._since_s + _LINGER_S:
-                if not self._ending:  # else what they still write is written, and the hosts end by themselves
-                    self._hosts.close()
-                ray.kill(self._handle)
+                await self._hosts.close()
+                if not self._busy:
+                    ray.kill(self._handle)
 
 
 def _has_ended(driver: SweepDriver) -> bool:
@@ -493,9 +499,10 @@ def _has_ended(driver: SweepDriver) -> bool:
     return any(each["JobID"] == driver.ray_job and each["IsDead"] for each in private.state.jobs())
 
 
-async def _is_gone(controller: Any) -> bool:
+async def _is_gone(asked: Any) -> bool:
+    """True if the controller that was asked has ended for good."""
     try:
-        await asyncio.wait_for(controller.spec.remote(), _CALL_TIMEOUT_S)
+        await asyncio.wait_for(asked, _CALL_TIMEOUT_S)
     except ActorDiedError:  # not ActorUnavailableError: that one may come back
         return True
     except (RayError, asyncio.TimeoutError):

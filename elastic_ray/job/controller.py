@@ -383,11 +383,11 @@ class JobController:
         """The controller's life."""
         try:
             await self._run_job()
+            if self._job.vacated is not None:
+                await self._job.vacated
         except Exception:  # those that wait for it learn of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
-        if self._job.vacated is not None:
-            await self._job.vacated
         await self._job.group.withdrawn()
         await self._job.group.refilled()
         if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:

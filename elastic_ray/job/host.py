@@ -1,16 +1,17 @@
-"""SHELL: actors that run the controllers of a sweep's trials, several in a process: a start of a process costs seconds."""
+"""SHELL: actors that run the controllers of a sweep's trials, several in a process, whose start costs seconds."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import secrets
 import time
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from elastic_ray.job.controller import JobController
 from elastic_ray.job.journal import hosted_before
@@ -29,6 +30,7 @@ _IDLE_S = 120.0
 _LOOK_S = 5.0
 _OPEN_S = 100.0
 _AWAY_S = 0.2
+_CLOSE_S = 5.0
 
 
 class ControllerHost:
@@ -45,7 +47,7 @@ class ControllerHost:
         self._own = own
         self._handle = ray.get_runtime_context().current_actor
         self._controllers: dict[str, JobController] = {}
-        self._used_s = time.monotonic()
+        self._used_s, self._closing = time.monotonic(), False
         for run in hosted_before(str(ray.get_runtime_context().get_actor_id())):
             self._add(run)
         self._main = loop.create_task(self._watch())
@@ -56,7 +58,7 @@ class ControllerHost:
         run = spec.trial.controller
         if run in self._controllers:
             return True
-        if len(self._controllers) >= _MOST:
+        if len(self._controllers) >= _MOST or self._closing:
             return False
         controller = self._add(run)
         try:
@@ -80,6 +82,12 @@ class ControllerHost:
             return True
         return await getattr(controller, method)(*arguments, **options)
 
+    async def close(self) -> None:
+        """End with the last controller: no other trial comes."""
+        self._closing = True
+        if not self._controllers:
+            ray.kill(self._handle)
+
     def _add(self, run: str) -> JobController:
         controller = JobController(None, spoken(), run, lambda: self._remove(run))
         self._controllers[run] = controller
@@ -88,6 +96,8 @@ class ControllerHost:
     def _remove(self, run: str) -> None:
         self._controllers.pop(run, None)
         self._used_s = time.monotonic()
+        if self._closing and not self._controllers:
+            ray.kill(self._handle)
 
     async def _watch(self) -> None:
         """End once no trial has come for a while: its sweep's actor is gone."""
@@ -144,7 +154,12 @@ class ControllerHosts:
         self._hosts[own] = host = create_on_head(ControllerHost, own, own, spoken(), max_restarts=-1)
         return host
 
-    def close(self) -> None:
-        """End them: no trial runs any more."""
-        for host in self._hosts.values():
-            ray.kill(host)
+    async def close(self) -> None:
+        """End them, each with its last controller."""
+        asked = [asyncio.ensure_future(_answer(host.close.remote())) for host in self._hosts.values()]
+        await asyncio.wait(asked, timeout=_CLOSE_S)
+
+
+async def _answer(asked: Any) -> None:
+    with contextlib.suppress(RayError):  # one that ends does not answer
+        await asked

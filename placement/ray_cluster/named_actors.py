@@ -40,7 +40,7 @@ class HostedGoneError(ActorDiedError):
     """One of the objects that an actor hosts has ended."""
 
     def __init__(self, name: str) -> None:
-        RayActorError.__init__(self, error_msg=f"{name} has ended")  # type: ignore[no-untyped-call]
+        RayActorError.__init__(self, error_msg=f"{name} has ended")
         self._name = name
 
     def __reduce__(self) -> tuple[Any, ...]:
