@@ -7,6 +7,7 @@ import math
 
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
+from placement.arguments import names_arguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
@@ -23,6 +24,7 @@ _SWITCHES = (
 )
 
 
+@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig:
     """How a job changes size and how fast it notices trouble. All times in seconds, all above 0.
@@ -157,6 +159,7 @@ class ElasticConfig:
             )
 
 
+@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
     """How the allocator treats a job beside others; what Ray Train's ``ScalingConfig`` has no fields for.

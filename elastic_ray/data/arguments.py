@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from elastic_ray.data.epochs import EpochHook
+from placement.arguments import check_argument_names
 
 _TAKEN_OVER = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
 _OF_WORKERS = ("prefetch_factor",)
@@ -52,6 +54,8 @@ class LoaderArguments:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        known = {"seed", *inspect.signature(DataLoader).parameters, *(each.name for each in dataclasses.fields(self))}
+        check_argument_names("AdaptiveDataLoader", self.options, known - {"options"})
         if self.options.get("generator") is not None:
             raise ValueError(
                 "generator cannot be set on an AdaptiveDataLoader: the order is fixed by seed and epoch, so that all "
