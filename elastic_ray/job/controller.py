@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from elastic_ray.background import Background
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
-from elastic_ray.job.journal import Journal, delete_train_loop, store_train_loop, stored_train_loop
+from elastic_ray.job.journal import Journal
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.controller_state import ControllerState
@@ -36,6 +36,7 @@ from elastic_ray.warm_pool.sizing import read_config
 from elastic_ray.worker.messages import ControllerAnswer, StateSaved, WorkerMessage, WorkerReregistration
 from elastic_ray.worker.ownership import adopt, calling_owner
 from elastic_ray.worker.setup import ProcessOwner
+from elastic_ray.worker.stored_train_loop import delete_train_loop, stored_train_loop, with_stored_train_loop
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
 from placement.ray_cluster import groups
@@ -55,9 +56,6 @@ from placement.versions import Spoken, VersionError, check_spoken, spoken
 logger = logging.getLogger("elastic_ray.job")
 
 _TICK_S = 0.1
-_MOST_INLINE_BYTES = (
-    32 << 10
-)  # Ray puts arguments of 100 KB into its object store, which a restart may not find them in
 _WARM_ANSWER_S = 20.0  # one that is only starting is still sooner there than a new one
 _RELEASE_S = 10.0
 _KNOWN_S = 5.0
@@ -72,14 +70,12 @@ def start(spec: JobSpec) -> Any:
     Raises:
         ValueError: a controller of that name is alive.
     """
-    if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
-        return _warm(spec) or _create(spec)
-    key = store_train_loop(spec.train_loop, spec.callbacks)
-    stored = dataclasses.replace(spec, train_loop=b"", callbacks=b"", stored_train_loop=key)
+    stored = with_stored_train_loop(spec)
     try:
         return _warm(stored) or _create(stored)
     except BaseException:
-        delete_train_loop(key)
+        if stored.stored_train_loop:
+            delete_train_loop(stored.stored_train_loop)
         raise
 
 
@@ -194,8 +190,8 @@ class JobController:
         self._reconnection: Reconnection | None = None
         self._state_before: ControllerState | None = None
         if spec.stored_train_loop:
-            train_loop, callbacks = stored_train_loop(spec.stored_train_loop)
-            spec = dataclasses.replace(spec, train_loop=train_loop, callbacks=callbacks)
+            _, callbacks = stored_train_loop(spec.stored_train_loop)  # the function goes to its workers without us
+            spec = dataclasses.replace(spec, callbacks=callbacks)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         self._spec = spec
         self._job = JobSupervisor(spec, self._handle, self._background, self._journal)

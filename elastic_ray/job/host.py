@@ -18,7 +18,8 @@ from elastic_ray.job.journal import hosted_before
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.setup import ProcessOwner
-from placement.ray_cluster.named_actors import HOSTS, Hosted, HostedGoneError, create_on_head
+from elastic_ray.worker.stored_train_loop import with_stored_train_loop
+from placement.ray_cluster.named_actors import HOSTS, Hosted, HostedGoneError, create_on_head, delete_alias
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
 
@@ -62,6 +63,8 @@ class ControllerHost:
             return False
         controller = self._add(run)
         try:
+            # Of a process before this one that died before it had noted the trial down.
+            await asyncio.to_thread(delete_alias, f"job:{run}", self._own)
             if not await controller.take_up(spec, self._own, owner, spoken()):
                 raise ValueError(f"a controller named {run!r} is alive")
         except BaseException:
@@ -125,17 +128,19 @@ class ControllerHosts:
             TimeoutError: a host does not answer. RayError: none can be started.
         """
         assert spec.trial is not None, "only trials are hosted"
+        name = f"job:{spec.trial.controller}"
+        spec = await asyncio.to_thread(with_stored_train_loop, spec)
         deadline_s = time.monotonic() + _OPEN_S
         for own, host in tuple(self._hosts.items()):
             try:
                 if await self._take_up(host, spec, deadline_s):
-                    return Hosted(host, f"job:{spec.trial.controller}")
+                    return Hosted(host, name)
             except RayActorError as error:
                 logger.info("sweep %s: its actor for controllers is gone: %r", self._sweep, error)
                 del self._hosts[own]
         host = self._add()
         await self._take_up(host, spec, deadline_s)
-        return Hosted(host, f"job:{spec.trial.controller}")
+        return Hosted(host, name)
 
     async def _take_up(self, host: Any, spec: JobSpec, deadline_s: float) -> bool:
         """Ask a host, which may be away: it could have begun, so that no other is asked before it is gone for good."""

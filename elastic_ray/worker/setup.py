@@ -58,7 +58,8 @@ class Assignment:
     Attributes:
         worker: id of the worker for this run.
         job: name of the job.
-        train_loop: the pickled train function and its config.
+        train_loop: the pickled train function and its config,
+        stored_train_loop: or where it is kept.
         storage_path: directory of the job's results.
         node: node id it runs on.
         controller: handle of the job's controller.
@@ -78,6 +79,7 @@ class Assignment:
     worker: str
     job: str
     train_loop: bytes
+    stored_train_loop: str = ""
     storage_path: str
     node: str
     controller: Any

@@ -303,6 +303,7 @@ class WorkerGroup:
             worker=launch.worker,
             job=self._spec.job,
             train_loop=self._spec.train_loop,
+            stored_train_loop=self._spec.stored_train_loop,
             storage_path=self._spec.storage_path,
             node=launch.node,
             controller=self._controller,
