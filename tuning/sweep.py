@@ -276,6 +276,7 @@ class SweepActor:
         self._planned_s = 0.0
         self._busy: dict[str, _TrialStart] = {}
         self._ending: dict[str, _TrialStart] = {}
+        self._opening = 0
         self._processes = SweepProcesses(name)
         self._cached = CheckpointCache()
         self._handle = ray.get_runtime_context().current_actor
@@ -320,7 +321,11 @@ class SweepActor:
         kind, run = _kind(spec), trial.controller
         self._processes.admit(run, kind)
         # Callbacks are the user's code, of which a fault is to cost no other trial.
-        controller = self._start(spec) if spec.callbacks else await self._hosts.open(spec)
+        self._opening += 1
+        try:
+            controller = self._start(spec) if spec.callbacks else await self._hosts.open(spec)
+        finally:
+            self._opening -= 1
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
         self._stop_late(controller)
         return controller, self._promise
@@ -485,11 +490,11 @@ class SweepActor:
                 self._stop_reason, self._stopped, self._told_s = "", False, 0.0
             self._processes.expire(now_s)
             self._cached.expire(now_s)
-            if self._busy:
+            if self._busy or self._opening:
                 self._since_s = max(self._since_s, now_s)
             elif now_s > self._since_s + _LINGER_S:
                 await self._hosts.close()
-                if not self._busy:
+                if not (self._busy or self._opening):
                     ray.kill(self._handle)
 
 
