@@ -8,6 +8,7 @@ import math
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
 from elastic_ray.unit import Unit, check_size
+from placement.arguments import names_arguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
@@ -24,6 +25,7 @@ _SWITCHES = (
 )
 
 
+@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig:
     """Configuration of how a job changes size and how fast it notices trouble. All times in seconds, all above 0.
@@ -158,6 +160,7 @@ class ElasticConfig:
             )
 
 
+@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
     """Configuration of a job beside others in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.

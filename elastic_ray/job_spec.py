@@ -16,13 +16,12 @@ class TrialSpec:
     """Specification of a trial of a sweep, beyond that of any job. Its declared epochs are a bound, not its length.
 
     Attributes:
-        controller: name of its controller's actor after ``job:``, if it is given one of its own, and of this run of the
-            trial, which may have several; a controller may run one trial after the other.
+        controller: name of its controller after ``job:``, and of this run of the trial, which may have several.
         start_from: checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier
             run left in the job's directory does not count: the sweep decides where a trial continues.
         reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.
         knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
-        keep_s: how long the controller and its processes wait for another trial after this one's end [s].
+        keep_s: how long its processes wait for another trial after this one's end [s].
         checkpoint_ref: ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage
             only.
         most_reports: the trial is over with this report, if it is not cut before; None where that is not known.

@@ -6,22 +6,14 @@ turn or hide text (U+202E, U+200B...) as ``\\u202e``.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import unicodedata
-from collections.abc import Collection
 
 _OURS = ("elastic_ray", "placement", "tuning")
 _LONG_ID = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{24,56}\b")
 _ID_LENGTH = 8
 _NAME_LENGTH = 24
-
-
-def meant(name: object, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown name: the known one that is like it, or all of them."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"
 
 
 def printable(text: str) -> str:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import logging
 import math
+import os
 import posixpath
 import time
 import weakref
@@ -94,6 +95,7 @@ _WITHOUT_HEAD = {"CPU": 0.001}
 _REPORTS = "training_iteration"
 _WAIT_S = 5.0
 _LOOK_S = 0.5
+_STARTING = max(1, (os.cpu_count() or 1) // 2)  # trials whose own processes start at a time; their workers do beside
 _HELD_S = 3.0  # Tune's loop learns within this time that the sweep was stopped, and starts no other trial meanwhile
 
 
@@ -378,6 +380,8 @@ def _claim_sweeps() -> None:
     def claim_and_add(self: TuneController) -> None:
         watch, name = _watch_of(self), _sweep_of(self)
         if name and watch.driver is None:
+            # Eight that start at once on two cores are all there when the last one is, and no worker starts before.
+            self._max_pending_trials = min(self._max_pending_trials, _STARTING)
             promise = _elastic_of(self)[0]._template.promise or read_promise(
                 getattr(self, "_scheduler_alg", None), _trials_of(self)[0].stopping_criterion
             )

@@ -1,4 +1,4 @@
-"""SHELL: a sweep's actor: starts the controllers and processes of its trials, lends those that are idle, weighs trials.
+"""SHELL: a sweep's actor: starts the controllers of its trials, lends them worker processes, weighs trials.
 
 One that is lost is made again, and knows at its next reports what trials have told; the processes that it has lent end
 with it, which their trials see as lost workers. It ends itself when none of its trials' controllers is left.
@@ -30,7 +30,7 @@ logger = logging.getLogger("tuning.sweep")
 
 _LOOK_S = 0.5
 _FIRST_S = 60.0  # within this time after its start the first trial comes
-_LINGER_S = 10.0  # after the last trial; with trials running, idle controllers wait as long as they were told
+_LINGER_S = 10.0  # after the last trial
 _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
@@ -206,7 +206,7 @@ def find_sweep(name: str, promise: Promise | None) -> Any:
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
-def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str, Promise | None]:
+def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, Promise | None]:
     """Open a controller that runs this trial; return it, its name, and by what the sweep's trials are compared.
 
     It is one that waits for another trial, or a new one.
@@ -214,7 +214,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
     for attempt in range(_ATTEMPTS):
         try:
             opened = find_sweep(name, promise).open.remote(spec)
-            controller, run, kept = ray.get(opened, timeout=_OPEN_S)
+            controller, kept = ray.get(opened, timeout=_OPEN_S)
         except GetTimeoutError:
             raise TimeoutError(
                 f"the actor of sweep {name!r} has not started trial {spec.job!r} within {_OPEN_S:g} s; the head node, "
@@ -231,7 +231,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
                     "keeps its promise; give this sweep a name of its own, or wait until then",
                     *(spec.job, kept, promise, name, _LINGER_S),
                 )
-            return controller, run, kept
+            return controller, kept
     raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")
 
 
@@ -246,7 +246,7 @@ def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _TrialStart:
-    """A trial's start: what trials can use its controller after it, and the controller."""
+    """A trial's start: what it is like, and its controller."""
 
     trial: str
     kind: JobSpec
@@ -262,11 +262,12 @@ class SweepActor:
     """
 
     def __init__(self, name: str, promise: Promise | None) -> None:
-        from elastic_ray.job.controller import start  # its imports, which drivers are spared here
+        from elastic_ray.job.controller import start  # their imports, which drivers are spared here
+        from elastic_ray.job.host import ControllerHosts
 
         log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
-        self._start = start
+        self._start, self._hosts = start, ControllerHosts(name)
         self._name = name
         self._promise = promise
         self._records: dict[str, TrialRecord] = {}
@@ -275,8 +276,8 @@ class SweepActor:
         self._sized: dict[str, int] = {}
         self._planned_s = 0.0
         self._busy: dict[str, _TrialStart] = {}
-        self._idle: dict[str, _TrialStart] = {}
-        self._ending: dict[str, _TrialStart] = {}  # take no other trial
+        self._ending: dict[str, _TrialStart] = {}
+        self._opening = 0
         self._processes = SweepProcesses(name)
         self._cached = CheckpointCache()
         self._handle = ray.get_runtime_context().current_actor
@@ -309,7 +310,7 @@ class SweepActor:
         if self._driver is not None and self._driver.token == token:
             self._driver = None
 
-    async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
+    async def open(self, spec: JobSpec) -> tuple[Any, Promise | None]:
         """Open a controller that runs this trial; return it, its name, and by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are opened here"
         if self._stop_reason:
@@ -317,27 +318,17 @@ class SweepActor:
         cached = self._cached.find(spec.trial.start_from)
         trial = dataclasses.replace(spec.trial, sweep=self._handle, checkpoint_ref=cached)
         spec = promised(dataclasses.replace(spec, trial=trial), self._promise)
-        kind, run, name = _kind(spec), trial.controller, ""
+        kind, run = _kind(spec), trial.controller
         self._processes.admit(run, kind)
-        while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
-            asked = self._idle.pop(fits[-1])
-            controller = asked.controller
-            try:
-                name = await asyncio.wait_for(controller.renew.remote(spec), _CALL_TIMEOUT_S)
-                if not name:  # one that was restarted has not given everything back, for all that it knows
-                    self._ending[fits[-1]] = asked
-            except (RayError, asyncio.TimeoutError):
-                # Else it could still begin, beside the next one, and settle the run that both have.
-                ray.kill(controller)
-                self._processes.settle(fits[-1])
-                self._processes.settle(run)
-                self._processes.admit(run, kind)
-        logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if name else "starts one")
-        if not name:
-            controller, name = self._start(spec), run
+        # Callbacks are the user's code, of which a fault is to cost no other trial.
+        self._opening += 1
+        try:
+            controller = self._start(spec) if spec.callbacks else await self._hosts.open(spec)
+        finally:
+            self._opening -= 1
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
         self._stop_late(controller)
-        return controller, name, self._promise
+        return controller, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
         """Attach a driver to a trial's controller that still runs; return by what the sweep's trials are compared."""
@@ -372,7 +363,7 @@ class SweepActor:
         """Close a run, whose controller may run another trial."""
         ended = self._busy.pop(run, None)
         if ended is not None:
-            self._idle[run] = ended
+            self._ending[run] = ended
             self._ended(run, ended)
 
     async def stop(self, reason: str, now: bool = False) -> int:
@@ -477,10 +468,15 @@ class SweepActor:
         """Forget controllers that are gone; end with the last of them."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for run, each in [*self._busy.items(), *self._idle.items(), *self._ending.items()]:
-                if await _is_gone(each.controller):
+            looked_at = {**self._busy, **self._ending}
+            # A controller whose process died before it had ended does not know that nobody wants it any more.
+            asks = [
+                getattr(each.controller, "close" if run in self._ending else "spec") for run, each in looked_at.items()
+            ]
+            gone = await asyncio.gather(*(_is_gone(ask.remote()) for ask in asks))
+            for (run, each), is_gone in zip(looked_at.items(), gone, strict=True):
+                if is_gone:
                     self._processes.settle(run)
-                    self._idle.pop(run, None)
                     self._ending.pop(run, None)
                     if self._busy.pop(run, None) is not None:
                         self._ended(run, each)
@@ -494,13 +490,11 @@ class SweepActor:
                 self._stop_reason, self._stopped, self._told_s = "", False, 0.0
             self._processes.expire(now_s)
             self._cached.expire(now_s)
-            if self._busy:
+            if self._busy or self._opening:
                 self._since_s = max(self._since_s, now_s)
             elif now_s > self._since_s + _LINGER_S:
-                for each in self._idle.values():
-                    each.controller.dismiss.remote()
-                await asyncio.sleep(_LOOK_S)
-                if not self._busy:
+                await self._hosts.close()
+                if not (self._busy or self._opening):
                     ray.kill(self._handle)
 
 
@@ -510,9 +504,10 @@ def _has_ended(driver: SweepDriver) -> bool:
     return any(each["JobID"] == driver.ray_job and each["IsDead"] for each in private.state.jobs())
 
 
-async def _is_gone(controller: Any) -> bool:
+async def _is_gone(asked: Any) -> bool:
+    """True if the controller that was asked has ended for good."""
     try:
-        await asyncio.wait_for(controller.spec.remote(), _CALL_TIMEOUT_S)
+        await asyncio.wait_for(asked, _CALL_TIMEOUT_S)
     except ActorDiedError:  # not ActorUnavailableError: that one may come back
         return True
     except (RayError, asyncio.TimeoutError):

@@ -327,9 +327,9 @@ class TrialJob:
         )
         storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)
         storage.create_within(base.elastic.storage_timeout_s)
-        controller, name, kept = open_controller(self._sweep, template.promise, spec)
+        controller, kept = open_controller(self._sweep, template.promise, spec)
         self._promise = template.promise or kept
-        self._write_note({"controller": name, "key": self._key, _RUN_NAME: posixpath.basename(storage_path)})
+        self._write_note({"controller": self._run, "key": self._key, _RUN_NAME: posixpath.basename(storage_path)})
         return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:

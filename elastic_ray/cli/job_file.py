@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from elastic_ray.driver.overrides import as_field, parse_workers
+from placement.arguments import meant
 from placement.errors import InputError
-from placement.text import meant
 
 SUFFIXES = (".yaml", ".yml")
 

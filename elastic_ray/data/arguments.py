@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Sized
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from elastic_ray.batch.tokens import WEIGH, length_of
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.private_random import PrivateRandom
+from placement.arguments import check_argument_names
 
 _TAKEN_OVER = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
 _OF_WORKERS = ("prefetch_factor",)
@@ -54,6 +56,8 @@ class LoaderArguments:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        known = {"seed", *inspect.signature(DataLoader).parameters, *(each.name for each in dataclasses.fields(self))}
+        check_argument_names("AdaptiveDataLoader", self.options, known - {"options"})
         if self.options.get("generator") is not None:
             raise ValueError(
                 "generator cannot be set on an AdaptiveDataLoader: the order is fixed by seed and epoch, so that all "

@@ -418,13 +418,13 @@ class JobHandle:
                 f"the controller of job {self.job!r} has not answered {method}() within "
                 f"{timeout_s:g} s; its node may be overloaded or gone; ask again"
             ) from error
-        except RayTaskError as error:  # the controller refused: its own words, without Ray's frames
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
             # It may have closed just now, after the lease thread had collected everything.
             if self._lease.wait(1.0) is None:
                 self._lease.lost(error)
             return None
+        except RayTaskError as error:  # the controller refused: its own words, without Ray's frames
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
 
 
 def _spec_of(controller: Any) -> JobSpec:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ray.config import SchedulingConfig
 
-from placement.text import meant
+from placement.arguments import meant
 
 WORKERS = "ELASTIC_RAY_WORKERS"
 USE_GPU = "ELASTIC_RAY_USE_GPU"

@@ -15,8 +15,8 @@ from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from elastic_ray.job_spec import RunSettings
+from placement.arguments import check_argument_names
 from placement.cluster.labels import check_selector
-from placement.text import meant
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 _RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
@@ -319,7 +319,7 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
             if value is not None:
                 raise TypeError(f"ElasticTrainer({name}=...) is not supported: {_ELSEWHERE[name]}")
             continue
-        raise TypeError(f"ElasticTrainer got an unexpected keyword argument {name!r}{meant(name, known)}")
+        check_argument_names("ElasticTrainer", [name], known)
 
 
 def _is_int(value: Any) -> bool:

@@ -8,7 +8,10 @@ from typing import Any
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import RunConfig as RayRunConfig
 
+from placement.arguments import names_arguments
 
+
+@names_arguments
 @dataclasses.dataclass
 class RunConfig(RayRunConfig):
     """``ray.train.RunConfig``, whose ``callbacks`` may hold Ray Tune's loggers beside Ray Train's ``UserCallback``.

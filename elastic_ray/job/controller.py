@@ -1,4 +1,4 @@
-"""SHELL: the job's controller, a detached actor: runs one job, or one trial of a sweep after the other.
+"""SHELL: the job's controller, a detached actor: runs one job. Those of a sweep's trials share actors (``job.host``).
 
 It is soft state: the workers train on when its process dies, Ray starts another one in its place, and they tell that
 one who they are; what they do not know stands in its journal. Workers and their placement groups end when it says so,
@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -24,10 +25,10 @@ from ray.exceptions import RayError
 from elastic_ray.background import Background
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
-from elastic_ray.job.journal import Journal, delete_train_loop, store_train_loop, stored_train_loop
+from elastic_ray.job.journal import Journal
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.controller_state import ControllerState, run_of
+from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.warm_pool.client import environment_key
 from elastic_ray.warm_pool.pool import CONTROLLERS
 from elastic_ray.warm_pool.processes import end_strays
@@ -35,11 +36,13 @@ from elastic_ray.warm_pool.sizing import read_config
 from elastic_ray.worker.messages import ControllerAnswer, StateSaved, WorkerMessage, WorkerReregistration
 from elastic_ray.worker.ownership import adopt, calling_owner
 from elastic_ray.worker.setup import ProcessOwner
+from elastic_ray.worker.stored_train_loop import delete_train_loop, stored_train_loop, with_stored_train_loop
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
 from placement.ray_cluster import groups
 from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.named_actors import (
+    Hosted,
     add_alias,
     aliases,
     create_on_head,
@@ -53,26 +56,22 @@ from placement.versions import Spoken, VersionError, check_spoken, spoken
 logger = logging.getLogger("elastic_ray.job")
 
 _TICK_S = 0.1
-_MOST_INLINE_BYTES = (
-    32 << 10
-)  # Ray puts arguments of 100 KB into its object store, which a restart may not find them in
 _WARM_ANSWER_S = 20.0  # one that is only starting is still sooner there than a new one
 _RELEASE_S = 10.0
 _KNOWN_S = 5.0
 _NOTE_S = 1.0  # a control store that is away holds no driver up for longer
 _DRIVER = "driver"
+_PREFIX = "job:"
 
 
 def start(spec: JobSpec) -> Any:
     """Return the job's controller, a warm one or a new one. Raises ValueError: a controller of that name is alive."""
-    if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
-        return _warm(spec) or _create(spec)
-    key = store_train_loop(spec.train_loop, spec.callbacks)
-    stored = dataclasses.replace(spec, train_loop=b"", callbacks=b"", stored_train_loop=key)
+    stored = with_stored_train_loop(spec)
     try:
         return _warm(stored) or _create(stored)
     except BaseException:
-        delete_train_loop(key)
+        if stored.stored_train_loop:
+            delete_train_loop(stored.stored_train_loop)
         raise
 
 
@@ -87,7 +86,7 @@ def _create(spec: JobSpec) -> Any:
 
 
 def _name_of(spec: JobSpec) -> str:
-    return f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
+    return f"{_PREFIX}{spec.trial.controller if spec.trial is not None else spec.job}"
 
 
 def _warm(spec: JobSpec) -> Any | None:
@@ -97,7 +96,7 @@ def _warm(spec: JobSpec) -> Any | None:
     """
     if spec.trial is not None:
         return None
-    taken = {own for own, _ in aliases("job:")}
+    taken = {own for own, _ in aliases(_PREFIX)}
     for own in set(names_of_actors(f"{CONTROLLERS}{environment_key({})}/")) - taken:
         if (controller := find_actor(own)) is None:
             continue
@@ -114,7 +113,7 @@ def _warm(spec: JobSpec) -> Any | None:
 def prepare_next() -> None:
     """Start a controller for the next job of this runtime environment, unless one waits. Blocks for a moment."""
     kind = f"{CONTROLLERS}{environment_key({})}/"
-    if set(names_of_actors(kind)) <= {own for own, _ in aliases("job:")}:
+    if set(names_of_actors(kind)) <= {own for own, _ in aliases(_PREFIX)}:
         create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
 
 
@@ -124,16 +123,21 @@ class JobController:
     Methods are coroutines of one event loop, so nothing here needs a lock.
     """
 
-    def __init__(self, spec: JobSpec | None, theirs: Spoken) -> None:
+    def __init__(
+        self, spec: JobSpec | None, theirs: Spoken, hosted: str = "", on_end: Callable[[], None] | None = None
+    ) -> None:
         check_spoken(theirs, "the driver", "its job's controller")
         log_plainly(logging.WARNING)
-        self._handle = ray.get_runtime_context().current_actor
+        actor: Any = ray.get_runtime_context().current_actor
+        self._handle = Hosted(actor, f"{_PREFIX}{hosted}") if hosted else actor
+        # exit_actor() raises an exception that only a task of Ray's own understands
+        self._end = on_end or functools.partial(ray.kill, actor)
         self._background = Background()
-        self._journal = Journal(str(ray.get_runtime_context().get_actor_id()))
+        self._journal = Journal(str(ray.get_runtime_context().get_actor_id()), hosted)
         self._recovered = asyncio.Event()
         self._own_name = ""
         self._takes = asyncio.Lock()
-        spec = spec or self._journal.trial()
+        spec = spec or self._journal.begun()
         if spec is not None:
             self._live(spec)
         else:
@@ -143,7 +147,7 @@ class JobController:
         """Wait for a job in a warm controller; end the process if none comes."""
         await asyncio.sleep(read_config(os.environ).idle_s)
         async with self._takes:
-            ray.kill(self._handle)
+            self._end()
 
     async def take_up(self, spec: JobSpec, own: str, owner: ProcessOwner, theirs: Spoken) -> bool:
         """Run this job, as a controller that was made for it; False of one that has a job.
@@ -160,7 +164,7 @@ class JobController:
             self._main.cancel()
             self._own_name = own
             await asyncio.to_thread(adopt, owner)
-            await asyncio.to_thread(self._journal.begin_again, spec)
+            await asyncio.to_thread(self._journal.begin, spec)
             self._live(spec)
             return True
 
@@ -168,7 +172,7 @@ class JobController:
         """End, unless it has a job."""
         async with self._takes:
             if not self._own_name:
-                ray.kill(self._handle)
+                self._end()
 
     def _live(self, spec: JobSpec) -> None:
         """Begin with a job, or continue with what the controller before had noted."""
@@ -179,55 +183,31 @@ class JobController:
             self._journal.note_train_loop(self._stored_train_loop)
         self._reconnection: Reconnection | None = None
         self._state_before: ControllerState | None = None
-        if remembered is not None and remembered[0].run != run_of(spec):  # Ray knows of the first trial alone
-            spec = self._journal.trial() or spec
-        elif spec.stored_train_loop:
-            train_loop, callbacks = stored_train_loop(spec.stored_train_loop)
-            spec = dataclasses.replace(spec, train_loop=train_loop, callbacks=callbacks)
-        self._begin(spec)
-        life = self._run
+        if spec.stored_train_loop:
+            _, callbacks = stored_train_loop(spec.stored_train_loop)  # the function goes to its workers without us
+            spec = dataclasses.replace(spec, callbacks=callbacks)
+        logging.getLogger("elastic_ray").setLevel(spec.log_level)
+        self._spec = spec
+        self._job = JobSupervisor(spec, self._handle, self._background, self._journal)
+        self._bootstrap = Bootstrap(spec.secret, self._job.group.is_member)
+        self._lease = FailureDetector(spec.elastic.lease_s)
+        self._lease.heard(_DRIVER)
+        self._closed = asyncio.Event()
         if remembered is None:
             self._recovered.set()
         else:
             self._state_before = remembered[0]
             self._reconnection = Reconnection(self._state_before)
-            if self._state_before.run == run_of(spec):
-                self._job.recall(*remembered)
-            else:
-                life = self._leave
-        self._main = asyncio.get_event_loop().create_task(life())
-
-    async def _leave(self) -> None:
-        """End a controller that died between two trials; the sweep starts another for the next trial."""
-        job = self._state_before.job if self._state_before is not None else self._spec.job
-        logger.warning("job %s: its controller ends, which died after trial %s", self._name, job)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(groups.release_all, job), _RELEASE_S)
-        except Exception as error:
-            logger.warning("job %s: its placement groups were not released: %s", job, error)
-        await asyncio.to_thread(self._forget)
-        ray.kill(self._handle)
+            self._job.recall(*remembered)
+        self._main = asyncio.get_event_loop().create_task(self._run())
 
     def _forget(self) -> None:
         """Delete the journal, aliases and train function: no other controller of this job follows."""
         self._journal.close(delete=True)
-        for own, alias in aliases(f"job:{self._name}", whole=True):
+        for own, alias in aliases(f"{_PREFIX}{self._name}", whole=True):
             delete_alias(alias, own)
         if self._stored_train_loop:
             delete_train_loop(self._stored_train_loop)
-
-    def _begin(self, spec: JobSpec, named: int = 0) -> None:
-        """Take up a job, after ``named`` workers of the trial before it."""
-        logging.getLogger("elastic_ray").setLevel(spec.log_level)
-        self._spec = spec
-        self._job = JobSupervisor(spec, self._handle, self._background, self._journal, named=named)
-        self._bootstrap = Bootstrap(spec.secret, self._job.group.is_member)
-        self._lease = FailureDetector(spec.elastic.lease_s)
-        self._lease.heard(_DRIVER)
-        self._closed = asyncio.Event()
-        self._dismissed = asyncio.Event()
-        self._next: asyncio.Future[JobSpec] = asyncio.get_event_loop().create_future()
-        self._begun = asyncio.Event()
 
     async def renew_lease(self) -> JobStatus:
         """Renew the driver's lease, and return the job's status."""
@@ -326,25 +306,6 @@ class JobController:
         """Close the ended job, from which the driver has everything."""
         self._closed.set()
 
-    async def dismiss(self) -> None:
-        """Dismiss a controller that waits for another trial: none will follow."""
-        if self._job.vacated is not None and self._closed.is_set():
-            self._dismissed.set()
-
-    async def renew(self, spec: JobSpec) -> str:
-        """Run another trial after the one that was closed.
-
-        Returns name of this controller; empty if it waits for no other trial.
-
-        Everything but the train function, its config, and the places of results and checkpoints is to be the same.
-        """
-        if self._job.vacated is None or not self._closed.is_set() or self._next.done():
-            return ""
-        begun = self._begun
-        self._next.set_result(spec)
-        await begun.wait()
-        return self._name
-
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
         """Take the allocator's decision for this job."""
         await self._recovered.wait()
@@ -405,8 +366,8 @@ class JobController:
         """Run one job, or one trial after the other while they come in time."""
         try:
             await self._run_job()
-            while await self._is_renewed():
-                await self._run_job()
+            if self._job.vacated is not None:
+                await self._job.vacated
         except Exception:  # those that wait for it learn of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
@@ -415,8 +376,7 @@ class JobController:
         if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:
             await asyncio.to_thread(prepare_next)
         await asyncio.to_thread(self._forget)
-        # exit_actor() raises an exception that only a task of Ray's own understands
-        ray.kill(self._handle)
+        self._end()
 
     async def _run_job(self) -> None:
         """Run the job until it has ended and its driver has fetched the outcome, or is gone."""
@@ -489,26 +449,6 @@ class JobController:
             Exception
         ) as error:  # the control store is away: the allocator finds groups, and processes end themselves
             logger.warning("job %s: what no worker holds was not given back: %s", state.job, error)
-
-    async def _is_renewed(self) -> bool:
-        """Wait for another trial, if this job is one whose processes are kept."""
-        if self._job.vacated is None or self._spec.trial is None or not self._closed.is_set():
-            return False
-        waits: set[asyncio.Future[Any]] = {self._next, asyncio.ensure_future(self._dismissed.wait())}
-        _, pending = await asyncio.wait(waits, timeout=self._spec.trial.keep_s, return_when=asyncio.FIRST_COMPLETED)
-        for each in pending:
-            each.cancel()  # a trial that comes now is late
-        await self._job.vacated
-        if self._next.cancelled():
-            return False
-        begun, spec = self._begun, self._next.result()
-        await asyncio.to_thread(self._journal.begin_again, spec)
-        self._begin(spec, self._job.group.machine.named)
-        self._job.journal_state()
-        if not await asyncio.to_thread(self._journal.flush, _NOTE_S):  # a controller after this one would not know it
-            raise TimeoutError("Ray's control store has not taken the note of another trial")
-        begun.set()
-        return True
 
     def _over(self) -> bool:
         return self._closed.is_set() or bool(self._lease.silent(time.monotonic(), (_DRIVER,)))

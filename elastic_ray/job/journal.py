@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import secrets
 import threading
 import time
 
@@ -26,40 +25,16 @@ logger = logging.getLogger("elastic_ray.job")
 
 _RETRY_S = 0.5
 _FAREWELL_S = 2.0
-_RENEW_S = 2.0  # a sweep that has no answer within 5 s starts another controller
-_SIZE_BYTES = 8
+_HOSTED = "hosted/"
+_SPEC = "spec"
 
 
-def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
-    """Keep both, packed, until :func:`delete_train_loop`; returns their key. Blocks briefly.
-
-    What an actor is created with is lost with the driver once it is too large for a message, and Ray could not start
-    the actor again. Ray keeps functions that it sends to workers in the same place.
-    """
-    key = f"train_loop/{secrets.token_hex(8)}"
-    packed = len(train_loop).to_bytes(_SIZE_BYTES) + train_loop + callbacks
-    internal_kv._internal_kv_put(key.encode(), packed, overwrite=True, namespace=NAMESPACE)
-    return key
-
-
-def stored_train_loop(key: str) -> tuple[bytes, bytes]:
-    """Return the train function and the callbacks that :func:`store_train_loop` has kept.
-
-    Raises LookupError: it is not there (any more).
-    """
-    packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
-    if packed is None:
-        raise LookupError(f"the train function is not in Ray's control store any more ({key})")
-    end = _SIZE_BYTES + int.from_bytes(packed[:_SIZE_BYTES])
-    return packed[_SIZE_BYTES:end], packed[end:]
-
-
-def delete_train_loop(key: str) -> None:
-    """Delete a train function from Ray's control store."""
-    try:
-        internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
-    except Exception as error:
-        logger.warning("a train function was not deleted from Ray's control store: %s", error)
+def hosted_before(actor: str) -> list[str]:
+    """Names of the controllers that an actor of this id hosted when its process died. Blocks for a moment."""
+    prefix = key_of(actor, _HOSTED)
+    keys = internal_kv._internal_kv_list(prefix, namespace=NAMESPACE) or ()
+    parts = (key.removeprefix(prefix).decode().partition("/") for key in keys)
+    return sorted(name for name, _, note in parts if note == _SPEC)
 
 
 class Journal:
@@ -67,10 +42,12 @@ class Journal:
 
     Args:
         controller: id of the controller's actor, which stays the same when Ray restarts it.
+        hosted: name of the controller, of one of several in that actor.
     """
 
-    def __init__(self, controller: str) -> None:
+    def __init__(self, controller: str, hosted: str = "") -> None:
         self._controller = controller
+        self._folder = f"{_HOSTED}{hosted}/" if hosted else ""
         self._lock = threading.Condition()
         self._last: str | None = None
         self._pending: dict[str, str] = {}
@@ -110,27 +87,20 @@ class Journal:
         with self._lock:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
-    def begin_again(self, spec: JobSpec) -> None:
-        """Begin again with another job or trial; nothing noted before counts. Blocks.
+    def begin(self, spec: JobSpec) -> None:
+        """A controller that was made for no job runs this one from now on. Blocks.
 
         Raises Exception: the control store does not take it.
         """
-        if not self.flush(_RENEW_S):  # else what is under way to the store would be written after this
-            raise TimeoutError(f"Ray's control store has not taken a note within {_RENEW_S:g} s")
         # Who puts a reference to an object into a pickle keeps the object for ever; what it holds is stored as well.
         if spec.trial is not None:
             spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, checkpoint_ref=None))
         packed = ray.cloudpickle.dumps(spec)  # type: ignore[no-untyped-call]
-        internal_kv._internal_kv_put(self._key("trial"), packed, overwrite=True, namespace=NAMESPACE)
-        self._events = 0
-        internal_kv._internal_kv_del(self._key("event/"), del_by_prefix=True, namespace=NAMESPACE)
+        internal_kv._internal_kv_put(self._key(_SPEC), packed, overwrite=True, namespace=NAMESPACE)
 
-    def trial(self) -> JobSpec | None:
-        """Return the job, or trial, that it has begun last, if it was made for none, or another.
-
-        Blocks for a moment.
-        """
-        packed: bytes | None = internal_kv._internal_kv_get(self._key("trial"), namespace=NAMESPACE)
+    def begun(self) -> JobSpec | None:
+        """The job that it has begun, if it was made for none. Blocks for a moment."""
+        packed: bytes | None = internal_kv._internal_kv_get(self._key(_SPEC), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 
     def close(self, *, delete: bool) -> None:
@@ -150,7 +120,7 @@ class Journal:
             logger.warning("a controller's notes were not deleted: %s", error)
 
     def _key(self, name: str) -> bytes:
-        return key_of(self._controller, name)
+        return key_of(self._controller, self._folder + name)
 
     def _put(self, name: str, text: str) -> None:
         with self._lock:

@@ -40,7 +40,6 @@ def controller_state(
         trained=machine.trained,
         world_size=machine.world_size,
         named=machine.named,
-        earlier=group.earlier,
         nodes=dict(goal.nodes),
         reason=goal.reason,
         held_at=held_at,

@@ -64,16 +64,13 @@ class JobSupervisor:
         controller: handle of its controller, for workers and the allocator.
         background: what runs beside the loop, and may outlast the job.
         journal: for the controller that Ray starts in this one's place when its process dies.
-        named: workers of the trial that the controller ran before; their messages come too late.
     """
 
-    def __init__(
-        self, spec: JobSpec, controller: Any, background: Background, journal: Journal, *, named: int = 0
-    ) -> None:
+    def __init__(self, spec: JobSpec, controller: Any, background: Background, journal: Journal) -> None:
         self._spec, self._journal = spec, journal
         self.record = JobRecord(spec)
         self._planner = BatchPlanner(shares_by_type=spec.scheduling.mixed_gpu_types)
-        self.group = WorkerGroup(spec, controller, self.record, self._planner, background, self, named=named)
+        self.group = WorkerGroup(spec, controller, self.record, self._planner, background, self)
         self.events = EventLog(spec, self.record, self.group.machine, self._keep)
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)
         self._trackers = RunTrackers(spec, run_of(spec), self.events.warn)

@@ -31,7 +31,6 @@ class ControllerState:
         trained: whether one has taken effect since then.
         world_size: workers of the generation in effect.
         named: number of its latest worker.
-        earlier: number of the last worker of the trial that the controller ran before.
         nodes: workers on each node that it is heading for.
         reason: why.
         held_at: number of workers that its driver holds it at.
@@ -71,7 +70,6 @@ class ControllerState:
     trained: bool
     world_size: int
     named: int
-    earlier: int
     nodes: Mapping[str, int]
     reason: str
     held_at: int | None

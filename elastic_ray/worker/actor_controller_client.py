@@ -180,6 +180,8 @@ class ActorControllerClient:
                     del self._unheard[number]
                 except ActorUnavailableError:
                     self._unheard[number] = (message, self.push(message))
+                except ActorDiedError:
+                    raise
                 except RayTaskError as error:  # it was heard, and could not be dealt with: nor could it be again
                     del self._unheard[number]
                     logger.warning("the controller could not take a message: %s", error)

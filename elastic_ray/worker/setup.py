@@ -81,6 +81,7 @@ class Assignment:
     worker: str
     job: str
     train_loop: bytes
+    stored_train_loop: str = ""
     storage_path: str
     node: str
     controller: Any

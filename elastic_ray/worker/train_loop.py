@@ -6,11 +6,12 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import logging
 import os
 import socket
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray.cloudpickle
@@ -21,6 +22,9 @@ from elastic_ray.run.current import session_of_thread
 from elastic_ray.worker.in_ray_train import in_ray_train
 from elastic_ray.worker.script_classes import load
 
+logger = logging.getLogger(__name__)
+
+_LARGE_BYTES = 50_000_000
 _KINDS = inspect.Parameter
 _POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.VAR_POSITIONAL)
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
@@ -51,9 +55,11 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     try:
         file = io.BytesIO()
         _ByValue(file).dump((called, passed))  # type: ignore[no-untyped-call]
-        return file.getvalue()
     except Exception as error:
         raise TypeError(_unpicklable(train_loop, passed, error)) from error
+    if file.tell() > _LARGE_BYTES:
+        logger.warning("%s", _large(train_loop, passed, file.tell()))
+    return file.getvalue()
 
 
 class _ByValue(ray.cloudpickle.CloudPickler):
@@ -178,6 +184,34 @@ def _check_policies(policies: Sequence[Policy]) -> None:
 def _name(train_loop: Any) -> str:
     name = getattr(train_loop, "__name__", None)
     return f"{name}()" if name else repr(train_loop)
+
+
+def _large(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, size: int) -> str:
+    """What of a train function takes most of its room, and the way out."""
+    captured = {repr(name): value for name, value in _captured(train_loop)}
+    values = {**captured, **{f"train_loop_config[{name!r}]": value for name, value in (config or {}).items()}}
+    largest = max(values, key=lambda name: _room(values[name]), default="its code")
+    return (
+        f"{_name(train_loop)} takes {size / 1e6:.0f} MB along, most of it {largest}: the head node keeps it in memory "
+        "while the job lives, and each worker that starts fetches it. Load it inside the function, from a path in "
+        "train_loop_config"
+    )
+
+
+def _captured(train_loop: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    with contextlib.suppress(TypeError):  # no function of Python's
+        variables = inspect.getclosurevars(train_loop)
+        yield from variables.nonlocals.items()
+        yield from variables.globals.items()
+
+
+def _room(value: Any) -> int:
+    """Size of an array or tensor, of what a container holds directly, or of anything else, roughly [bytes]."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return sum(map(_room, value))
+    return int(getattr(value, "nbytes", 0) or sys.getsizeof(value))
 
 
 def _unpicklable(train_loop: Any, config: Mapping[str, Any] | None, error: Exception) -> str:

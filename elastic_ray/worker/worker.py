@@ -57,6 +57,7 @@ from elastic_ray.worker.messages import (
 )
 from elastic_ray.worker.setup import Assignment, ProcessInfo, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
+from elastic_ray.worker.stored_train_loop import stored_train_loop
 from placement.cluster.cluster import GPU_TYPE_LABEL
 from placement.ray_cluster import groups
 from placement.text import log_plainly
@@ -276,7 +277,8 @@ class Worker:
         seed_alike(assignment.job)
         broken = False
         try:
-            value = train_loop.call(assignment.train_loop)
+            stored = assignment.stored_train_loop
+            value = train_loop.call(stored_train_loop(stored)[0] if stored else assignment.train_loop)
             saves = saver is not None and elastic.keep_last_state
             if session.finish(saves=saves) and saver is not None:
                 saver.save_last(until=lambda: session.membership.stop_requested)

@@ -27,7 +27,7 @@ from elastic_ray.membership.instructions import (
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage
 from elastic_ray.membership.recovery import SurvivingWorker
-from elastic_ray.membership.roster import WorkerPhase, number
+from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.losses import SizeHistory
@@ -93,8 +93,6 @@ class WorkerGroup:
         planner: BatchPlanner,
         background: Background,
         observer: GroupObserver,
-        *,
-        named: int,
     ) -> None:
         elastic = spec.elastic
         self._spec = spec
@@ -113,7 +111,6 @@ class WorkerGroup:
                 switch_timeout_s=elastic.collective_timeout_s,
             ),
             first_most=record.workers_at_most,
-            named=named,
         )
         self.actors = WorkerActors(spec, controller, self.take, self._on_result, self._on_refusal)
         self._detector = FailureDetector(
@@ -124,7 +121,6 @@ class WorkerGroup:
         self.goal = Allocated(nodes={}, reason="")
         self._furthest = (0, 0)
         self._places = ExpectedRanks()
-        self._before = named
         self._given_up: set[str] = set()
         self._refused = 0
 
@@ -133,11 +129,6 @@ class WorkerGroup:
         """Silence of each member of the group [s]."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
-
-    @property
-    def earlier(self) -> int:
-        """Number of the last worker of the trial that the controller ran before."""
-        return self._before
 
     def is_member(self, generation: int, worker: str) -> bool:
         """True if the worker belongs to this generation, which is the present one or the next."""
@@ -184,7 +175,6 @@ class WorkerGroup:
             self._detector.heard(each.worker)
             if each.ready is not None:
                 self._planner.open(each.ready.loader)
-        self._before = state.earlier
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
         instructions = self.machine.take_over(
             [_survivor(each) for each in told],
@@ -219,7 +209,7 @@ class WorkerGroup:
 
         It does not of one that was declared lost, or served the trial before: the job continues without it.
         """
-        if worker in self._given_up or number(worker) <= self._before:
+        if worker in self._given_up:
             return False
         self._detector.heard(process_names(worker, position + 1)[position])
         return True
@@ -318,6 +308,7 @@ class WorkerGroup:
             worker=launch.worker,
             job=self._spec.job,
             train_loop=self._spec.train_loop,
+            stored_train_loop=self._spec.stored_train_loop,
             storage_path=self._spec.storage_path,
             node=launch.node,
             controller=self._controller,

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
+from placement.arguments import names_arguments
 from placement.autoscaling.config import Autoscaling
 from placement.checks import check_number
 from placement.planning.constraints import Constraints
@@ -20,6 +21,7 @@ _NO_NUMBERS = (
 )
 
 
+@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
     """Times and thresholds of the core, times in seconds.

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from placement.allocator.config import AllocatorConfig
+from placement.arguments import meant
 from placement.autoscaling.autoscaler import AutoscalerConfig
 from placement.autoscaling.cluster_file import read_cluster_file
 from placement.autoscaling.config import Autoscaling
 from placement.cluster.node_types import NodeType
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
-from placement.text import meant
 
 _Made = TypeVar("_Made")
 _SECTIONS = ("tenants", "priorities", "autoscaling", "page")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.experimental import internal_kv
 
 from placement.ray_cluster.snapshot import on_head
@@ -19,6 +20,9 @@ NAMESPACE = "elastic_ray"
 
 _KV = NAMESPACE.encode()
 _ALIAS = "alias/"
+HOSTS = "controllers/"
+"""How names of actors begin that each host several objects, which have aliases for names."""
+
 ALLOCATOR = "allocator"
 """Name of the cluster's allocator."""
 
@@ -30,6 +34,45 @@ _POLL_S = 0.1
 def actor_class(kind: type) -> Any:
     """Return ``ray.remote`` of a class, once: each call makes classes that Ray keeps, some 20 kB."""
     return ray.remote(kind)
+
+
+class HostedGoneError(ActorDiedError):
+    """One of the objects that an actor hosts has ended."""
+
+    def __init__(self, name: str) -> None:
+        RayActorError.__init__(self, error_msg=f"{name} has ended")
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostedGoneError, (self._name,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hosted:
+    """Handle of one of the objects that an actor hosts; it is called as that of an actor.
+
+    Attributes:
+        host: handle of the actor, which has a method ``call(name, method, *arguments, **options)``.
+        name: of the object.
+    """
+
+    host: Any
+    name: str
+
+    def __getattr__(self, method: str) -> _HostedMethod:
+        if method.startswith("__") and method != "__ray_ready__":  # copy and pickle ask for theirs
+            raise AttributeError(method)
+        return _HostedMethod(self, method)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _HostedMethod:
+    hosted: Hosted
+    method: str
+
+    def remote(self, *arguments: Any, **options: Any) -> Any:
+        """Call it; as with an actor the answer is a reference."""
+        return self.hosted.host.call.remote(self.hosted.name, self.method, *arguments, **options)
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
@@ -62,7 +105,8 @@ def find_actor(name: str) -> Any | None:
         return ray.get_actor(name, namespace=NAMESPACE)
     for own, _ in aliases(name, whole=True):
         with contextlib.suppress(ValueError):
-            return ray.get_actor(own, namespace=NAMESPACE)
+            actor = ray.get_actor(own, namespace=NAMESPACE)
+            return Hosted(actor, name) if own.startswith(HOSTS) else actor
     return None
 
 

@@ -131,8 +131,11 @@ def delete_orphaned() -> tuple[str, ...]:
     controllers = {key.decode().removeprefix(_CONTROLLERS).partition("/")[0] for key in keys}
     dead = tuple(sorted(controller for controller in controllers if is_dead(controller)))
     for controller in dead:
-        train_loop = internal_kv._internal_kv_get(key_of(controller, TRAIN_LOOP), namespace=NAMESPACE)
-        if train_loop is not None:
-            internal_kv._internal_kv_del(train_loop, namespace=NAMESPACE)
+        kept = [
+            key for key in keys if key.startswith(key_of(controller, "")) and key.endswith(f"/{TRAIN_LOOP}".encode())
+        ]
+        for train_loop in (internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in kept):
+            if train_loop is not None:
+                internal_kv._internal_kv_del(train_loop, namespace=NAMESPACE)
         internal_kv._internal_kv_del(key_of(controller, ""), del_by_prefix=True, namespace=NAMESPACE)
     return dead

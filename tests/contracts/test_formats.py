@@ -52,7 +52,7 @@ REPORT = Report(index=2, metrics={"loss": 0.25}, checkpoint="checkpoint_000002",
 STATE = ControllerState(
     **{
         **dict.fromkeys(("job", "run", "phase", "message", "reason"), "text"),
-        **dict.fromkeys(("issued", "world_size", "named", "earlier", "failures", "fruitless", "saved_steps"), 1),
+        **dict.fromkeys(("issued", "world_size", "named", "failures", "fruitless", "saved_steps"), 1),
         **dict.fromkeys(("submitted_s", "weight", "lost", "resize_cost_s", "start_s"), 1.5),
         **dict.fromkeys(("trained", "saved", "stopping"), False),
         "announced": ("w0", "w1"),

@@ -1,4 +1,4 @@
-"""What processes of a job and of a sweep do not load: each trial starts three, and on few cores they wait in turn."""
+"""What processes of a job and of a sweep do not load: each trial starts two, and on few cores they wait in turn."""
 
 from __future__ import annotations
 

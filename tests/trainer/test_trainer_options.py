@@ -15,6 +15,9 @@ from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+import elastic_ray
+import placement
+import tuning
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.ray_train_config import read_run, read_scaling
 from elastic_ray.driver.sharded_memory import sharded_memory
@@ -352,6 +355,29 @@ def test_a_misspelt_argument_is_answered_with_the_right_one() -> None:
         ElasticTrainer(print, scaling_confg=None)
     with pytest.raises(TypeError, match="argument 'x'; there are adaptation, datasets, "):
         ElasticTrainer(print, x=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong", "right"),
+    [
+        (ElasticConfig, "lease", "lease_s"),
+        (SchedulingConfig, "priorty", "priority"),
+        (elastic_ray.RunConfig, "nam", "name"),
+        (placement.AllocatorConfig, "autoscalling", "autoscaling"),
+        (placement.Autoscaling, "max_node", "max_nodes"),
+        (placement.AutoscalerConfig, "linger", "linger_s"),
+        (placement.Tenant, "wieght", "weight"),
+        (placement.NoticeConfig, "adress", "address"),
+        (tuning.Promise, "metrics", "metric"),
+        (tuning.Sweep, "deadline", "deadline_s"),
+        (elastic_ray.AdaptiveDataLoader, "batchsize", "batch_size"),
+        (elastic_ray.AdaptiveDataLoader, "num_worker", "num_workers"),
+    ],
+)
+def test_a_misspelt_field_is_answered_with_the_right_one(config: Any, wrong: str, right: str) -> None:
+    given = (torch.utils.data.TensorDataset(torch.ones(2)),) if config is elastic_ray.AdaptiveDataLoader else ()
+    with pytest.raises(TypeError, match=f"{config.__name__} got an unexpected .* {wrong!r}; did you mean {right!r}"):
+        config(*given, **{wrong: 1})
 
 
 @pytest.mark.parametrize("name", ["sync_config", "verbose", "stop", "progress_reporter", "log_to_file"])

@@ -87,6 +87,19 @@ def test_other_functions_are_refused(loop: Any, config: Any, error: Any, message
         ElasticTrainer(loop, train_loop_config=config)
 
 
+def test_a_large_function_says_what_makes_it_so(caplog: pytest.LogCaptureFixture) -> None:
+    small, rows = [1.0], bytearray(51_000_000)
+    ElasticTrainer(lambda: len(small))
+    assert not caplog.records
+    ElasticTrainer(lambda: len(small) + len(rows))
+    ElasticTrainer(lambda config: config, train_loop_config={"lr": 0.1, "data": {"rows": rows}})
+    told = [record.getMessage() for record in caplog.records]
+    assert ["takes 51 MB along, most of it 'rows': " in told[0], "most of it train_loop_config['data']" in told[1]] == [
+        True,
+        True,
+    ]
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_working_directory_is_as_before_for_processs_next_run(
     raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -108,9 +108,6 @@ def finish(
 
     Raises ManifestError: the parts do not make up a state. InterruptedError: ``go_on`` said no before it counted.
     """
-    # Loads much of torch.distributed, which a worker that starts is not to wait for.
-    from elastic_ray.checkpoints.sharded.completing import torch_metadata
-
     manifest = complete(parts)
     metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()
     path = posixpath.join(directory, TORCH_METADATA)

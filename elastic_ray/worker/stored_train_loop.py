@@ -1,0 +1,58 @@
+"""SHELL: train functions that are too large for a message, in Ray's control store, for workers that start."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+
+from ray.experimental import internal_kv
+
+from elastic_ray.job_spec import JobSpec
+from placement.ray_cluster.notes import NAMESPACE
+
+logger = logging.getLogger("elastic_ray.job")
+
+_MOST_INLINE_BYTES = 32 << 10  # Ray puts arguments of 100 KB into its object store, where a restart may not find them
+_SIZE_BYTES = 8
+
+
+def with_stored_train_loop(spec: JobSpec) -> JobSpec:
+    """The job, its train function and callbacks kept apart if they are too large for a message. Blocks briefly."""
+    if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
+        return spec
+    key = store_train_loop(spec.train_loop, spec.callbacks)
+    return dataclasses.replace(spec, train_loop=b"", callbacks=b"", stored_train_loop=key)
+
+
+def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
+    """Keep both, packed, until :func:`delete_train_loop`; returns their key. Blocks briefly.
+
+    What an actor is created with is lost with the driver once it is too large for a message, and Ray could not start
+    the actor again. Ray keeps functions that it sends to workers in the same place.
+    """
+    key = f"train_loop/{secrets.token_hex(8)}"
+    packed = len(train_loop).to_bytes(_SIZE_BYTES) + train_loop + callbacks
+    internal_kv._internal_kv_put(key.encode(), packed, overwrite=True, namespace=NAMESPACE)
+    return key
+
+
+def stored_train_loop(key: str) -> tuple[bytes, bytes]:
+    """The train function and the callbacks that :func:`store_train_loop` has kept.
+
+    Raises:
+        LookupError: it is not there (any more).
+    """
+    packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
+    if packed is None:
+        raise LookupError(f"the train function is not in Ray's control store any more ({key})")
+    end = _SIZE_BYTES + int.from_bytes(packed[:_SIZE_BYTES])
+    return packed[_SIZE_BYTES:end], packed[end:]
+
+
+def delete_train_loop(key: str) -> None:
+    """It is not wanted any more."""
+    try:
+        internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
+    except Exception as error:
+        logger.warning("a train function was not deleted from Ray's control store: %s", error)
