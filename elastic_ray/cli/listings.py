@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.cli.output import ago
 from elastic_ray.driver.display import status_fields
 from elastic_ray.events import JobPhase, JobStatus
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 from placement.cluster.node_record import NodeHistory
+from placement.text import ago
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
@@ -208,7 +208,7 @@ def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
             min_workers=view.min_workers,
             max_workers=view.max_workers,
             held_at=view.held_at,
-            reason=state.reason,
+            reason=str(state.reason),
             nodes=dict(state.target),
             tenant=view.tenant,
             priority=view.priority,
@@ -358,7 +358,8 @@ def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
     """One line under ``DECISION_COLUMNS``."""
     change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
     when = f"{ago(now_s - record.time_s)} ago"
-    return (when, record.trigger, record.job or "-", change, " ".join(record.reason.split()))
+    why = str(record.reason) if record.job else " ".join(record.reason.explained.split())
+    return (when, record.trigger, record.job or "-", change, why)
 
 
 def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:

@@ -22,7 +22,7 @@ from elastic_ray.cli.listings import (
     node_cells,
     node_rows,
 )
-from elastic_ray.cli.output import ago, plain_table, to_json
+from elastic_ray.cli.output import plain_table, to_json
 from elastic_ray.cli.overview import scaling_lines
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import JobPhase, JobStatus
@@ -31,6 +31,8 @@ from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
 from placement.cluster.jobs import JobView
+from placement.reasons import Cause, Reason
+from placement.text import ago
 
 NODE = Node(
     node_id="abcdef0123456789",
@@ -40,7 +42,13 @@ NODE = Node(
     labels={GPU_TYPE_LABEL: "T4", MARKET_LABEL: "spot"},
 )
 RECORD = DecisionRecord(
-    time_s=940.0, trigger="arrival", job="a", from_workers=0, to_workers=2, nodes={NODE.node_id: 2}, reason="two\nlines"
+    time_s=940.0,
+    trigger="arrival",
+    job="a",
+    from_workers=0,
+    to_workers=2,
+    nodes={NODE.node_id: 2},
+    reason=Reason(Cause.PAUSED, ("two\nlines",)),
 )
 
 
@@ -70,7 +78,10 @@ def spec(job: str, submission: str = "") -> JobSpec:
 
 
 def snapshot(*views: JobView) -> CoreSnapshot:
-    jobs = {view.job: JobState(view=view, target={NODE.node_id: 3}, reason="because", heard_s=0.0) for view in views}
+    jobs = {
+        view.job: JobState(view=view, target={NODE.node_id: 3}, reason=Reason(Cause.PAUSED, ("because",)), heard_s=0.0)
+        for view in views
+    }
     fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(CoreSnapshot)}
     told = {
         "policy": "goodput",

@@ -10,8 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_cells, node_cells
 from elastic_ray.cli.observe.status_lines import percent, until_end
-from elastic_ray.cli.output import ago
-from placement.text import printable
+from placement.text import ago, printable
 
 TOP_COLUMNS = ("JOB", "PHASE", "WORKERS", "DONE", "ETA", "SAMPLES/S", "BATCH", "TRAINS", "AGE", "WHY")
 _FROM_JOBS = {"JOB": 0, "PHASE": 1, "WORKERS": 2, "BATCH": 4, "SAMPLES/S": 5}

@@ -143,7 +143,7 @@ class ClusterPage:
                 job=record.job,
                 before=record.from_workers,
                 after=record.to_workers,
-                reason=clipped(record.reason),
+                reason=clipped(str(record.reason)),
             )
         )
         if record.job:

@@ -135,7 +135,7 @@ def _why(status: JobStatus | None, state: JobState | None) -> str:
     """What the job waits for or why it has ended, else the reason of its size."""
     if status is not None and status.message:
         return clipped(status.message)
-    return clipped(state.reason) if state is not None else ""
+    return clipped(str(state.reason)) if state is not None else ""
 
 
 def kind_of(node: NodeLook) -> str:

@@ -1,0 +1,105 @@
+"""Why a job has what it has: a cause with its figures, and the one place that turns it into words (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection
+
+MOST_WORDS = 15
+"""Words of a reason in a listing, an event or on the page; what is longer is cut there, and whole in ``explain``."""
+
+
+class Cause(str, enum.Enum):
+    """What decided a job's size; its value has the words, with places for the facts."""
+
+    POLICY = "{0}: {1}"
+    PAUSED = "{0}"
+    ARRIVED = "has just arrived"
+    CAME = "keeps the workers that it came with"
+    SILENT = "no heartbeat for {0:.1f} s"
+    REFUSED = "policy {0!r} broke rule {1!r}, the last allocation stays"
+    IMPOSSIBLE = "no node fits: {0}"
+    AUTOSCALER = "waits for an autoscaler: {0}"
+    HELD = "held at {0} by its user"
+    HELD_IN_PART = "held at {0} by its user, of which {1} fit now"
+    DRAIN = "{0} drain{1}"
+    GONE = "{0} left the cluster"
+    AVOIDED = "avoids {0}: workers failed there"
+    SLOW = "slow nodes are left"
+    NOISE = "measured noise keeps the size: its speed varies by {0:.0%}"
+    QUOTA = "quota: tenant {0!r} may use {1:g} {2} at most"
+    SHARE = "tenant {0!r} has its share, weight {1:g}"
+    PRIORITY = "jobs of higher priority go first (yours: {0})"
+    SECURED = "keeps its minimum: it may not be stopped for this"
+    NOT_BESIDE = "waits: jobs that may not be stopped leave no room for its minimum"
+    ON_DEMAND = "waits: on-demand nodes have no room for {0} of its workers"
+    ON_SPOT = "on-demand nodes lack room: fewer than {0} of its workers are there"
+    ON_DEMAND_KEPT = "waits: on-demand nodes are kept for the minimum of {0}"
+    DEADLINE = "deadline: {0} or more meet it"
+    NO_DEADLINE = "deadline: {0}"
+    SIZES = "its sizes allow {0} of the {1} workers that fit"
+    NO_ROOM = "waits: needs at least {0}, {1} fit"
+    MEMORY = "memory bound: needs at least {0}, {1} fit"
+    EARLIER = "waits: jobs submitted before it have all slots"
+    SCATTERED = "room is scattered: {0} of {1} workers fit"
+    SHORTER = "{0} with less left go first (yours: {1})"
+    TAKEN = "{0} gets {1} {2}"
+    FULL = "{0}: no slot is left"
+    MOST = "{0}, the most it can use now"
+    NOT_WORTH = "{0}: one more is not worth its pause"
+    STARTS = "starts with {0}, {1}"
+    EXPLORES = "tries {0}, no model yet"
+    GROWTH = "growth pays: {0:.3g} x the speed for {1:.2g} s of pause"
+    MOVES = "moves: {0:.3g} x the speed for {1:.2g} s of pause"
+    FEWER = "fewer workers are as good: {0:.3g} x the speed"
+    OTHER_TYPES = "with {0}, which no other job needs"
+    WISH = "its policy asked for {0}, {1} of them from slots of no use to others"
+    WISH_IN_PART = "its policy asked for {0}, of which {1} are to be had"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a job has what it has; ``str`` of it is at most ``MOST_WORDS`` words.
+
+    Attributes:
+        cause: what decided.
+        facts: what its words have places for.
+        figures: gain, loss and what else was weighed, for ``explain``; empty for none.
+    """
+
+    cause: Cause
+    facts: tuple[str | float, ...] = ()
+    figures: str = ""
+
+    @property
+    def words(self) -> str:
+        """The cause in words, whole."""
+        return self.cause.value.format(*self.facts)
+
+    def __str__(self) -> str:
+        said = self.words.split()
+        return " ".join(said) if len(said) <= MOST_WORDS else " ".join([*said[: MOST_WORDS - 1], "..."])
+
+    @property
+    def explained(self) -> str:
+        """The cause with all figures."""
+        return "; ".join(each for each in (self.words, self.figures) if each)
+
+    def because(self, cause: Reason | None) -> Reason:
+        """The same decision with what limits or forces it as its cause; what was its cause becomes a figure."""
+        if cause is None:
+            return self
+        figures = "; ".join(each for each in (cause.figures, self.explained) if each)
+        return dataclasses.replace(cause, figures=figures)
+
+
+def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:
+    """Nodes as the subject of a sentence, and the end of its verb."""
+    several = len(node_ids) > 1
+    return (f"{len(node_ids)} nodes", "") if several else (f"node {next(iter(node_ids))[:8]}", "s")
+
+
+def count(workers: int) -> str:
+    """A number of workers for people: ``1 worker``, ``2 workers``."""
+    return "1 worker" if workers == 1 else f"{workers} workers"
