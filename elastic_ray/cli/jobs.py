@@ -61,11 +61,17 @@ def show_events(job: str, events: Sequence[JobEvent]) -> None:
 @job_argument
 @click.option("--follow", "-f", is_flag=True, help="Go on to the job's end; exit code 1 if it fails.")
 @click.option("--events", "only_events", is_flag=True, help="What happened to the job, not what its script prints.")
-def logs(job: str, follow: bool, only_events: bool) -> None:
+@click.option("--rank", type=click.IntRange(min=0), help="The last lines that this worker's process has printed.")
+def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
     """Print what a job's script and workers print; of one that was not submitted here, what happened to it."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
+    if rank is not None:
+        if follow or only_events:
+            raise click.UsageError("--rank shows the last lines of one process: it goes with neither -f nor --events")
+        _look_at(job, rank, "logs")
+        return
     script = None if only_events else _script_of(job)
     if script is None:
         cluster.connect()
@@ -77,6 +83,33 @@ def logs(job: str, follow: bool, only_events: bool) -> None:
         follow_script(script.submission)
     else:
         click.echo(ray_jobs.output(script.submission), nl=False)
+
+
+@click.command(short_help="Show where a job's workers are in their code.")
+@job_argument
+@click.option("--rank", type=click.IntRange(min=0), help="Of this worker only.")
+def stack(job: str, rank: int | None) -> None:
+    """Show the stacks of a job's processes, by py-spy on their nodes: where a worker that hangs is."""
+    _look_at(job, rank, "stack")
+
+
+def _look_at(job: str, rank: int | None, what: str) -> None:
+    """Print what one worker's process prints, or its stack; of all workers without a rank."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.observe.process_look import LookRefusedError, look_at
+
+    cluster.connect()
+    workers = cluster.find_job(job).workers()
+    chosen = [each for each in workers if rank in (None, each.rank)]
+    if not chosen:
+        raise click.ClickException(f"job {job!r} has no worker of rank {rank} now, but {count(len(workers), 'worker')}")
+    for worker in chosen:
+        if rank is None:
+            say(f"rank {worker.rank}:")
+        try:
+            click.echo(look_at(worker, what))
+        except LookRefusedError as error:
+            raise click.ClickException(str(error)) from None
 
 
 def _script_of(job: str) -> Submission | None:

@@ -63,16 +63,10 @@ _RAY = (
     PrivateNames(
         home="ray._private.worker",
         names=("_global_node",),
-        why="this node's session folder: locks between its processes, Grafana's folder",
+        why="this node's session folder: locks between its processes, Grafana's folder, what processes print",
         instead="RAY_TMPDIR, which is not set on every cluster",
     ),
     PrivateNames(home="ray", names=("_private",), why="see the rows of each", instead="-"),
-    PrivateNames(
-        home="ray._private.worker",
-        names=("get_dashboard_url",),
-        why="the address of Ray's own dashboard",
-        instead="no link to it on the page",
-    ),
     PrivateNames(
         home="ray._private.services",
         names=("canonicalize_bootstrap_address",),

@@ -49,10 +49,9 @@ def reason(core: AllocatorCore, job: str = "a") -> str:
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_says_itself_in_few_words(cause: Cause) -> None:
     """Facts of one word each: names, counts and times are; a bundle or a user's sentence may have more, and is cut."""
-    fields = [spec for _, name, spec, _ in string.Formatter().parse(cause.value) if name is not None]
+    fields = [spec for _, name, spec, _ in string.Formatter().parse(cause.words) if name is not None]
     facts: list[str | float] = [0.5 if spec and spec[-1] in "g%f" else "x" for spec in fields]
     assert 0 < len(Reason(cause, tuple(facts)).words.split()) <= MOST_WORDS
-    assert len(Cause.__members__) == len(list(Cause)), "two causes with the same words would be one"
 
 
 def test_long_sentences_are_cut_and_whole_in_explain() -> None:

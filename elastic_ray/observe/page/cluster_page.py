@@ -6,7 +6,6 @@ import collections
 import logging
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
 
 from elastic_ray.events import WorkerInfo
 from elastic_ray.observe.page.history import History
@@ -281,17 +280,18 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         series=memory.series,
         pauses=pauses(events, memory.status.last_pause if memory.status is not None else None),
         shares=shares_of_time(events, memory.status, begun_s, memory.ended_s or now_s),
-        workers=tuple(_worker(each, slow, answer.ray_dashboard) for each in answer.workers),
+        workers=tuple(_worker(each, slow) for each in answer.workers),
+        mfu=memory.status.mfu if memory.status is not None else None,
         events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, clipped(e.reason)) for e in events),
         logs=memory.facts.storage if memory.facts is not None else "",
     )
 
 
-def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float], ray_dashboard: str) -> tuple[Any, ...]:
+def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float]) -> tuple[Any, ...]:
     """A line of the workers' table; what a worker is like counts before what is known of its node."""
     slowness = info.slowness if info.slowness is not None else slow_nodes.get(info.node)
-    logs = f"{ray_dashboard}/#/logs/?nodeId={quote(info.node)}" if ray_dashboard else None
-    return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, logs
+    gpu = info.gpu_memory_used_bytes, info.gpu_memory_reserved_bytes
+    return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, *gpu
 
 
 def _gain(told: Explanation | None, goodput: float | None) -> float | None:

@@ -267,7 +267,8 @@ class JobDetail:
         pauses: (time, kind, seconds, {part: seconds}), oldest first.
         shares: seconds since its submission by what they went to.
         workers: (rank, node, process, generation, seconds since it was heard of, time for equal work over the
-            group's median, address of its node's logs); None where unknown.
+            group's median, bytes of its GPU in use, bytes reserved); None where unknown.
+        mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
         events: (time, kind, from, to, reason), oldest first.
         logs: where its results are.
     """
@@ -282,5 +283,6 @@ class JobDetail:
     pauses: tuple[tuple[float, str, float, Mapping[str, float]], ...] = ()
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     workers: tuple[tuple[Any, ...], ...] = ()
+    mfu: float | None = None
     events: tuple[tuple[float, str, int, int, str], ...] = ()
     logs: str = ""

@@ -43,6 +43,11 @@ export function span(seconds) {
   return `${sign}${Math.floor(whole / 86400)}d${two(Math.floor((whole % 86400) / 3600))}h`;
 }
 
+export function bytes(value) {
+  const unit = value >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+  return `${number(value / unit[1])} ${unit[0]}`;
+}
+
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`);
 
 export function plural(n, noun) {

@@ -1,6 +1,6 @@
 // One job: its speed-up curve, its numbers over time, its pauses, its workers and what happened to it; actions.
 
-import { $, clock, h, number, percent, span, table } from "./dom.js";
+import { $, bytes, clock, h, number, percent, span, table } from "./dom.js";
 import { chart, splitBars } from "./charts.js";
 
 const AGAIN_MS = 2000;
@@ -12,7 +12,7 @@ export class JobView {
   constructor(store) {
     this.store = store;
     this.job = "";
-    this.detail = null;
+    this.detail = this.text = null;
     this.asked = 0;
     this.said = "";
     this.draw();
@@ -20,7 +20,7 @@ export class JobView {
 
   choose(job) {
     if (job !== this.job) {
-      this.detail = null;
+      this.detail = this.text = null;
       this.said = "";
     }
     this.job = job;
@@ -73,7 +73,7 @@ export class JobView {
     const facts = [["phase", row.phase], ["workers", row.workers === row.target ? row.workers : `${row.workers} → ${row.target}`],
       ["batch", row.batch || "–"], ["samples/s", row.samples_per_s ? number(row.samples_per_s) : "–"], ["goodput", number(row.goodput)],
       ["efficiency", percent(row.efficiency)], ["progress", percent(row.progress)], ["ETA", span(row.eta_s)],
-      ["loss", number(row.loss)], ["resizes", row.resizes], ["productive", percent(row.productive ?? productive(detail))],
+      ["loss", number(row.loss)], ["resizes", row.resizes], ["MFU", percent(detail?.mfu)], ["productive", percent(row.productive ?? productive(detail))],
       ["noise scale", detail?.noise_scale === null ? "–" : number(detail?.noise_scale)],
       ["one more worker", detail?.gain === null || detail?.gain === undefined ? "–" : `${detail.gain >= 0 ? "+" : ""}${number(detail.gain)} samples/s`]];
     return h("div", {}, h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("span", { class: "soft" }, `${name} `), h("b", {}, String(value))))),
@@ -113,10 +113,32 @@ export class JobView {
   workers(detail) {
     if (!detail.workers.length) return null;
     const nodes = this.store.tables.nodes;
-    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "Process", "Generation", "Heard of", "Step time / median", "Logs"],
-      detail.workers.map(([rank, node, pid, generation, silent, slow, logs]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8),
-        nodes.get(node)?.type ?? "", String(pid), String(generation), silent === null ? "–" : warned(silent > QUIET_S, `${number(silent)} s ago`),
-        slow === null ? "–" : warned(slow > SLOW, `${number(slow)} x`), logs === null ? "" : h("a", { href: logs, target: "_blank", rel: "noreferrer" }, "its node's")])));
+    const look = (rank, what) => h("button", { type: "button", onclick: () => this.look(rank, what) }, what);
+    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "GPU memory", "Process", "Generation", "Heard of", "Step time / median", "Look"],
+      detail.workers.map(([rank, node, pid, generation, silent, slow, used, reserved]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8),
+        nodes.get(node)?.type ?? "", used === null ? "–" : `${bytes(used)} of ${bytes(reserved)} reserved`, String(pid), String(generation),
+        silent === null ? "–" : warned(silent > QUIET_S, `${number(silent)} s ago`), slow === null ? "–" : warned(slow > SLOW, `${number(slow)} x`),
+        this.store.source.kind === "live" ? h("span", { class: "looks" }, look(rank, "logs"), look(rank, "stack")) : ""])), this.printed());
+  }
+
+  printed() {
+    return this.text === null ? null : h("pre", { id: "printed", tabindex: "0" }, this.text);
+  }
+
+  // What a worker has printed last, or where its threads are.
+  async look(rank, what) {
+    const job = this.job;
+    this.text = `${what} of rank ${rank}: asking its node...`;
+    document.activeElement?.blur();
+    this.draw();
+    try {
+      const path = `api/jobs/${encodeURIComponent(job)}/workers/${rank}/${what}`;
+      const text = (await (await this.store.ask(path)).json()).text;
+      if (job === this.job) this.text = `${what} of rank ${rank}\n${text}`;
+    } catch (error) {
+      if (job === this.job) this.text = `${what} of rank ${rank}: ${error.message}`;
+    }
+    this.draw();
   }
 
   events(detail) {
