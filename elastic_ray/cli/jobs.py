@@ -9,8 +9,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells, job_rows
-from elastic_ray.cli.output import count, job_argument, json_option, read_size, say, show_json, show_table
+from elastic_ray.cli.listings import (
+    JOB_COLUMNS,
+    JobRow,
+    Submission,
+    job_cells,
+    job_rows,
+    no_metric,
+    with_metric,
+)
+from elastic_ray.cli.output import (
+    count,
+    job_argument,
+    json_option,
+    metric_option,
+    read_size,
+    say,
+    show_json,
+    show_table,
+)
 from elastic_ray.cli.sweeps import grouped
 from elastic_ray.driver.display import event_line, status_line
 from elastic_ray.events import JobEvent, JobPhase
@@ -24,8 +41,9 @@ _POLL_S = 0.5
 
 @click.command(short_help="List the jobs.")
 @click.option("--all", "everything", is_flag=True, help="Also submitted scripts that have ended.")
+@metric_option
 @json_option
-def jobs(everything: bool, as_json: bool) -> None:
+def jobs(everything: bool, metric: str, as_json: bool) -> None:
     """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one.
 
     Jobs that ended within the last hour come last, those that failed before the others, with what they failed of. A
@@ -36,8 +54,10 @@ def jobs(everything: bool, as_json: bool) -> None:
         show_json(rows)
         return
     rows = grouped(rows)
+    if problem := no_metric(rows, metric):
+        raise click.ClickException(problem)
     now_s = time.time()
-    show_table(JOB_COLUMNS, [job_cells(row, now_s) for row in rows], empty="no jobs")
+    show_table(with_metric(JOB_COLUMNS, metric), [job_cells(row, now_s, metric) for row in rows], empty="no jobs")
 
 
 def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.driver.display import status_fields
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import JobPhase, JobStatus, number_in, numbers_in
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 from placement.cluster.node_record import NodeHistory
-from placement.text import ago
+from placement.text import ago, meant, printable
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
@@ -32,7 +32,7 @@ JOB_COLUMNS = (
     "STEP",
     "DONE",
     "ETA",
-    "LOSS",
+    "METRIC",
     "AGE",
     "WHY",
 )
@@ -227,7 +227,31 @@ def _script_row(script: Submission) -> JobRow:
     )
 
 
-def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
+def metric_cell(row: JobRow, metric: str = "") -> str:
+    """A metric by name, the job's own with its name where none is given; empty where the job has not reported it."""
+    name = metric or row.shown_metric
+    value = number_in(row.metrics, name)
+    return "" if value is None else f"{value:.4g}" if metric else f"{printable(name)} {value:.4g}"
+
+
+def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
+    """The columns, with a chosen metric's name over its numbers."""
+    return tuple(metric if each == "METRIC" and metric else each for each in columns)
+
+
+def no_metric(rows: Sequence[JobRow], metric: str) -> str:
+    """Why there is no number of this name in any of the rows; empty where there is one."""
+    told = [row for row in rows if row.metrics]
+    if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
+        return ""
+    for row in told:
+        if metric in row.metrics:
+            return f"metric {metric!r} of job {row.job} is {row.metrics[metric]!r:.60}, which is no number"
+    names = sorted({name for row in told for name in numbers_in(row.metrics)})
+    return f"no job reports a metric {metric!r}{meant(metric, names) if names else ''}"
+
+
+def job_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
     """One line under ``JOB_COLUMNS``."""
     low, high = row.min_workers, row.max_workers
     limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
@@ -247,7 +271,7 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
         fields.get("step", ""),
         fields.get("done", ""),
         fields.get("ETA", ""),
-        fields.get("loss", ""),
+        metric_cell(row, metric),
         _age(row, now_s),
         " ".join(why.split()),
     )

@@ -111,6 +111,9 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+metric_option = click.option(
+    "--metric", default="", metavar="NAME", help="Show this reported metric, such as eval/loss."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, with all there is.")
 job_argument = click.argument("job")
 

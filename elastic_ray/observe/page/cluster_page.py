@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -107,11 +108,13 @@ class ClusterPage:
             if row.draining and before is not None and not before.draining:
                 kind = "spot notice" if row.spot else "drain"
                 self._history.mark(look.now_s, "", kind, f"node {row.label} is about to go")
-            self._nodes[each.node] = row
+            came_s = None if self._started_s == look.now_s else look.now_s
+            since_s = before.since_s if before is not None and before.gone_s is None else came_s
+            self._nodes[each.node] = dataclasses.replace(row, since_s=since_s)
         there = {each.node for each in look.nodes}
         for node, row in self._nodes.items():
             if node not in there and row.gone_s is None:
-                self._nodes[node] = _gone(row, look.now_s)
+                self._nodes[node] = dataclasses.replace(row, gone_s=look.now_s, used=0, draining=False, failures="")
                 self._history.mark(look.now_s, "", "gone", f"node {row.label} is gone")
         gone = [node for node, row in self._nodes.items() if row.gone_s is not None]
         for node in gone[: max(len(gone) - MOST_GONE, 0)]:
@@ -237,12 +240,6 @@ class ClusterPage:
     def allocator(self) -> AllocatorLook | None:
         """The last look at the allocator."""
         return self._look
-
-
-def _gone(row: PageNode, now_s: float) -> PageNode:
-    return PageNode(
-        node=row.node, label=row.label, type=row.type, slots=row.slots, spot=row.spot, gone_s=now_s, draining=False
-    )
 
 
 def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

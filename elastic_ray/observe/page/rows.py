@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ray.events import JobPhase, JobStatus, TrialFacts, number_in
+from elastic_ray.events import JobPhase, JobStatus, TrialFacts, numbers_in
 from elastic_ray.observe.page.model import PageJob, PageNode
 from elastic_ray.observe.page.source import JobFacts, NodeLook
 from placement.allocator.snapshot import JobState
@@ -68,7 +68,7 @@ def job_row(
         epoch=status.epoch if status is not None else 0,
         epochs=status.epochs if status is not None else None,
         step=status.step if status is not None else 0,
-        loss=number_in(status.metrics, "loss") if status is not None else None,
+        metrics=numbers_in(status.metrics) if status is not None else {},
         progress=1.0 if _phase(status, None) == JobPhase.FINISHED.value else progress,
         eta_s=None if ended_s is not None else eta_s,
         productive=told(status, "productive_share"),
@@ -85,15 +85,19 @@ def job_row(
         nodes=dict(state.target) if state is not None and ended_s is None else {},
         reports=status.reports if status is not None else 0,
         score=status.score if status is not None else None,
-        **trial_cells(status.trial if status is not None else None),
+        **trial_cells(status.trial if status is not None else None, told(status, "metric") or ""),
         storage=facts.storage if facts is not None else "",
         colour=colour,
     )
 
 
-def trial_cells(trial: TrialFacts | None) -> dict[str, Any]:
-    """What a trial says of itself, as fields of its row."""
-    return {} if trial is None else {each.name: getattr(trial, each.name) for each in dataclasses.fields(trial)}
+def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
+    """What a trial says of itself, as fields of its row; of another job the metric that it names."""
+    return (
+        {"metric": metric}
+        if trial is None
+        else {each.name: getattr(trial, each.name) for each in dataclasses.fields(trial)}
+    )
 
 
 def _phase(status: JobStatus | None, ended_s: float | None) -> str:

@@ -1,12 +1,12 @@
 // One job: its speed-up curve, its numbers over time, its pauses, its workers and what happened to it; actions.
 
-import { $, bytes, clock, h, number, percent, span, table } from "./dom.js";
-import { chart, splitBars } from "./charts.js";
+import { $, bytes, clock, h, metricOf, niceTime, number, percent, span, table } from "./dom.js";
+import { chart, splitBars, whole } from "./charts.js";
 
 const AGAIN_MS = 2000;
 const QUIET_S = 3;
 const SLOW = 1.2;
-const [TIME, SAMPLES, BATCH, RATE, WORKERS, NOISE, FACTOR, LOSS] = [0, 1, 2, 3, 4, 5, 6, 7];
+export const [TIME, SAMPLES, BATCH, RATE, WORKERS, NOISE, FACTOR, METRICS] = [0, 1, 2, 3, 4, 5, 6, 7];
 
 export class JobView {
   constructor(store) {
@@ -51,10 +51,10 @@ export class JobView {
 
   draw() {
     if (!this.job) {
-      $("h-job").textContent = "One job";
-      $("detail").replaceChildren(h("p", { class: "soft" }, "Choose a job in the table or on the timeline."));
+      $("job").hidden = true;
       return;
     }
+    $("job").hidden = false;
     $("h-job").textContent = `Job ${this.job}`;
     const row = this.store.tables.jobs.get(this.job);
     const detail = this.detail;
@@ -70,10 +70,11 @@ export class JobView {
   }
 
   head(row, detail) {
+    const [metric, value] = metricOf(row, this.store.metric);
     const facts = [["phase", row.phase], ["workers", row.workers === row.target ? row.workers : `${row.workers} → ${row.target}`],
       ["batch", row.batch || "–"], ["samples/s", row.samples_per_s ? number(row.samples_per_s) : "–"], ["goodput", number(row.goodput)],
       ["efficiency", percent(row.efficiency)], ["progress", percent(row.progress)], ["ETA", span(row.eta_s)],
-      ["loss", number(row.loss)], ["resizes", row.resizes], ["MFU", percent(detail?.mfu)], ["productive", percent(row.productive ?? productive(detail))],
+      [metric || "metric", number(value)], ["resizes", row.resizes], ["MFU", percent(detail?.mfu)], ["productive", percent(row.productive ?? productive(detail))],
       ["noise scale", detail?.noise_scale === null ? "–" : number(detail?.noise_scale)],
       ["one more worker", detail?.gain === null || detail?.gain === undefined ? "–" : `${detail.gain >= 0 ? "+" : ""}${number(detail.gain)} samples/s`]];
     return h("div", {}, h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("span", { class: "soft" }, `${name} `), h("b", {}, String(value))))),
@@ -88,23 +89,24 @@ export class JobView {
     const overTime = (name, place, more = {}) => ({ name, points: series.map((p) => [p[TIME] === null ? NaN : p[TIME] - begin, p[place]]), ...more });
     const resizes = detail.events.filter(([, , from, to]) => from !== to);
     const marks = resizes.map(([time, kind, from, to]) => [time - begin, `${kind}: ${from} → ${to} workers`]);
-    const losses = series.filter((p) => p[LOSS] !== null);
+    const metric = row ? metricOf(row, this.store.metric)[0] : this.store.metric;
+    const told = series.filter((p) => metric in p[METRICS]);
     const samplesAt = (time) => series.find((p) => p[TIME] >= time)?.[SAMPLES] ?? null;
     const here = row?.workers ?? 0;
     const now = detail.curve.find(([workers]) => workers === here);
     const unit = this.store.source.kind === "files" ? "reports" : "samples";
     const shares = Object.entries(detail.shares);
     return [
-      chart({ title: "Goodput over workers", xName: "workers", xText: (v) => number(Math.round(10 * v) / 10), lines: [
+      chart({ title: "Goodput over workers", xName: "workers", pace: whole, lines: [
         { name: "fitted", points: detail.curve }, { name: "measured", points: detail.measured, dots: true },
         { name: "present size", points: now ? [now] : [], dots: true, size: 6 }] }),
-      chart({ title: "Batch and noise scale", xName: "since the page saw it first", xText: since, marks, lines: [
+      chart({ title: "Batch and noise scale", xName: "since the page saw it first", xText: since, pace: niceTime, marks, lines: [
         overTime("batch", BATCH), overTime("noise scale", NOISE, { right: true }), overTime("learning-rate factor", FACTOR, { right: true, dashed: true })] }),
-      chart({ title: `Loss over ${unit}`, xName: unit, zero: false,
+      chart({ title: `${metric || "metric"} over ${unit}`, xName: unit, zero: false,
         marks: resizes.map(([time, kind, from, to]) => [samplesAt(time), `${kind}: ${from} → ${to} workers`]).filter(([at]) => at !== null),
-        lines: [{ name: "loss", points: losses.map((p) => [p[SAMPLES], p[LOSS]]) }] }),
-      chart({ title: "Samples/s and workers", xName: "since the page saw it first", xText: since, marks, lines: [
-        overTime("samples/s", RATE), overTime("workers", WORKERS, { right: true })] }),
+        lines: [{ name: metric, points: told.map((p) => [p[SAMPLES], p[METRICS][metric]]) }] }),
+      chart({ title: "Samples/s and workers", xName: "since the page saw it first", xText: since, pace: niceTime, marks, lines: [
+        overTime("samples/s", RATE), overTime("workers", WORKERS, { right: true, whole: true })] }),
       splitBars("Pauses", detail.pauses.slice(-8).map(([time, kind, , parts]) => [`${clock(time, this.store.simulated)} ${kind}`, Object.entries(parts)]), (v) => `${number(v)} s`),
       shares.length ? splitBars("Where its time went", [["since its submission", shares]], span) : null,
     ].filter(Boolean);
