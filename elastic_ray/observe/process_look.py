@@ -32,7 +32,7 @@ def look_at(worker: WorkerInfo, what: str) -> str:
     Raises:
         LookRefusedError: its node does not answer in time, or does not allow it.
     """
-    look = {"logs": _logs, "stack": _stack}[what]
+    look = {"logs": _logs, "stack": read_stack}[what]
     there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
     task: Any = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     call = task.remote(worker.pid)
@@ -72,7 +72,7 @@ def read_logs(folder: Path, pid: int) -> tuple[str, str]:
     return "\n".join(parts) or "it has printed nothing yet", ""
 
 
-def _stack(pid: int) -> tuple[str, str]:
+def read_stack(pid: int) -> tuple[str, str]:
     """Stacks of a process of this node by py-spy, which Ray brings, and why there are none."""
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}") or shutil.which("py-spy")
     if spy is None:

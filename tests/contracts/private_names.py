@@ -671,6 +671,7 @@ NOT_PRIVATE = frozenset(
         "_mib",  # end of a metric's name
         "_extra_state",  # torch's public key in a state dict
         "_fields",  # a named tuple's
+        "_value_",  # an enumeration's
     }
 )
 """Strings and names that look like one and are none."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ray.observe.process_look import MOST_BYTES, _stack, read_logs
+from elastic_ray.observe.process_look import MOST_BYTES, read_stack, read_logs
 
 
 def test_logs_are_the_last_lines_of_both_files(tmp_path: Path) -> None:
@@ -29,12 +29,12 @@ def test_a_stack_names_functions_and_a_refusal_its_cause() -> None:
     code = "import time\ndef waits_here():\n    print('up', flush=True)\n    time.sleep(60)\nwaits_here()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
-        text, refused = _stack(process.pid)
+        text, refused = read_stack(process.pid)
         assert "waits_here" in text or "ptrace" in refused, refused
         if os.geteuid() == 0 and shutil.which("setpriv"):
-            ask = f"from elastic_ray.observe.process_look import _stack; print(_stack({process.pid})[1])"
+            ask = f"from elastic_ray.observe.process_look import read_stack; print(read_stack({process.pid})[1])"
             less = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
             told = subprocess.run([*less, sys.executable, "-c", ask], capture_output=True, text=True, timeout=120)
             assert "its node does not allow ptrace" in told.stdout, told.stdout + told.stderr
         process.kill()
-    assert "py-spy cannot read it" in _stack(process.pid)[1]
+    assert "py-spy cannot read it" in read_stack(process.pid)[1]
