@@ -23,6 +23,7 @@ class Cause(str, enum.Enum):
         return member
 
     POLICY = "policy", "{0}: {1}"
+    DECIDED = "decided", "decided by {0}"
     PAUSED = "paused", "{0}"
     ARRIVED = "arrived", "has just arrived"
     CAME = "came", "keeps the workers that it came with"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ray.observe.process_look import MOST_BYTES, read_stack, read_logs
+from elastic_ray.observe.process_look import MOST_BYTES, read_logs, read_stack
 
 
 def test_logs_are_the_last_lines_of_both_files(tmp_path: Path) -> None:

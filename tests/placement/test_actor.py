@@ -318,7 +318,7 @@ def test_users_policy_rules_and_its_mistake_costs_nobody_anything(jobs: Jobs) ->
     for job in "ab":
         jobs.start(job)
     wait_until(lambda: jobs.held() == {"a": 1, "b": 1}, "the function decides")
-    assert jobs.told("a")[-1][2] == "one_each: its decision"
+    assert jobs.told("a")[-1][2] == "decided by one_each"
     jobs.start("c")
     wait_until(lambda: any(record.trigger == "refused" for record in snapshot().log), "its answer is refused")
     refused = next(record for record in snapshot().log if record.trigger == "refused")

@@ -86,7 +86,7 @@ def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
     counts, core = sizes(f"{tmp_path}/mine.py:all_to_the_first")
     assert counts == {"a": 4, "b": 0}
     assert core.snapshot().policy == "all_to_the_first"
-    assert core.snapshot().jobs["a"].reason.words == "all_to_the_first: its decision"
+    assert core.snapshot().jobs["a"].reason.words == "decided by all_to_the_first"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
         raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")
     targets = {}
     for job, told in answer.items():
-        target = told if isinstance(told, Target) else Target(workers=told, reason="its decision")
+        target = told if isinstance(told, Target) else Target(workers=told, reason=Reason(Cause.DECIDED, (policy,)))
         if not isinstance(target.reason, Reason):
             target = dataclasses.replace(target, reason=Reason(Cause.POLICY, (policy, str(target.reason))))
         targets[job] = target

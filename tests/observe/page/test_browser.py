@@ -243,6 +243,9 @@ def test_one_job_shows_curve_pauses_workers_and_events(started: Any) -> None:
             *("Goodput over workers", "Batch and noise scale", "loss over samples", "Samples/s and workers"),
             *("Pauses", "Where its time went"),
         ]
+        assert page.locator("#detail details p").is_hidden(), "figures are behind a click"
+        page.click("#detail summary")
+        assert HOSTILE in page.locator("#detail details p").inner_text()
         text = page.locator("#detail").inner_text()
         assert "+60 samples/s" in text and "4242" in text and "resize: 0.4 s" in text
         slow = page.locator("#detail tr", has_text="4243")

@@ -14,6 +14,7 @@ export class JobView {
     this.job = "";
     this.detail = this.text = null;
     this.asked = 0;
+    this.explained = false;
     this.said = "";
     this.draw();
   }
@@ -62,7 +63,6 @@ export class JobView {
       row ? this.head(row, detail) : null,
       this.store.source.actions && row && row.ended_s === null ? this.actions(row) : null,
       h("p", { id: "said", role: "status" }, this.said),
-      detail?.explanation ? h("p", { class: "words" }, detail.explanation) : null,
       detail ? h("div", { class: "charts" }, this.charts(row, detail)) : null,
       detail ? this.workers(detail) : null,
       detail ? this.events(detail) : null,
@@ -78,8 +78,15 @@ export class JobView {
       ["noise scale", detail?.noise_scale === null ? "–" : number(detail?.noise_scale)],
       ["one more worker", detail?.gain === null || detail?.gain === undefined ? "–" : `${detail.gain >= 0 ? "+" : ""}${number(detail.gain)} samples/s`]];
     return h("div", {}, h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("span", { class: "soft" }, `${name} `), h("b", {}, String(value))))),
-      h("p", { class: "words" }, [row.note, row.why].filter(Boolean).join("; ")),
+      this.why([row.note, row.why].filter(Boolean).join("; "), detail?.explanation),
       detail?.logs ? h("p", { class: "soft" }, "results and logs: ", h("code", {}, detail.logs), "; what it prints: ", h("code", {}, `elastic-ray logs ${row.job}`)) : null);
+  }
+
+  // The reason of its size; what was weighed is behind it.
+  why(reason, explanation) {
+    if (!explanation) return h("p", { class: "words" }, reason);
+    const box = h("details", { open: this.explained, ontoggle: () => { this.explained = box.open; } }, h("summary", {}, reason || "why"), h("p", { class: "words" }, explanation));
+    return box;
   }
 
   charts(row, detail) {
