@@ -83,6 +83,30 @@ def number_in(metrics: Any, name: str) -> float | None:
     return None
 
 
+MOST_METRICS = 32
+"""Metrics of one job that are kept and shown over time."""
+
+
+def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, float]:
+    """Finite numbers among metrics by name, the loss first; those of a mapping in them as ``"outer/inner"``.
+
+    Args:
+        metrics: as reported; what is no number is left out, and so are those beyond ``MOST_METRICS``.
+        prefix: of the names.
+        depth: how many mappings within each other are looked into.
+    """
+    found: dict[str, float] = {}
+    if not isinstance(metrics, Mapping) or depth == 0:
+        return found
+    for name in sorted(metrics, key=lambda name: name != "loss"):
+        value = metrics[name]
+        if isinstance(value, Mapping):
+            found |= numbers_in(value, f"{prefix}{name}/", depth - 1)
+        elif not isinstance(value, str | bytes | bool) and (number := number_in(metrics, name)) is not None:
+            found[f"{prefix}{name}"] = number
+    return dict(list(found.items())[:MOST_METRICS])
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     """Pause of a rank's training by a change of its group, by what it waited for [s, >= 0].
@@ -260,6 +284,7 @@ class JobStatus:
         reports: reports of rank 0 so far, those of earlier runs that it continues from included.
         checkpoint: path of what a restart would continue from, reported or automatic; empty before the first.
         trial: of a trial of a sweep, what it is; None of any other job.
+        metric: that the job is judged by: its sweep's, or its checkpoints' score; empty where it names none.
     """
 
     job: str
@@ -303,6 +328,12 @@ class JobStatus:
     reports: int = 0
     checkpoint: str = ""
     trial: TrialFacts | None = None
+    metric: str = ""
+
+    @property
+    def shown_metric(self) -> str:
+        """Name of the metric that listings show: the one that the job names, else its first number; empty for none."""
+        return self.metric or next(iter(numbers_in(self.metrics)), "")
 
     @property
     def score(self) -> float | None:

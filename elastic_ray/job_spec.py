@@ -142,6 +142,11 @@ class JobSpec(RunSettings):
         return TrialFacts(sweep=sweep, parameters=said.parameters, metric=said.metric, mode=said.mode, rungs=said.rungs)
 
     @property
+    def metric(self) -> str:
+        """The metric that the job is judged by: its sweep's, or its checkpoints' score; empty for none."""
+        return (self.trial.metric if self.trial is not None else self.checkpoint_score_attribute) or ""
+
+    @property
     def states_kept(self) -> int:
         """Number of automatic checkpoints to keep, two at least, since the last but one is the way back.
 

@@ -7,6 +7,7 @@ turn or hide text (U+202E, U+200B...) as ``\\u202e``.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import unicodedata
 
@@ -48,6 +49,20 @@ def short_name(name: str) -> str:
         return name
     head = (_NAME_LENGTH - 2) // 2
     return f"{name[:head]}..{name[len(name) - (_NAME_LENGTH - 2 - head) :]}"
+
+
+def ago(seconds: float) -> str:
+    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty for no number."""
+    if not math.isfinite(seconds):
+        return ""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
 
 
 class PrintableFormatter(logging.Formatter):

@@ -17,6 +17,7 @@ _HOMES = {
     "jobs": "jobs",
     "status": "observe.status",
     "logs": "jobs",
+    "stack": "jobs",
     "stop": "jobs",
     "pause": "jobs",
     "resume": "jobs",

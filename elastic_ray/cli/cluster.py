@@ -89,13 +89,6 @@ def session() -> str:
     return str(ray.get_runtime_context().get_session_name())
 
 
-def ray_dashboard() -> str:
-    """Return the address of Ray's own dashboard, as seen from its head node; empty where it is not served."""
-    private: Any = ray._private
-    url = private.worker.get_dashboard_url()
-    return f"http://{url.rpartition('://')[2]}" if url else ""
-
-
 def known_jobs() -> tuple[JobAnswers, ...]:
     """Return all jobs whose controllers live: plain ones and a sweep's trials."""
     found = actors_named(_PREFIX)

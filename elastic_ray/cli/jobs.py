@@ -9,8 +9,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells, job_rows
-from elastic_ray.cli.output import count, job_argument, json_option, read_size, say, show_json, show_table
+from elastic_ray.cli.listings import (
+    JOB_COLUMNS,
+    JobRow,
+    Submission,
+    job_cells,
+    job_rows,
+    no_metric,
+    with_metric,
+)
+from elastic_ray.cli.output import (
+    count,
+    job_argument,
+    json_option,
+    metric_option,
+    read_size,
+    say,
+    show_json,
+    show_table,
+)
 from elastic_ray.cli.sweeps import grouped
 from elastic_ray.driver.display import event_line, status_line
 from elastic_ray.events import JobEvent, JobPhase
@@ -24,8 +41,9 @@ _POLL_S = 0.5
 
 @click.command(short_help="List the jobs.")
 @click.option("--all", "everything", is_flag=True, help="Also submitted scripts that have ended.")
+@metric_option
 @json_option
-def jobs(everything: bool, as_json: bool) -> None:
+def jobs(everything: bool, metric: str, as_json: bool) -> None:
     """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one.
 
     Jobs that ended within the last hour come last, those that failed before the others, with what they failed of. A
@@ -36,8 +54,10 @@ def jobs(everything: bool, as_json: bool) -> None:
         show_json(rows)
         return
     rows = grouped(rows)
+    if problem := no_metric(rows, metric):
+        raise click.ClickException(problem)
     now_s = time.time()
-    show_table(JOB_COLUMNS, [job_cells(row, now_s) for row in rows], empty="no jobs")
+    show_table(with_metric(JOB_COLUMNS, metric), [job_cells(row, now_s, metric) for row in rows], empty="no jobs")
 
 
 def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
@@ -61,11 +81,17 @@ def show_events(job: str, events: Sequence[JobEvent]) -> None:
 @job_argument
 @click.option("--follow", "-f", is_flag=True, help="Continue to the job's end; exit code 1 if it fails.")
 @click.option("--events", "only_events", is_flag=True, help="What happened to the job, not what its script prints.")
-def logs(job: str, follow: bool, only_events: bool) -> None:
+@click.option("--rank", type=click.IntRange(min=0), help="The last lines that this worker's process has printed.")
+def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
     """Print what a job's script and workers print; of one that was not submitted here, what happened to it."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
+    if rank is not None:
+        if follow or only_events:
+            raise click.UsageError("--rank shows the last lines of one process: it goes with neither -f nor --events")
+        _look_at(job, rank, "logs")
+        return
     script = None if only_events else _script_of(job)
     if script is None:
         cluster.connect()
@@ -77,6 +103,33 @@ def logs(job: str, follow: bool, only_events: bool) -> None:
         ray_jobs.follow_script(script.submission)
     else:
         click.echo(ray_jobs.output(script.submission), nl=False)
+
+
+@click.command(short_help="Show where a job's workers are in their code.")
+@job_argument
+@click.option("--rank", type=click.IntRange(min=0), help="Of this worker only.")
+def stack(job: str, rank: int | None) -> None:
+    """Show the stacks of a job's processes, by py-spy on their nodes: where a worker that hangs is."""
+    _look_at(job, rank, "stack")
+
+
+def _look_at(job: str, rank: int | None, what: str) -> None:
+    """Print what one worker's process prints, or its stack; of all workers without a rank."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.observe.process_look import LookRefusedError, look_at
+
+    cluster.connect()
+    workers = cluster.find_job(job).workers()
+    chosen = [each for each in workers if rank in (None, each.rank)]
+    if not chosen:
+        raise click.ClickException(f"job {job!r} has no worker of rank {rank} now, but {count(len(workers), 'worker')}")
+    for worker in chosen:
+        if rank is None:
+            say(f"rank {worker.rank}:")
+        try:
+            click.echo(look_at(worker, what))
+        except LookRefusedError as error:
+            raise click.ClickException(str(error)) from None
 
 
 def _script_of(job: str) -> Submission | None:

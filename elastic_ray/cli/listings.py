@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.cli.output import ago
 from elastic_ray.driver.display import status_fields
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import JobPhase, JobStatus, number_in, numbers_in
+from placement.arguments import meant
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 from placement.cluster.node_record import NodeHistory
+from placement.text import ago, printable
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
@@ -32,7 +33,7 @@ JOB_COLUMNS = (
     "STEP",
     "DONE",
     "ETA",
-    "LOSS",
+    "METRIC",
     "AGE",
     "WHY",
 )
@@ -203,7 +204,7 @@ def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
             min_workers=view.min_workers,
             max_workers=view.max_workers,
             held_at=view.held_at,
-            reason=state.reason,
+            reason=str(state.reason),
             nodes=dict(state.target),
             tenant=view.tenant,
             priority=view.priority,
@@ -222,7 +223,31 @@ def _script_row(script: Submission) -> JobRow:
     )
 
 
-def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
+def metric_cell(row: JobRow, metric: str = "") -> str:
+    """A metric by name, the job's own with its name where none is given; empty where the job has not reported it."""
+    name = metric or row.shown_metric
+    value = number_in(row.metrics, name)
+    return "" if value is None else f"{value:.4g}" if metric else f"{printable(name)} {value:.4g}"
+
+
+def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
+    """The columns, with a chosen metric's name over its numbers."""
+    return tuple(metric if each == "METRIC" and metric else each for each in columns)
+
+
+def no_metric(rows: Sequence[JobRow], metric: str) -> str:
+    """Why there is no number of this name in any of the rows; empty where there is one."""
+    told = [row for row in rows if row.metrics]
+    if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
+        return ""
+    for row in told:
+        if metric in row.metrics:
+            return f"metric {metric!r} of job {row.job} is {row.metrics[metric]!r:.60}, which is no number"
+    names = sorted({name for row in told for name in numbers_in(row.metrics)})
+    return f"no job reports a metric {metric!r}{meant(metric, names) if names else ''}"
+
+
+def job_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
     """Return a job's cells under ``JOB_COLUMNS``."""
     low, high = row.min_workers, row.max_workers
     limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
@@ -242,7 +267,7 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
         fields.get("step", ""),
         fields.get("done", ""),
         fields.get("ETA", ""),
-        fields.get("loss", ""),
+        metric_cell(row, metric),
         _age(row, now_s),
         " ".join(why.split()),
     )
@@ -350,7 +375,8 @@ def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
     """Return a decision's cells under ``DECISION_COLUMNS``."""
     change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
     when = f"{ago(now_s - record.time_s)} ago"
-    return (when, record.trigger, record.job or "-", change, " ".join(record.reason.split()))
+    why = str(record.reason) if record.job else " ".join(record.reason.explained.split())
+    return (when, record.trigger, record.job or "-", change, why)
 
 
 def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elastic_ray.driver.overrides import parse_workers
+from placement.reasons import Reason
 from placement.text import printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def to_json(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Return a value as plain JSON, at any depth; what JSON cannot hold is its text."""
+    if isinstance(value, Reason):
+        return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -106,25 +109,14 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and not plain
 
 
-def ago(seconds: float) -> str:
-    """Return a span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty for no number."""
-    if not math.isfinite(seconds):
-        return ""
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
-
-
 def count(number: int, noun: str) -> str:
     """Return text such as ``1 job`` or ``2 jobs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+metric_option = click.option(
+    "--metric", default="", metavar="NAME", help="Show this reported metric, such as eval/loss."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, with all there is.")
 job_argument = click.argument("job")
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_ray.cli.output import ago, json_option, say, show_json, show_table
+from elastic_ray.cli.output import json_option, say, show_json, show_table
+from placement.text import ago
 
 if TYPE_CHECKING:
     from placement.simulator.results.outlook import Outlook

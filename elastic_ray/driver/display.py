@@ -79,8 +79,9 @@ def status_fields(status: JobStatus) -> dict[str, str]:
         fields["done"] = f"{status.progress:.0%}"
     if status.eta_s is not None:
         fields["ETA"] = f"{_number(status.eta_s)} s"
-    for name, text in list(_numbers(status.metrics).items())[:1]:
-        fields.setdefault(name, text)
+    texts, name = _numbers(status.metrics), printable(status.metric)
+    for shown in [each for each in (name, *texts) if each in texts][:1]:
+        fields.setdefault(shown, texts[shown])
     if status.cost_usd is not None:
         fields["USD"] = f"{status.cost_usd:.3g}"
     return fields

@@ -50,6 +50,7 @@ from placement.ray_cluster.named_actors import (
     find_actor,
     names_of_actors,
 )
+from placement.reasons import Cause, Reason
 from placement.text import log_plainly
 from placement.versions import Spoken, VersionError, check_spoken, spoken
 
@@ -311,7 +312,7 @@ class JobController:
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
-    async def unsatisfiable(self, reason: str, final: bool) -> None:
+    async def unsatisfiable(self, reason: Reason, final: bool) -> None:
         """Handle the allocator's finding that no node could ever offer what the job asks for.
 
         ``final``: nor could one that the allocator's own autoscaling may ask for.
@@ -321,11 +322,12 @@ class JobController:
         if job.group.machine.current is not None or job.record.phase.ended:
             return
         if not final and await asyncio.to_thread(may_autoscale):
-            job.record.waits_for_resources(f"{reason}; waiting, for an autoscaler may bring it", needs_node=True)
+            reason = dataclasses.replace(reason, cause=Cause.AUTOSCALER)
+            job.record.waits_for_resources(reason.explained, needs_node=True)
             return
         from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train
 
-        job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason))
+        job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason.explained))
 
     async def push(self, message: WorkerMessage) -> bool:
         """Handle a worker's message; True if the job continues."""

@@ -271,7 +271,7 @@ class JobSupervisor:
         """Handle a note that a group trains, or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
-        started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner}
+        started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}
         if (trial := self._spec.trial_facts) is not None:
             started["trial"] = dataclasses.asdict(trial)
         facts = {"pause_s": note.pause.pause_s, "generation": note.generation}

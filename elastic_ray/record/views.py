@@ -211,6 +211,7 @@ def job_status(
         reports=record.last_report,
         checkpoint=record.newest_checkpoint,
         trial=spec.trial_facts,
+        metric=spec.metric,
         **dataclasses.asdict(spent),
     )
     return _with_outlook(status, spec, planner, record)

@@ -292,11 +292,12 @@ class Allocator:
         # Up to now what a newcomer holds counted as others' use, and no decision may rest on that.
         cluster = self._usable(view.job) if not core.knows(view.job) and self._holds(view) else None
         self._handle(JobHeartbeat(view=view, cluster=cluster))
+        avoids = core.avoids.get(view.job)
         return HeartbeatReply(
             priors=self._knowledge.priors(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
             bill=self._scaler.bill(view.job) if self._scaler is not None else None,
-            note="; ".join(filter(None, (self._note(view), core.avoids.get(view.job, "")))),
+            note="; ".join(filter(None, (self._note(view), avoids.figures if avoids is not None else ""))),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
             nodes=len(possible_nodes(view, core.cluster)),
         )

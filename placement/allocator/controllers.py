@@ -73,13 +73,15 @@ class Controllers:
             self._sending.discard(address)
 
     async def _carry_out(self, instruction: Instruction) -> None:
+        """Tell one controller: of a size in words, of what fits nowhere with the figures that its error has."""
         if isinstance(instruction, Allocate):
             nodes = dict(instruction.nodes)
             await self._tell(
-                instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason, instruction.draining)
+                instruction.job, lambda to: to.allocate.remote(nodes, str(instruction.reason), instruction.draining)
             )
         else:
-            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason, instruction.final))
+            why, final = instruction.reason, instruction.final
+            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(why, final))
 
     async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
         """Call one controller; never wait for a slow one, and never let a broken one harm the others."""

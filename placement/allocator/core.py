@@ -24,7 +24,7 @@ from placement.allocator.explaining import Explanation, explain
 from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
-from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
+from placement.cluster.cluster import Allocation, AllocationError, Change, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind
 from placement.cluster.node_record import NodeRecord
 from placement.goodput.speeds import spread
@@ -32,7 +32,8 @@ from placement.knowledge.knowledge import Knowledge
 from placement.planning.failing_nodes import avoid_failing
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
-from placement.policies.shared.base import Policy, count
+from placement.policies.shared.base import Policy
+from placement.reasons import Cause, Reason, nodes_of
 
 _BETWEEN_TICKS_S = 2.0
 """Longest time between two ``TimePassed`` that counts as a job's silence [s]: beyond it the allocator was busy."""
@@ -78,7 +79,7 @@ class AllocatorCore:
         self._node_ids: frozenset[str] = frozenset()
         self._jobs: dict[str, KnownJob] = {}
         self._nodes = NodeRecord()
-        self._avoids: Mapping[str, str] = {}
+        self._avoids: Mapping[str, Reason] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
         self._recorded = 0
         self._settling = settling
@@ -140,7 +141,7 @@ class AllocatorCore:
         return self._cluster
 
     @property
-    def avoids(self) -> Mapping[str, str]:
+    def avoids(self) -> Mapping[str, Reason]:
         """Nodes that the last decision closed to each job, with the reasons as sentences."""
         return self._avoids
 
@@ -315,7 +316,7 @@ class AllocatorCore:
         for name in [n for n, job in self._jobs.items() if steady_s - job.heard_s > self._config.silence_s]:
             job = self._jobs.pop(name)
             silent_s = steady_s - job.heard_s
-            reason = f"no heartbeat for {silent_s:.1f} s, above silence_s = {self._config.silence_s:g} s"
+            reason = Reason(Cause.SILENT, (silent_s,), f"silence_s is {self._config.silence_s:g} s")
             self._record(now_s, Trigger.SILENCE, name, sum(job.target.values()), {}, reason)
             self._hurry(Trigger.END)
 
@@ -347,7 +348,7 @@ class AllocatorCore:
             plan = dataclasses.replace(plan, reasons={**plan.reasons, **kept})
         except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
             rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
-            reason = f"policy {self._policy.name!r} broke rule {rule!r}, the last allocation stays: {error}"
+            reason = Reason(Cause.REFUSED, (self._policy.name, rule), str(error))
             if not self._log or self._log[-1].reason != reason:
                 self._record(now_s, Trigger.REFUSED, "", 0, {}, reason)
             for job in self._jobs.values():
@@ -356,14 +357,14 @@ class AllocatorCore:
         self._guaranteed, self._granted = plan.guaranteed, plan.granted
         return self._carry_out(plan, trigger, now_s, steady_s)
 
-    def _kept(self, views: Sequence[JobView], steady_s: float) -> dict[str, str]:
+    def _kept(self, views: Sequence[JobView], steady_s: float) -> dict[str, Reason]:
         """Return jobs whose size follows no measurement now, and why: the last one that it followed was noisy."""
         kept = {}
         for view in views:
             job, varies = self._jobs[view.job], spread(view)
             settled_s = job.swayed_s + _SETTLES_S * min(varies / _SURE, 1.0)
             if steady_s < settled_s and view.held_at is None and view.min_workers <= view.workers <= view.max_workers:
-                kept[view.job] = f"keeps {count(view.workers)}: its measured speed varies by {varies:.0%}"
+                kept[view.job] = Reason(Cause.NOISE, (varies,))
         return kept
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
@@ -388,12 +389,16 @@ class AllocatorCore:
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
         """Return an ``Allocate`` for each job with changed nodes or a new reason to wait; log the changes."""
         instructions: list[Allocate] = []
+        changes = diff(self._targets(), plan.allocation)
+        plan = plan.noted({change.job: why for change in changes if (why := self._loss(change))})
         for name, job in self._jobs.items():
-            reason = job.view.paused or plan.reasons.get(name, job.reason)
+            reason = plan.reasons.get(name, job.reason)
+            if job.view.paused:
+                reason = Reason(Cause.PAUSED, (job.view.paused,))
             if reason != job.reason and not job.target and name not in plan.allocation:
                 instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
             job.explain(reason)
-        for change in diff(self._targets(), plan.allocation):
+        for change in changes:
             job = self._jobs[change.job]
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
             job.give(change.after)
@@ -417,6 +422,14 @@ class AllocatorCore:
         goes = self._draining_of(job.view.allocation)
         return [Allocate(job=name, nodes=target, reason=job.reason, draining=goes)]
 
+    def _loss(self, change: Change) -> Reason | None:
+        """Why a job leaves nodes that drain or are gone; None where it leaves none of these."""
+        left = {node for node, workers in change.before.items() if change.after.get(node, 0) < workers}
+        if gone := left - self._node_ids:
+            return Reason(Cause.GONE, nodes_of(gone))
+        drain = self._draining_of(left)
+        return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
+
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
         """Return those of the nodes that drain."""
         return tuple(sorted({node.node_id for node in self._cluster.nodes if node.draining} & set(nodes)))
@@ -429,7 +442,7 @@ class AllocatorCore:
             suspects = list(self._jobs.values()) if isinstance(event, NodesChanged) or self._unjudged else []
             self._unjudged = False
         possible = Cluster(nodes=(*self._cluster.nodes, *self._obtainable)) if self._obtainable else self._cluster
-        reasons: dict[object, str | None] = {}  # thousands of jobs share a few kinds of workers
+        reasons: dict[object, Reason | None] = {}  # thousands of jobs share a few kinds of workers
         for job in suspects:
             view = job.view
             kind = worker_kind(view), view.min_workers
@@ -453,7 +466,7 @@ class AllocatorCore:
         return {name: dict(job.target) for name, job in self._jobs.items() if job.target}
 
     def _record(
-        self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: str
+        self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: Reason
     ) -> None:
         """Append to the decision log; ``before`` counts workers, ``nodes`` has those afterwards, empty for none."""
         self._recorded += 1

@@ -11,6 +11,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.labels import satisfying
 from placement.planning.problem import Plan
 from placement.policies.shared.base import describe
+from placement.reasons import Reason
 from placement.text import printable, short_ids
 
 EXTRA = "one-more-worker"
@@ -24,6 +25,7 @@ class Explanation:
     Attributes:
         nodes: workers per node id that it is to have.
         reason: of the last decision, a sentence.
+        figures: what was weighed in it.
         speed: on so many workers, relative to its smallest size; 0 while it waits.
         speed_with_one_more: on one worker more, on as few nodes as they fit; None where it may not grow.
         taker: the job that would have more workers if the cluster had room for one more of this job's; None if there
@@ -34,6 +36,7 @@ class Explanation:
     job: str
     nodes: Mapping[str, int]
     reason: str
+    figures: str
     speed: float
     speed_with_one_more: float | None
     taker: str | None
@@ -43,6 +46,7 @@ class Explanation:
         workers = sum(self.nodes.values())
         places = ", ".join(f"{count} on {node}" for node, count in sorted(self.nodes.items())) or "none"
         lines = [f"job {self.job} has {workers} workers ({places}): {self.reason}"]
+        lines += [self.figures] if self.figures else []
         if self.speed_with_one_more is None:
             lines.append("one more worker: it is at its largest useful size")
         else:
@@ -59,7 +63,7 @@ class Explanation:
 
 def explain(
     view: JobView,
-    reason: str,
+    reason: Reason,
     views: Sequence[JobView],
     decide: Callable[[Sequence[JobView], Cluster], Plan],
     cluster: Cluster,
@@ -83,11 +87,12 @@ def explain(
     return Explanation(
         job=view.job,
         nodes=dict(view.allocation),
-        reason=reason,
+        reason=str(reason),
+        figures=reason.figures,
         speed=float(curve[min(workers, len(curve) - 1)]),
         speed_with_one_more=float(curve[workers + 1]) if workers + 1 < len(curve) else None,
         taker=taker if taker is not None and gains[taker] > 0 else None,
-        with_room=plan.reasons.get(view.job, f"it needs {view.min_workers} x {describe(view.bundle)} at least"),
+        with_room=str(plan.reasons.get(view.job, f"it needs {view.min_workers} x {describe(view.bundle)} at least")),
     )
 
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from placement.cluster.jobs import Bill
 from placement.knowledge.knowledge import Prior
+from placement.reasons import Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +17,13 @@ class Allocate:
 
     Attributes:
         nodes: workers per node id; empty lets the job wait.
-        reason: the decision's reason, a sentence.
+        reason: the decision's.
         draining: nodes of its own that are about to go.
     """
 
     job: str
     nodes: Mapping[str, int]
-    reason: str
+    reason: Reason
     draining: tuple[str, ...] = ()
 
 
@@ -34,7 +35,7 @@ class Unsatisfiable:
     """
 
     job: str
-    reason: str
+    reason: Reason
     final: bool = False
 
 

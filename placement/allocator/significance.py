@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from placement.allocator.snapshot import Trigger
 from placement.cluster.jobs import JobView, speeds
+from placement.reasons import Cause, Reason
 
 _LIMITS = (
     *("bundle", "min_workers", "max_workers", "held_at", "paused", "wished", "label_selector", "submitted_s"),
@@ -79,7 +80,7 @@ class KnownJob:
         view: the last heartbeat's.
         decided_on: the view that the last decision saw; news is what differs from it.
         target: workers by node id that it is to have.
-        reason: why, a sentence.
+        reason: why.
         heard_s: when it was last heard of [s], by the clock for intervals, as all times here.
         swayed_s: when measured speeds alone changed its size last [s].
         impossible_since_s: since when no node could hold it [s]; None if some could.
@@ -89,7 +90,7 @@ class KnownJob:
     view: JobView
     decided_on: JobView
     target: Mapping[str, int]
-    reason: str
+    reason: Reason
     heard_s: float
     swayed_s: float = -math.inf
     impossible_since_s: float | None = None
@@ -98,7 +99,7 @@ class KnownJob:
     @classmethod
     def arrived(cls, view: JobView, now_s: float) -> KnownJob:
         """Return the record of a job that was not known before."""
-        reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
+        reason = Reason(Cause.CAME if view.allocation else Cause.ARRIVED)
         return cls(view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s)
 
     @property
@@ -126,11 +127,11 @@ class KnownJob:
         """Record that measured speeds alone have changed the job's size."""
         self.swayed_s = now_s
 
-    def explain(self, reason: str) -> None:
+    def explain(self, reason: Reason) -> None:
         """Set the reason for the job's present workers."""
         self.reason = reason
 
-    def judge(self, impossible: str | None, now_s: float) -> bool:
+    def judge(self, impossible: Reason | None, now_s: float) -> bool:
         """True if some node could hold the job again; ``impossible`` says why none could, or is None."""
         if impossible is not None:
             self.reason = impossible

@@ -12,6 +12,7 @@ from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeHistory
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant
+from placement.reasons import Reason
 from placement.text import printable
 
 
@@ -52,7 +53,7 @@ class DecisionRecord:
         from_workers: planned workers before.
         to_workers: planned workers after.
         nodes: planned workers per node id after.
-        reason: a sentence.
+        reason: why.
     """
 
     time_s: float
@@ -61,11 +62,11 @@ class DecisionRecord:
     from_workers: int
     to_workers: int
     nodes: Mapping[str, int]
-    reason: str
+    reason: Reason
 
     def __str__(self) -> str:
         if not self.job:
-            return printable(f"decision {self.trigger}: {self.reason}")
+            return printable(f"decision {self.trigger}: {self.reason.explained}")
         change = f"{self.from_workers}->{self.to_workers} workers"
         return printable(f"job {self.job}: {change} ({self.trigger}; {self.reason})")
 
@@ -76,7 +77,7 @@ class JobState:
 
     view: JobView
     target: Mapping[str, int]
-    reason: str
+    reason: Reason
     heard_s: float
 
 

@@ -22,6 +22,7 @@ from placement.planning.multi_node import check_apart, shared
 from placement.planning.problem import Plan, Problem, Solver, by_priority
 from placement.planning.spot import with_minimums_on_demand
 from placement.planning.tenants import Tenant, by_tenant, check_tenants
+from placement.reasons import Cause, Reason
 
 # What a job gives back may let others grow into sizes of theirs that are not allowed either; more than two are rare.
 _SIZE_ROUNDS = 4
@@ -68,7 +69,7 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
     sizes = {view.job: view.sizes for view in problem.views}
     for job, most in limits.items():
         place = allocation[job]
-        reasons[job] = f"only {sum(place.values())} workers find room, and of {sizes[job]} that leaves {most}"
+        reasons[job] = Reason(Cause.SIZES, (most, sum(place.values())), f"it trains with {sizes[job]} workers")
         for node, workers in sorted(place.items(), key=lambda item: (item[1], item[0])):
             less = min(workers, sum(place.values()) - most)
             place[node] -= less

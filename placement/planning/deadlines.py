@@ -12,7 +12,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
 from placement.goodput.remaining import remaining
 from placement.planning.problem import Problem, by_precedence, secured
-from placement.policies.shared.base import count
+from placement.reasons import Cause, Reason, count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 
 def guarantee(
     views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
-) -> tuple[Problem, dict[str, str]]:
+) -> tuple[Problem, dict[str, Reason]]:
     """Raise the minimum of every job whose deadline can be met to what meets it.
 
     Jobs are looked at in the order of precedence of their minimums: after jobs that may not be stopped and those of
@@ -84,17 +84,17 @@ def guarantee(
     order = by_precedence(Problem(views=views, cluster=cluster, guaranteed=frozenset(dated)))
     safe = {view.job for view in order if secured(view) and room.add(view, view.min_workers)}
     raised: dict[str, JobView] = {}
-    notes: dict[str, str] = {}
+    notes: dict[str, Reason] = {}
     for view in sorted(order, key=lambda v: (-v.priority, v.job not in dated, v.job not in before)):
         has = view.min_workers if view.job in safe else 0
         if view.job in dated:
             need = _need(view, empty.slots(view).tolist(), now_s, refused)
             if need.workers is not None and room.add(view, need.workers - has):
                 raised[view.job] = dataclasses.replace(view, min_workers=need.workers)
-                notes[view.job] = f"deadline: {count(need.workers)} or more meet it"
+                notes[view.job] = Reason(Cause.DEADLINE, (count(need.workers),))
                 continue
             why = need.why_not or f"{count(need.workers or 0)} would meet it, but not beside what others are promised"
-            notes[view.job] = f"deadline: {why}; it runs as well as it can"
+            notes[view.job] = Reason(Cause.NO_DEADLINE, (why,), "it runs as well as it can")
         room.add(view, view.min_workers - has)
     problem = Problem(
         views=[raised.get(view.job, view) for view in views], cluster=cluster, guaranteed=frozenset(raised)

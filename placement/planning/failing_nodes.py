@@ -10,6 +10,7 @@ from placement.cluster.cluster import Cluster, Node, slots, without
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import AvoidedNodes
 from placement.policies.shared.base import admit
+from placement.reasons import Cause, Reason, nodes_of
 
 NODE_LABEL = "ray.io/node-id"
 """Node label with the node's id (Ray's own)."""
@@ -68,7 +69,7 @@ def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cl
 
 def avoid_failing(
     views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes
-) -> tuple[Sequence[JobView], Cluster, Mapping[str, str]]:
+) -> tuple[Sequence[JobView], Cluster, Mapping[str, Reason]]:
     """Return the jobs and the cluster as a policy is to see them, so that nodes are left on which workers fail.
 
     A job whose minimum the other nodes could not run avoids none, and neither does one that finds no room for its
@@ -93,8 +94,8 @@ def avoid_failing(
         own = {v.job: avoided.broken.get((v.job, v.submitted_s), ()) for v in views if v.job in closed}
         waiting = {job for job in closed if job not in trained and closed[job].keys() <= set(own[job])}
         if lost <= waiting:
-            notes = {job: "; ".join(reasons[node] for node in sorted(reasons)) for job, reasons in closed.items()}
-            return changed, labelled, notes
+            why = {job: "; ".join(reasons[node] for node in sorted(reasons)) for job, reasons in closed.items()}
+            return changed, labelled, {j: Reason(Cause.AVOIDED, nodes_of(closed[j]), why[j]) for j in closed}
         for job in (lost & closed.keys()) - waiting or (trained & closed.keys()) or set(closed):
             kept = {} if job in trained else {n: why for n, why in closed[job].items() if n in own[job]}
             if kept and job not in waiting:

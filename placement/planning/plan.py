@@ -17,6 +17,7 @@ from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
 from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets, describe
+from placement.reasons import Cause, Reason
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
 
@@ -118,24 +119,22 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
     """
     cluster = problem.cluster
     asked = {view.job: view for view in problem.views}
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Reason] = {}
     packing = Packing(allocation={}, short={})
     for _ in range(_ROUNDS):
         order = sorted(asked.values(), key=lambda view: view.arrival)
         targets = as_targets(policy.name, policy.decide(order, cluster, now_s))
         check_targets(targets, order, cluster)
-        reasons.update({job: target.reason for job, target in targets.items()})
+        reasons.update({job: target.reason for job, target in targets.items() if isinstance(target.reason, Reason)})
         packing = _place(targets, order, cluster)
         if problem.apart:
             packing = keep_apart(packing, order, cluster, problem.multi_node_nodes)
         if not packing.short:
             break
-        alone = " that no other job spans" if problem.apart else ""
+        alone = "on nodes that no other job spans" if problem.apart else "on nodes with room for whole bundles"
         for job, short in packing.short.items():
             fits = targets[job].workers - short
-            reasons[job] = (
-                f"only {fits} of {targets[job].workers} workers find a node with room for a whole bundle{alone}"
-            )
+            reasons[job] = Reason(Cause.SCATTERED, (fits, targets[job].workers), alone)
             view = asked.pop(job)
             if fits >= view.min_workers:
                 held = None if view.held_at is None else min(view.held_at, fits)
@@ -230,7 +229,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
     return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, view.bundle)]
 
 
-def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
+def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     """Return why the job's minimum could not run even if all nodes were empty.
 
     None if it could, or as long as no nodes are known.
@@ -239,20 +238,18 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
         return None
     nodes = [node for node in cluster.nodes if node.matches(view.selector)]
     if not nodes:
-        return f"no node has the labels {dict(view.selector)}; change label_selector (or spot) or add such a node"
+        why = f"no node has the labels {dict(view.selector)}"
+        return Reason(Cause.IMPOSSIBLE, (why,), "change label_selector (or spot) or add such a node")
     for name, need in sorted(view.bundle.items()):
         most = max(node.total.get(name, 0.0) for node in nodes)
         if need > most + TOLERANCE:
-            return (
-                f"one worker needs {need:g} {name}, but the largest node has {most:g}; "
-                "lower resources_per_worker or add a larger node"
-            )
+            why = f"one worker needs {need:g} {name}, but the largest node has {most:g}"
+            return Reason(Cause.IMPOSSIBLE, (why,), "lower resources_per_worker or add a larger node")
     possible = sum(slots(node.total, view.bundle) for node in nodes)
     if possible >= view.min_workers:
         return None
     if possible == 0:
-        return f"no single node has {describe(view.bundle)} together; lower resources_per_worker or add such a node"
-    return (
-        f"at least {view.min_workers} workers of {describe(view.bundle)} are needed, but the cluster "
-        f"holds {possible} even when it is empty; lower the minimum of num_workers or add nodes"
-    )
+        why = f"no single node has {describe(view.bundle)} together"
+        return Reason(Cause.IMPOSSIBLE, (why,), "lower resources_per_worker or add such a node")
+    why = f"it needs {view.min_workers} x {describe(view.bundle)}, but the empty cluster holds {possible}"
+    return Reason(Cause.IMPOSSIBLE, (why,), "lower the minimum of num_workers or add nodes")

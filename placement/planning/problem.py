@@ -15,6 +15,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import keep_apart
+from placement.reasons import Cause, Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +24,13 @@ class Plan:
 
     Attributes:
         allocation: workers per job and node.
-        reasons: a sentence per job.
+        reasons: why, per job.
         guaranteed: jobs whose deadline will be met.
         granted: workers per job and node that the jobs' own policies asked for (``placement.planning.wishes``).
     """
 
     allocation: Allocation
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, Reason]
     guaranteed: frozenset[str] = frozenset()
     granted: Allocation = dataclasses.field(default_factory=dict)
 
@@ -37,9 +38,9 @@ class Plan:
         """Return both plans together; a job in both has the other's part."""
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
-    def noted(self, notes: Mapping[str, str]) -> Plan:
+    def noted(self, notes: Mapping[str, Reason]) -> Plan:
         """Return the plan with notes added to the reasons of some jobs."""
-        said = {job: f"{reason}; {notes[job]}" for job, reason in self.reasons.items() if job in notes}
+        said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
 
@@ -176,7 +177,7 @@ def guard(problem: Problem, solve: Solver) -> Plan:
     if all(view.job in plan.allocation for view in safe):
         return plan
     kept = minimums(problem)
-    why = "waits: its minimum does not fit beside jobs that may not be stopped"
+    why = Reason(Cause.NOT_BESIDE)
     waits = Plan(allocation={}, reasons={view.job: why for view in problem.views if view.job not in kept})
     stay: dict[str, Mapping[str, int]] = {}
     while True:
@@ -185,7 +186,7 @@ def guard(problem: Problem, solve: Solver) -> Plan:
         if not lost:
             break
         stay.update({job: kept[job] for job in lost})
-    held = Plan(allocation=stay, reasons=dict.fromkeys(stay, "keeps its minimum: it may not be stopped for this"))
+    held = Plan(allocation=stay, reasons=dict.fromkeys(stay, Reason(Cause.SECURED)))
     return waits.plus(plan).plus(held)
 
 
@@ -205,6 +206,12 @@ def by_priority(problem: Problem, solve: Solver) -> Plan:
         mine = [view.job for view in problem.views if view.priority == level]
         part = guard(problem.beside(plan.allocation, later).only(mine), solve)
         if level < levels[0]:
-            part = part.noted(dict.fromkeys(mine, f"priority {level}, after those of higher priority"))
+            part = part.noted(dict.fromkeys(_short(problem.only(mine), part), Reason(Cause.PRIORITY, (level,))))
         plan = plan.plus(part)
     return plan
+
+
+def _short(problem: Problem, plan: Plan) -> list[str]:
+    """The jobs that have fewer workers than they could use."""
+    has = {job: sum(place.values()) for job, place in plan.allocation.items()}
+    return [v.job for v in problem.views if has.get(v.job, 0) < (v.held_at or v.useful_workers)]

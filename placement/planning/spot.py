@@ -16,9 +16,7 @@ from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import shared
 from placement.planning.problem import Plan, Problem, Solver, by_precedence
-
-_WAITS = "waits: at least {} of its workers are to be on on-demand nodes, which have no room for them"
-_LEFT = "fewer than {} of its workers are on on-demand nodes, which have no room for more"
+from placement.reasons import Cause, Reason
 
 
 def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
@@ -45,7 +43,7 @@ def with_minimums_on_demand(
         return solve(problem)
     order = [view.job for view in by_precedence(problem)]
     shut = _shut_out(problem, least)
-    waits = {job: _WAITS.format(least[job]) for job in shut}
+    waits = {job: Reason(Cause.ON_DEMAND, (least[job],)) for job in shut}
     while True:
         plan = solve(problem.only(job for job in order if job not in shut))
         wanted = {job: least[job] for job in order if job in mixed and job in plan.allocation}
@@ -55,7 +53,7 @@ def with_minimums_on_demand(
             break
         shut |= late.keys()
         waits |= late
-    notes = {job: _LEFT.format(least[job]) for job in unsettled}
+    notes = {job: Reason(Cause.ON_SPOT, (least[job],)) for job in unsettled}
     return settled.noted(notes).plus(Plan(allocation={}, reasons=waits))
 
 
@@ -73,7 +71,7 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
 
 def _giving_way(
     plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
-) -> dict[str, str]:
+) -> dict[str, Reason]:
     """Return jobs that are not to start so that others have their minimum on demand, with the reason.
 
     Empty if none can.
@@ -82,13 +80,13 @@ def _giving_way(
     present = {view.job for view in problem.views if view.workers}
     starting = [job for job in unsettled if job not in present]
     if starting:
-        return {job: _WAITS.format(least[job]) for job in starting}
+        return {job: Reason(Cause.ON_DEMAND, (least[job],)) for job in starting}
     first = unsettled[-1]
     late = _newcomers(plan, problem, first)
     if late:
-        return {late[-1]: f"waits: on-demand nodes are kept for the minimum of {first}"}
+        return {late[-1]: Reason(Cause.ON_DEMAND_KEPT, (first,))}
     # What an earlier round has started does not run yet: it gives way as well.
-    return {job: _WAITS.format(least[job]) for job in [job for job in unsettled if job not in running][:1]}
+    return {job: Reason(Cause.ON_DEMAND, (least[job],)) for job in [job for job in unsettled if job not in running][:1]}
 
 
 def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:

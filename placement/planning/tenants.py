@@ -15,6 +15,7 @@ from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Reso
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, worker_kind
 from placement.planning.problem import Plan, Problem, Solver, by_precedence, minimums, secured, serve, usable
+from placement.reasons import Cause, Reason
 
 _Limits: TypeAlias = Mapping[frozenset[str], Mapping[str, Resources]] | None
 
@@ -131,10 +132,10 @@ def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
 
 def _notes(
     problem: Problem, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
-) -> dict[str, str]:
+) -> dict[str, Reason]:
     """Return notes for the jobs that their tenant's limits hold back."""
     room = FreeResources(problem.beside(plan.allocation).cluster)
-    notes: dict[str, str] = {}
+    notes: dict[str, Reason] = {}
     for name, tenant in tenants.items():
         used = _used(jobs[name], plan.allocation)
         for view in jobs[name]:
@@ -144,9 +145,9 @@ def _notes(
                 continue
             full = [r for r, q in tenant.quota.items() if used.get(r, 0.0) + more * view.bundle.get(r, 0.0) > q]
             if full:
-                notes[view.job] = f"tenant {name!r} may use {tenant.quota[full[0]]:g} {full[0]} at most"
+                notes[view.job] = Reason(Cause.QUOTA, (name, tenant.quota[full[0]], full[0]))
             elif int(room.slots(view).sum()) < more:
-                notes[view.job] = f"tenant {name!r} has its share, weight {tenant.weight:g}"
+                notes[view.job] = Reason(Cause.SHARE, (name, tenant.weight))
     return notes
 
 

@@ -15,7 +15,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.planning.problem import Plan, Problem
 from placement.planning.tenants import Tenant
-from placement.policies.shared.base import count
+from placement.reasons import Cause, Reason, count
 
 
 def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
@@ -55,7 +55,7 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     quotas = {tenant.name: tenant.quota for tenant in tenants if tenant.quota}
     slots = _FreeSlots(problem, plan.allocation, quotas)
     granted: dict[str, dict[str, int]] = {}
-    notes: dict[str, str] = {}
+    notes: dict[str, Reason] = {}
     for view in sorted(wishing, key=lambda view: (-view.priority, view.arrival)):
         own = sum(plan.allocation[view.job].values())
         wanted = view.wished_workers
@@ -67,9 +67,9 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
         if given:
             granted[view.job] = given
         if own + more < wanted:
-            notes[view.job] = f"{count(wanted)} asked for by its policy, of which {own + more} are to be had"
+            notes[view.job] = Reason(Cause.WISH_IN_PART, (count(wanted), own + more))
         elif more:
-            notes[view.job] = f"{count(wanted)} asked for by its policy, {more} of them from slots of no use to others"
+            notes[view.job] = Reason(Cause.WISH, (count(wanted), more))
     return dataclasses.replace(plan.noted(notes), allocation=slots.allocation, granted=granted)
 
 

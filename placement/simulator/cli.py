@@ -163,7 +163,7 @@ def _run(options: argparse.Namespace) -> int:
     reports = run_all(tasks, processes=options.processes, progress=not options.quiet)
     print(table([report.record() for report in reports]))
     for report in reports:
-        refused = [record.reason for record in report.log if record.trigger is Trigger.REFUSED]
+        refused = [record.reason.explained for record in report.log if record.trigger is Trigger.REFUSED]
         if refused:
             print(f"{report.trace}: {len(refused)} decisions were refused, the first: {refused[0]}", file=sys.stderr)
     if options.json:

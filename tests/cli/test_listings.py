@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,30 @@ from elastic_ray.cli.listings import (
     JOB_COLUMNS,
     NODE_COLUMNS,
     JobAnswers,
+    JobRow,
     Submission,
     decision_cells,
     decisions,
     job_cells,
     job_rows,
+    metric_cell,
+    no_metric,
     node_cells,
     node_rows,
+    with_metric,
+    with_status,
 )
-from elastic_ray.cli.output import ago, plain_table, to_json
+from elastic_ray.cli.output import plain_table, to_json
 from elastic_ray.cli.overview import scaling_lines
 from elastic_ray.config import ElasticConfig
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import MOST_METRICS, JobPhase, JobStatus, numbers_in
 from elastic_ray.job_spec import JobSpec
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
 from placement.cluster.jobs import JobView
+from placement.reasons import Cause, Reason
+from placement.text import ago
 
 NODE = Node(
     node_id="abcdef0123456789",
@@ -40,7 +48,13 @@ NODE = Node(
     labels={GPU_TYPE_LABEL: "T4", MARKET_LABEL: "spot"},
 )
 RECORD = DecisionRecord(
-    time_s=940.0, trigger="arrival", job="a", from_workers=0, to_workers=2, nodes={NODE.node_id: 2}, reason="two\nlines"
+    time_s=940.0,
+    trigger="arrival",
+    job="a",
+    from_workers=0,
+    to_workers=2,
+    nodes={NODE.node_id: 2},
+    reason=Reason(Cause.PAUSED, ("two\nlines",)),
 )
 
 
@@ -70,7 +84,10 @@ def spec(job: str, submission: str = "") -> JobSpec:
 
 
 def snapshot(*views: JobView) -> CoreSnapshot:
-    jobs = {view.job: JobState(view=view, target={NODE.node_id: 3}, reason="because", heard_s=0.0) for view in views}
+    jobs = {
+        view.job: JobState(view=view, target={NODE.node_id: 3}, reason=Reason(Cause.PAUSED, ("because",)), heard_s=0.0)
+        for view in views
+    }
     fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(CoreSnapshot)}
     told = {
         "policy": "goodput",
@@ -106,7 +123,7 @@ def test_jobs_known_to_controllers_allocator_or_ray_appear_once() -> None:
     assert list(rows).index("b") < list(rows).index("a"), "by arrival"
     assert (rows["a"].held_at, rows["a"].tenant, rows["a"].nodes) == (3, "team", {NODE.node_id: 3})
     cells = dict(zip(JOB_COLUMNS, job_cells(rows["a"], 165.0), strict=True))
-    assert (cells["WORKERS"], cells["OF"], cells["AGE"], cells["LOSS"]) == ("2 -> 3", "1:8 held", "1m05s", "0.5")
+    assert (cells["WORKERS"], cells["OF"], cells["AGE"], cells["METRIC"]) == ("2 -> 3", "1:8 held", "1m05s", "loss 0.5")
     assert cells["WHY"] == "because"
     assert all(len(job_cells(row, 0.0)) == len(JOB_COLUMNS) for row in rows.values())
 
@@ -179,3 +196,18 @@ def test_a_decision_about_nodes_says_changes_and_users_need() -> None:
         "  spot: 1 -> 2 nodes; job a: cheapest",
         "  job a: its budget of 5 USD cannot be met",
     ]
+
+
+def test_any_metric_by_name_and_what_is_none() -> None:
+    reported = {"accuracy": 0.91, "stage": "warm", "eval": {"loss": 0.25}}
+    row, other = (with_status(JobRow(job=name, phase=""), status(name, metrics=reported)) for name in "ab")
+    own = dataclasses.replace(other, metric="eval/loss")
+    assert [metric_cell(each) for each in (row, own)] == ["accuracy 0.91", "eval/loss 0.25"]
+    assert [metric_cell(row, name) for name in ("eval/loss", "stage", "none")] == ["0.25", "", ""]
+    assert no_metric((row,), "accuracy") == "" == no_metric((), "accuracy")
+    assert no_metric((row,), "stage") == "metric 'stage' of job a is 'warm', which is no number"
+    assert no_metric((row,), "acuracy") == "no job reports a metric 'acuracy'; did you mean 'accuracy'?"
+    cells = dict(zip(with_metric(JOB_COLUMNS, "eval/loss"), job_cells(row, 0.0, "eval/loss"), strict=True))
+    assert cells["eval/loss"] == "0.25" and "METRIC" not in cells
+    assert list(numbers_in({"b": 1, "loss": 2, "nan": math.nan, "deep": {"x": {"y": {"z": 1}}}})) == ["loss", "b"]
+    assert len(numbers_in({str(n): n for n in range(100)})) == MOST_METRICS

@@ -114,3 +114,19 @@ def test_without_a_cluster_it_says_how_to_start_one() -> None:
     assert answer.returncode == 1 and "Traceback" not in answer.stderr
     assert "127.0.0.1:1" in answer.stderr and "ray start --head" in answer.stderr
     assert time.monotonic() - begun < 120
+
+
+@pytest.mark.thorough
+def test_each_rank_shows_its_output_and_its_stack(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=2, name="looked", epochs=100_000)
+    wait_until(lambda: handle.status().step > 3, handle)
+    logs = run(ray_cluster, "logs", "looked", "--rank", "1").stdout
+    assert "--- std" in logs or "it has printed nothing yet" in logs
+    stacks = run(ray_cluster, "stack", "looked").stdout
+    assert stacks.count("Process ") == 2 and "rank 1:" in stacks and "traced.py" in stacks
+    assert "rank 1:" not in run(ray_cluster, "stack", "looked", "--rank", "0").stdout
+    wrong = run(ray_cluster, "stack", "looked", "--rank", "5", code=1).stderr
+    assert "job 'looked' has no worker of rank 5 now, but 2 workers" in wrong
+    assert "--rank shows the last lines" in run(ray_cluster, "logs", "looked", "--rank", "0", "-f", code=2).stderr
+    handle.stop(now=True)
+    handle.result(timeout=180)

@@ -143,7 +143,7 @@ from elastic_ray.cli.listings import JobRow
 keys = top._Keys(wanted=True)
 screen = top._Screen() if top.on_terminal() else top._Scroll()
 with keys, screen:
-    screen.show("heading", [JobRow(job="evil\\x1b[2J\\x07name", phase="running")], [], "phase")
+    screen.show("heading", [JobRow(job="evil\\x1b[2J\\x07name", phase="running")], [])
     os.write(2, b"shown\\n")  # a live display takes over sys.stderr
     ended = keys.ended_within(60)
 sys.exit(7 if ended else 3)

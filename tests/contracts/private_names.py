@@ -63,16 +63,10 @@ _RAY = (
     PrivateNames(
         home="ray._private.worker",
         names=("_global_node",),
-        why="this node's session folder: locks between its processes, Grafana's folder",
+        why="this node's session folder: locks between its processes, Grafana's folder, what processes print",
         instead="RAY_TMPDIR, which is not set on every cluster",
     ),
     PrivateNames(home="ray", names=("_private",), why="see the rows of each", instead="-"),
-    PrivateNames(
-        home="ray._private.worker",
-        names=("get_dashboard_url",),
-        why="the address of Ray's own dashboard",
-        instead="no link to it on the page",
-    ),
     PrivateNames(
         home="ray._private.services",
         names=("canonicalize_bootstrap_address",),
@@ -677,6 +671,7 @@ NOT_PRIVATE = frozenset(
         "_mib",  # end of a metric's name
         "_extra_state",  # torch's public key in a state dict
         "_fields",  # a named tuple's
+        "_value_",  # an enumeration's
     }
 )
 """Strings and names that look like one and are none."""

@@ -64,7 +64,7 @@ def test_a_job_begins_elsewhere_than_where_starts_fail(ray_cluster: LocalCluster
     (row,) = failures()
     assert (row.node, row.avoided_by, row.by_all) == (bad, (handle.job,), False)
     started = next(event for event in handle.events() if event.kind is EventKind.STARTED)
-    assert f"node {bad[:8]} is avoided, " in started.reason
+    assert f"avoids node {bad[:8]}: " in started.reason
     with pytest.raises(click.ClickException, match="'' means 3"):
         cli.forgive("")
     assert cli.forgive(bad[:16]) == bad and not failures()

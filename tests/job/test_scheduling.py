@@ -118,9 +118,9 @@ def test_what_user_asks_for_reaches_allocator_and_is_kept(ray_cluster: Any, tmp_
     seen = state.jobs["high"].view
     assert (seen.priority, seen.tenant, seen.preemptible, seen.whole_nodes) == (3, "", False, True)
     assert seen.deadline_s == pytest.approx(seen.submitted_s + 3600)
-    assert "deadline: not known yet how long the job takes" in state.jobs["high"].reason
+    assert "deadline: not known yet how long the job takes" in state.jobs["high"].reason.words
     assert sum(state.jobs["low"].target.values()) == 1
-    assert "after those of higher priority" in state.jobs["low"].reason
+    assert "jobs of higher priority go first" in state.jobs["low"].reason.words
     high.result(timeout=180)
     low.stop()
     assert low.wait(30)

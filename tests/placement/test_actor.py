@@ -96,8 +96,8 @@ class Controller:
             self.held.add(serial)
             await self.beat()
 
-    async def unsatisfiable(self, reason: str, final: bool) -> None:
-        self.impossible = reason
+    async def unsatisfiable(self, reason: object, final: bool) -> None:
+        self.impossible = str(reason)
 
     async def state(self) -> tuple[int, list[tuple[float, dict[str, int], str]], str]:
         return len(self.held), self.told, self.impossible
@@ -208,7 +208,7 @@ def test_jobs_arrive_share_and_end(jobs: Jobs) -> None:
     jobs.start("b", goodput=None)
     wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
     records = [record for record in snapshot().log if record.job == "a"]
-    assert "8 -> 4 workers" in records[-1].reason
+    assert "8 -> 4 workers" in records[-1].reason.explained
     jobs.stop("a")
     wait_until(lambda: jobs.held() == {"b": 8}, "the other one grows")
 
@@ -322,7 +322,7 @@ def test_users_policy_rules_and_its_mistake_costs_nobody_anything(jobs: Jobs) ->
     jobs.start("c")
     wait_until(lambda: any(record.trigger == "refused" for record in snapshot().log), "its answer is refused")
     refused = next(record for record in snapshot().log if record.trigger == "refused")
-    assert "policy 'one_each' broke rule 'maximum', the last allocation stays: " in refused.reason
+    assert "policy 'one_each' broke rule 'maximum', the last allocation stays; " in refused.reason.explained
     assert jobs.held() == {"a": 1, "b": 1, "c": 0}
     jobs.stop("c")
 

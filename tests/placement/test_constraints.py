@@ -139,7 +139,7 @@ def test_higher_priority_has_its_minimum_and_its_growth_first(name: str) -> None
     found = plan(name, [low, high], cluster(4, 4))
     assert sizes(found)["high"] >= (5 if name not in FRUGAL else 3)
     assert sizes(found)["low"] >= 2
-    assert "after those of higher priority" in found.reasons["low"]
+    assert str(found.reasons["low"]) == "jobs of higher priority go first (yours: 0)"
 
 
 @every

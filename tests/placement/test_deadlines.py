@@ -71,7 +71,7 @@ def test_what_cannot_be_promised_runs_best_and_is_told(job: JobView, why: str) -
     found = plan("goodput", job)
     assert found.guaranteed == frozenset()
     assert found.allocation
-    assert f"deadline: {why}; it runs as well as it can" in found.reasons["a"]
+    assert f"deadline: {why}; it runs as well as it can" in found.reasons["a"].explained
 
 
 @every
@@ -81,7 +81,7 @@ def test_the_share_is_kept_beside_any_number_of_others(name: str) -> None:
     found = plan(name, *others, urgent)
     assert sizes(found)["urgent"] >= 4
     assert found.guaranteed == {"urgent"}
-    assert "deadline: 4 workers or more meet it" in found.reasons["urgent"]
+    assert "deadline: 4 workers or more meet it" in found.reasons["urgent"].words
     again = [dataclasses.replace(v, allocation=found.allocation.get(v.job, {})) for v in (*others, urgent)]
     assert plan(name, *again, guaranteed=found.guaranteed).allocation == found.allocation
 
@@ -93,7 +93,7 @@ def test_a_newcomer_is_promised_only_what_is_left(name: str) -> None:
     found = plan(name, first, newcomer, guaranteed={"first"})
     assert sizes(found)["first"] >= 5
     assert found.guaranteed == {"first"}
-    assert "4 workers would meet it, but not beside what others are promised" in found.reasons["new"]
+    assert "4 workers would meet it, but not beside what others are promised" in found.reasons["new"].words
     assert sizes(found)["new"] >= 1  # it is not dropped
 
 
@@ -117,5 +117,5 @@ def test_the_core_remembers_what_it_promised() -> None:
     core.handle(JobHeartbeat(view=known), 1000.0)
     state = core.snapshot().jobs
     assert sum(state["late"].target.values()) >= 5
-    assert "not beside what others are promised" in state["early"].reason
+    assert "not beside what others are promised" in state["early"].reason.words
     assert "deadline: 6 workers or more meet it" in str(core.explain("late"))  # 64 samples are not five equal parts

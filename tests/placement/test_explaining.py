@@ -26,7 +26,7 @@ def test_a_job_that_could_use_more_says_its_gain() -> None:
     assert "4 workers" in answer.reason
     assert answer.speed_with_one_more is not None and answer.speed_with_one_more > answer.speed > 1
     assert answer.taker == "a"
-    assert "room for one more worker would go to it: goodput: 4 -> 5" in str(answer)
+    assert "room for one more worker would go to it: growth pays: " in str(answer)
 
 
 def test_a_job_at_its_largest_size_says_so() -> None:

@@ -194,8 +194,8 @@ def test_a_late_job_is_no_longer_put_off() -> None:
     views = [gpu_view("short", progress=length(3)), gpu_view("long", progress=length(300))]
     soon = GoodputPolicy().decide(views, parse_cluster("aws:4x4"), 1.0)
     later = GoodputPolicy().decide(views, parse_cluster("aws:4x4"), 1e6)
-    assert "its weight is 0.50" in soon["long"].reason
-    assert "its weight is 0.50" not in later["long"].reason
+    assert "its weight is 0.50" in soon["long"].reason.explained
+    assert "its weight is 0.50" not in later["long"].reason.explained
 
 
 def test_measured_points_are_trusted_before_the_model() -> None:

@@ -160,7 +160,7 @@ def test_shorter_jobs_come_first_though_undeclared() -> None:
     for job in ("long", "short"):
         core.handle(JobHeartbeat(view=dataclasses.replace(running(job, 10.0), fingerprint=job, max_workers=8)), 3.0)
     reasons = {name: job.reason for name, job in core.snapshot().jobs.items()}
-    assert "weight is 1.00" in reasons["short"] and "weight is 0.50" in reasons["long"], reasons
+    assert "weight is 1.00" in reasons["short"].figures and "weight is 0.50" in reasons["long"].figures, reasons
 
 
 def test_only_the_last_lengths_of_a_model_are_kept() -> None:

@@ -58,7 +58,7 @@ def test_a_job_takes_both_types_when_idle_says_so() -> None:
     cluster = typed(a100=4, t4=4)
     plan = make_plan(GoodputPolicy(), [job()], cluster, 1000.0)
     assert plan.allocation["a"] == {"a100-0": 4, "t4-0": 4}
-    assert "4 workers on t4, which no other job needs" in plan.reasons["a"]
+    assert str(plan.reasons["a"]) == "with 4 workers on t4, which no other job needs"
 
 
 def test_the_other_type_returns_once_another_job_wants_it() -> None:
@@ -92,7 +92,7 @@ def test_a_job_on_two_types_stays_where_changes_cost() -> None:
     there = {"a100-0": 4, "t4-0": 2}
     plan = make_plan(GoodputPolicy(), [job(allocation=there, resize_cost_s=1000.0)], cluster, 1000.0)
     assert plan.allocation["a"] == there
-    assert "stays at 4 workers" in plan.reasons["a"] and "2 workers on t4" in plan.reasons["a"]
+    assert "4 workers" in plan.reasons["a"].figures and "2 workers on t4" in plan.reasons["a"].words
     assert allocated([job(allocation=there, resize_cost_s=0.0)], cluster) == {"a": {"a100-0": 4, "t4-0": 4}}
 
 

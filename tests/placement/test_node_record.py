@@ -199,8 +199,8 @@ def test_allocator_moves_a_job_off_and_back_when_forgiven() -> None:
     started = failure("n0", "w1", starting=True)
     assert target(10.0, started) == {"n1": 1}
     reason = core.snapshot().jobs["a"].reason
-    assert "node n0 is avoided, 1 of its workers failed there, the last with OSError: [Errno 5]" in reason
-    assert reason.endswith(core.avoids["a"])
+    assert "node n0 is avoided, 1 of its workers failed there, the last with OSError: [Errno 5]" in reason.explained
+    assert str(reason) == "avoids node n0: workers failed there" == core.avoids["a"].words
     (scaled,) = core.views_to_scale_for(20.0)
     there = [each.node_id for each in named(cluster(1, 1)).nodes if each.matches(scaled.selector)]
     assert there == ["n1"], "for the autoscaler as well"

@@ -86,7 +86,7 @@ def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
     counts, core = sizes(f"{tmp_path}/mine.py:all_to_the_first")
     assert counts == {"a": 4, "b": 0}
     assert core.snapshot().policy == "all_to_the_first"
-    assert core.snapshot().jobs["a"].reason == "decided by all_to_the_first"
+    assert core.snapshot().jobs["a"].reason.words == "decided by all_to_the_first"
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_broken_policy_is_named_with_rule_and_changes_nothing(policy: Any, rule:
     assert [sum(job.target.values()) for job in core.snapshot().jobs.values()] == [1, 1]
     refused = core.log[-1]
     assert refused.trigger == "refused"
-    assert f"policy {make_policy(policy).name!r} broke rule {rule!r}" in refused.reason
-    assert words in refused.reason
+    assert f"policy {make_policy(policy).name!r} broke rule {rule!r}" in refused.reason.explained
+    assert words in refused.reason.explained
 
 
 def test_a_parcel_is_known_again_by_code_and_settings() -> None:

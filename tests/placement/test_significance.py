@@ -11,6 +11,7 @@ from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import Trigger
 from placement.cluster.node_record import NodeFailure
 from placement.goodput.model import GoodputModel
+from placement.reasons import Cause, Reason
 from tests.placement.views import model, view
 
 HERE = view("a", min_workers=1, submitted_s=5.0, tenant="t")
@@ -87,15 +88,16 @@ def test_a_model_is_news_where_it_changes_workers_worth(other: GoodputModel, new
 
 def test_job_remembers_its_reason_and_since_when_nothing_fits() -> None:
     known = KnownJob.arrived(HERE, 3.0)
-    assert (known.target, known.reason, known.heard_s, known.waits) == ({}, "has just arrived", 3.0, True)
+    assert (known.target, known.reason, known.heard_s, known.waits) == ({}, Reason(Cause.ARRIVED), 3.0, True)
     placed = KnownJob.arrived(dataclasses.replace(HERE, allocation={"n1": 2}), 3.0)
-    assert (placed.reason, placed.waits) == ("keeps the workers that it came with", False)
+    assert (placed.reason, placed.waits) == (Reason(Cause.CAME), False)
     assert not KnownJob.arrived(dataclasses.replace(HERE, paused="by hand"), 3.0).waits
-    assert not known.judge("no node has 9 GPUs", 10.0) and known.reason == "no node has 9 GPUs"
-    assert not known.judge("no node has 9 GPUs", 15.0)
+    none = Reason(Cause.IMPOSSIBLE, ("no node has 9 GPUs",))
+    assert not known.judge(none, 10.0) and known.reason == none
+    assert not known.judge(none, 15.0)
     assert not known.tell_impossible(19.0, 10.0), "not at once, and counted from the first"
     assert known.tell_impossible(20.0, 10.0) and not known.tell_impossible(99.0, 10.0), "once"
     assert known.judge(None, 30.0), "some node can again"
     assert not known.judge(None, 31.0)
-    assert not known.judge("gone again", 40.0)
+    assert not known.judge(none, 40.0)
     assert known.tell_impossible(50.0, 10.0), "it is reported anew"

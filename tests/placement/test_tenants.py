@@ -99,7 +99,7 @@ def test_quota_is_a_ceiling_though_the_rest_is_idle(name: str) -> None:
     found = make_plan(make_policy(name), both, nodes, 0.0, Constraints(tenants=(Tenant(name="a", quota={"GPU": 2}),)))
     assert sum(sum(found.allocation.get(job.job, {}).values()) for job in jobs) <= 4
     if name not in FRUGAL:
-        assert any("tenant 'a' may use 2 GPU at most" in found.reasons[job.job] for job in jobs)
+        assert any("tenant 'a' may use 2 GPU at most" in found.reasons[job.job].words for job in jobs)
         assert sum(found.allocation["b"].values()) >= 4
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from placement.allocator.explaining import Explanation
 from placement.allocator.snapshot import DecisionRecord
+from placement.reasons import Cause, Reason
 from placement.text import PrintableFormatter, printable, printable_json, printable_lines, short_ids, short_name
 
 
@@ -69,10 +70,23 @@ def test_our_log_is_one_line_a_record_others_theirs() -> None:
 def test_sentences_of_the_allocator_are_printable() -> None:
     bad = "\x1b[31m\nx"
     record = DecisionRecord(
-        time_s=0.0, trigger="arrival", job=bad, from_workers=0, to_workers=1, nodes={"n": 1}, reason=bad
+        time_s=0.0,
+        trigger="arrival",
+        job=bad,
+        from_workers=0,
+        to_workers=1,
+        nodes={"n": 1},
+        reason=Reason(Cause.PAUSED, (bad,)),
     )
     why = Explanation(
-        job=bad, nodes={"ab" * 28: 1}, reason=bad, speed=1.0, speed_with_one_more=None, taker=bad, with_room=bad
+        job=bad,
+        nodes={"ab" * 28: 1},
+        reason=bad,
+        figures=bad,
+        speed=1.0,
+        speed_with_one_more=None,
+        taker=bad,
+        with_room=bad,
     )
     assert str(record).isprintable()
-    assert all(line.isprintable() for line in str(why).splitlines()) and len(str(why).splitlines()) == 3
+    assert all(line.isprintable() for line in str(why).splitlines()) and len(str(why).splitlines()) == 4

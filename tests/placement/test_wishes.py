@@ -86,7 +86,7 @@ def _check(jobs: Sequence[JobView], nodes: Cluster, cluster_rules: Constraints, 
         if each.wished is None or each.held_at is not None or not own:
             assert has == own
         assert own <= has <= max(own, each.wished or 0, each.min_workers)
-        assert ("asked for by its policy" in found.reasons[each.job]) == (
+        assert ("its policy asked for" in found.reasons[each.job].words) == (
             bool(own) and each.held_at is None and each.wished is not None and own < each.wished_workers
         )
     if cluster_rules.one_multi_node_job_per_node:
@@ -106,14 +106,14 @@ def test_free_slots_are_granted_kept_and_given_back(name: str) -> None:
     if sizes(make_plan(one, without([job]), nodes, 0.0)) == {"a": 3}:
         pytest.skip(f"{name} gives a job all that is free anyway")
     found = make_plan(one, [job], nodes, 0.0)
-    assert sizes(found) == {"a": 3} and "asked for by its policy" in found.reasons["a"]
+    assert sizes(found) == {"a": 3} and "its policy asked for 3 workers, " in found.reasons["a"].words
     assert sizes(make_plan(one, [dataclasses.replace(job, held_at=1)], nodes, 0.0)) == {"a": 1}
     kept = _again(one, [job], nodes, Constraints(), found)
     assert kept.allocation == found.allocation and kept.granted == found.granted
     other = view("b", submitted_s=1.0, max_workers=3, min_workers=3)
     now = [*carried_out([job], found), other]
     both = make_plan(one, now, nodes, 0.0, granted=found.granted)
-    assert sizes(both) == {"a": 1, "b": 3} and "3 workers asked for by its policy, of which 1" in both.reasons["a"]
+    assert sizes(both) == {"a": 1, "b": 3} and "its policy asked for 3 workers, of which 1" in both.reasons["a"].words
     gone = make_plan(one, carried_out([job], both), nodes, 0.0, granted=both.granted)
     assert sizes(gone) == {"a": 3}
     withdrawn = [dataclasses.replace(each, wished=None) for each in carried_out([job], gone)]
@@ -181,10 +181,10 @@ def test_the_core_decides_at_once_on_a_changed_wish() -> None:
     core.handle(JobHeartbeat(view=here), 0.1)
     assert trigger_of(here, dataclasses.replace(here, wished=3), 0.1) is Trigger.LIMITS
     (grown,) = core.handle(JobHeartbeat(view=dataclasses.replace(here, wished=3)), 0.2)
-    assert sum(grown.nodes.values()) == 3 and "asked for by its policy" in grown.reason
+    assert sum(grown.nodes.values()) == 3 and "its policy asked for" in grown.reason.words
     there = dataclasses.replace(here, wished=3, allocation=grown.nodes)
     assert core.handle(JobHeartbeat(view=there), 0.3) == []
-    assert "asked for by its policy" in str(core.explain("a"))
+    assert "its policy asked for" in str(core.explain("a"))
     core.handle(JobHeartbeat(view=view("b", submitted_s=1.0, min_workers=3, max_workers=3)), 0.4)
     targets = {name: sum(state.target.values()) for name, state in core.snapshot().jobs.items()}
     assert targets == {"a": 1, "b": 3}

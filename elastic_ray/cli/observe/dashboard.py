@@ -82,4 +82,4 @@ def _source(path: str | None, simulation: str | None, *, actions: bool) -> Sourc
     from elastic_ray.observe.page.sources.live import LiveCluster
 
     cluster.connect()
-    return LiveCluster(cluster.joined_address(), actions=actions, ray_dashboard=cluster.ray_dashboard())
+    return LiveCluster(cluster.joined_address(), actions=actions)

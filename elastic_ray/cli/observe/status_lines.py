@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from elastic_ray.cli.listings import JobRow
-from elastic_ray.cli.output import ago
+from placement.text import ago
 
 _PARTS = (
     ("training", "training_s"),

@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_rows, node_cells, node_rows
+from elastic_ray.cli.listings import (
+    NODE_COLUMNS,
+    JobRow,
+    NodeRow,
+    job_rows,
+    no_metric,
+    node_cells,
+    node_rows,
+    with_metric,
+)
 from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, TopLine, sorted_rows, top_cells, top_lines
-from elastic_ray.cli.output import PHASE_STYLES, on_terminal, plain_table, say
+from elastic_ray.cli.output import PHASE_STYLES, metric_option, on_terminal, plain_table, say
 from elastic_ray.cli.overview import NO_ALLOCATOR, headline
 from elastic_ray.cli.sweeps import grouped
 
@@ -31,7 +40,8 @@ if TYPE_CHECKING:
 @click.option(
     "--sort", "by", default="phase", show_default=True, type=click.Choice(list(SORTS)), help="Which jobs first."
 )
-def top(interval: float, once: bool, looks: int | None, by: str) -> None:
+@metric_option
+def top(interval: float, once: bool, looks: int | None, by: str, metric: str) -> None:
     """Watch jobs and nodes: as many jobs as the terminal has lines, until q or Ctrl-C.
 
     Once, and in full, in a pipe. TRAINS is the part of the time since its submission in which a job trained.
@@ -41,13 +51,15 @@ def top(interval: float, once: bool, looks: int | None, by: str) -> None:
     cluster.connect()
     piped = not sys.stdout.isatty()
     last = 1 if once or (piped and looks is None) else looks
-    screen = _Pipe() if piped or once else _Screen() if on_terminal() else _Scroll()
+    screen = (_Pipe if piped or once else _Screen if on_terminal() else _Scroll)(by, metric)
     with contextlib.suppress(KeyboardInterrupt), _Keys(wanted=not piped) as keys, screen:
         for look in itertools.count(1):
             seen = cluster.snapshot()
             rows = grouped(job_rows(cluster.known_jobs(), seen, (), cluster.ended_jobs()), ended=False)
+            if (problem := no_metric(rows, metric)) and look == 1:
+                raise click.ClickException(problem)
             nodes = node_rows(cluster.ray_nodes(), seen)
-            screen.show(_heading(seen), rows, nodes, by)
+            screen.show(_heading(seen), rows, nodes)
             if look == last or keys.ended_within(interval):
                 break
 
@@ -59,32 +71,37 @@ def _heading(seen: CoreSnapshot | None) -> str:
 class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
     """Output of plain text without limits, one look after the other."""
 
+    def __init__(self, by: str = "phase", metric: str = "") -> None:
+        self._by, self._metric = by, metric
+
     def __exit__(self, *error: object) -> None:
         return None
 
-    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
+    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow]) -> None:
         """Print the jobs and nodes once."""
         now_s = time.time()
         say(heading)
-        say(plain_table(TOP_COLUMNS, [top_cells(row, now_s) for row in sorted_rows(jobs, by)]))
+        cells = [top_cells(row, now_s, self._metric) for row in sorted_rows(jobs, self._by)]
+        say(plain_table(with_metric(TOP_COLUMNS, self._metric), cells))
         say(plain_table(NODE_COLUMNS, [node_cells(row) for row in nodes]) + "\n")
 
 
 class _Scroll(_Pipe):
     """Output of plain text that fits the terminal, one look below the other."""
 
-    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
+    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow]) -> None:
         """Print the jobs and nodes once."""
-        lines = top_lines(heading, jobs, nodes, size=_size(), by=by, now_s=time.time())
+        lines = top_lines(heading, jobs, nodes, size=_size(), by=self._by, now_s=time.time(), metric=self._metric)
         say("\n".join(line.text for line in lines) + "\n")
 
 
 class _Screen(_Pipe):
     """Output on the whole terminal, until its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, by: str = "phase", metric: str = "") -> None:
         from rich.live import Live
 
+        super().__init__(by, metric)
         self._live = Live(screen=True, auto_refresh=False)
 
     def __enter__(self) -> _Screen:
@@ -94,12 +111,12 @@ class _Screen(_Pipe):
     def __exit__(self, *error: object) -> None:
         self._live.stop()
 
-    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
+    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow]) -> None:
         """Draw the jobs and nodes once."""
         from rich.console import Group
         from rich.text import Text
 
-        lines = top_lines(heading, jobs, nodes, size=_size(), by=by, now_s=time.time())
+        lines = top_lines(heading, jobs, nodes, size=_size(), by=self._by, now_s=time.time(), metric=self._metric)
         texts = [Text(line.text, style=_style(line), no_wrap=True, overflow="crop") for line in lines]
         self._live.update(Group(*texts), refresh=True)
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_cells, node_cells
+from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_cells, node_cells, with_metric
 from elastic_ray.cli.observe.status_lines import percent, until_end
-from elastic_ray.cli.output import ago
-from placement.text import printable
+from placement.text import ago, printable
 
-TOP_COLUMNS = ("JOB", "PHASE", "WORKERS", "DONE", "ETA", "SAMPLES/S", "BATCH", "TRAINS", "AGE", "WHY")
-_FROM_JOBS = {"JOB": 0, "PHASE": 1, "WORKERS": 2, "BATCH": 4, "SAMPLES/S": 5}
+TOP_COLUMNS = ("JOB", "PHASE", "WORKERS", "DONE", "ETA", "SAMPLES/S", "BATCH", "METRIC", "TRAINS", "AGE", "WHY")
+_FROM_JOBS = {"JOB": 0, "PHASE": 1, "WORKERS": 2, "BATCH": 4, "SAMPLES/S": 5, "METRIC": 10}
 _MOST_FIRST = 24  # columns of a name
 _LEAST_LAST = 8  # columns of the last cell, which is cut to the room there is
 _GAP = 2
@@ -73,9 +72,9 @@ def sorted_rows(rows: Sequence[JobRow], by: str) -> list[JobRow]:
     return sorted(rows, key=lambda row: (*SORTS[by](row), row.job))
 
 
-def top_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
+def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
     """Return a job's cells under ``TOP_COLUMNS``."""
-    cells = job_cells(row, now_s)
+    cells = job_cells(row, now_s, metric)
     texts = {name: cells[number] for name, number in _FROM_JOBS.items()}
     why = cells[-1]
     if row.waits_for:
@@ -117,6 +116,7 @@ def top_lines(
     size: tuple[int, int],
     by: str = "phase",
     now_s: float = 0.0,
+    metric: str = "",
 ) -> list[TopLine]:
     """Return the lines of one look: a heading, the first jobs in their order, and nodes where there is room for them.
 
@@ -127,13 +127,16 @@ def top_lines(
         size: columns and lines of the terminal.
         by: one of ``SORTS``.
         now_s: present time [s since the epoch].
+        metric: that is shown; empty for each job's own.
     """
     width, height = max(1, size[0]), max(1, size[1])
     below = min(len(nodes) + 2, height // 3) if height >= _NODES_FROM and nodes else 0
     room = height - 2 - below  # the heading, and the columns' names
     rows = sorted_rows(jobs, by)
     shown = rows if len(rows) <= room else rows[: max(0, room - 1)]
-    first, *others = table_lines(TOP_COLUMNS, [top_cells(row, now_s) for row in shown], width)
+    first, *others = table_lines(
+        with_metric(TOP_COLUMNS, metric), [top_cells(row, now_s, metric) for row in shown], width
+    )
     lines = [TopLine(text=_cut(printable(heading), width), style="heading"), TopLine(text=first, style="heading")]
     lines += [TopLine(text=text, style=row.phase) for text, row in zip(others, shown, strict=True)]
     if len(shown) < len(rows):

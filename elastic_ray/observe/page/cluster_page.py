@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
 
 from elastic_ray.events import WorkerInfo
 from elastic_ray.observe.page.history import History
@@ -108,11 +108,13 @@ class ClusterPage:
             if row.draining and before is not None and not before.draining:
                 kind = "spot notice" if row.spot else "drain"
                 self._history.mark(look.now_s, "", kind, f"node {row.label} is about to go")
-            self._nodes[each.node] = row
+            came_s = None if self._started_s == look.now_s else look.now_s
+            since_s = before.since_s if before is not None and before.gone_s is None else came_s
+            self._nodes[each.node] = dataclasses.replace(row, since_s=since_s)
         there = {each.node for each in look.nodes}
         for node, row in self._nodes.items():
             if node not in there and row.gone_s is None:
-                self._nodes[node] = _gone(row, look.now_s)
+                self._nodes[node] = dataclasses.replace(row, gone_s=look.now_s, used=0, draining=False, failures="")
                 self._history.mark(look.now_s, "", "gone", f"node {row.label} is gone")
         gone = [node for node, row in self._nodes.items() if row.gone_s is not None]
         for node in gone[: max(len(gone) - MOST_GONE, 0)]:
@@ -143,7 +145,7 @@ class ClusterPage:
                 job=record.job,
                 before=record.from_workers,
                 after=record.to_workers,
-                reason=clipped(record.reason),
+                reason=clipped(str(record.reason)),
             )
         )
         if record.job:
@@ -240,12 +242,6 @@ class ClusterPage:
         return self._look
 
 
-def _gone(row: PageNode, now_s: float) -> PageNode:
-    return PageNode(
-        node=row.node, label=row.label, type=row.type, slots=row.slots, spot=row.spot, gone_s=now_s, draining=False
-    )
-
-
 def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return slots by node id that are granted to elastic jobs."""
     used: dict[str, float] = {}
@@ -281,17 +277,18 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         series=memory.series,
         pauses=pauses(events, memory.status.last_pause if memory.status is not None else None),
         shares=shares_of_time(events, memory.status, begun_s, memory.ended_s or now_s),
-        workers=tuple(_worker(each, slow, answer.ray_dashboard) for each in answer.workers),
+        workers=tuple(_worker(each, slow) for each in answer.workers),
+        mfu=memory.status.mfu if memory.status is not None else None,
         events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, clipped(e.reason)) for e in events),
         logs=memory.facts.storage if memory.facts is not None else "",
     )
 
 
-def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float], ray_dashboard: str) -> tuple[Any, ...]:
+def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float]) -> tuple[Any, ...]:
     """Return a line of the workers' table; what a worker is like counts before what is known of its node."""
     slowness = info.slowness if info.slowness is not None else slow_nodes.get(info.node)
-    logs = f"{ray_dashboard}/#/logs/?nodeId={quote(info.node)}" if ray_dashboard else None
-    return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, logs
+    gpu = info.gpu_memory_used_bytes, info.gpu_memory_reserved_bytes
+    return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, *gpu
 
 
 def _gain(told: Explanation | None, goodput: float | None) -> float | None:

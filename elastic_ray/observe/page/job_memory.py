@@ -6,15 +6,13 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause, number_in
+from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause, numbers_in
+from elastic_ray.observe.page.model import Point
 from elastic_ray.observe.page.source import JobFacts, JobLook
 from elastic_ray.record.outlook import time_spent
 from placement.allocator.snapshot import JobState
 
 MOST_EVENTS, MOST_POINTS = 300, 600
-
-Point = tuple["float | None", ...]
-"""(time, samples, batch, samples/s, workers, noise scale, learning-rate factor, loss)."""
 
 _ROUNDING_S = 1e-6
 _LEAST_PART = 1e-9  # of the variance: a smaller gradient cannot be told from none
@@ -87,7 +85,7 @@ class JobMemory:
             status.workers,
             noise,
             factor,
-            number_in(status.metrics, "loss"),
+            numbers_in(status.metrics),
         )
         self._series.append(values)
         if len(self._series) > MOST_POINTS:

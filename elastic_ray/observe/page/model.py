@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,8 @@ class PageJob:
         sweep: of a trial, the sweep; else empty.
         rungs: of a trial, reports after which its sweep may cut it, ascending; empty where that is not known.
         parameters: of a trial, by name; ``score``: the ``metric`` that its sweep compares trials by, and ``mode`` "max"
-            where a larger one is better.
+            where a larger one is better. Of another job ``metric`` is what its checkpoints are ranked by.
+        metrics: the numbers that were reported last, by name.
         colour: ``#rrggbb``, the same wherever the job is drawn.
     """
 
@@ -118,7 +119,7 @@ class PageJob:
     epoch: int = 0
     epochs: int | None = None
     step: int = 0
-    loss: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     progress: float | None = None
     eta_s: float | None = None
     productive: float | None = None
@@ -155,6 +156,7 @@ class PageNode:
         used: slots that are granted to workers of elastic jobs.
         spot: whether it may be taken away.
         failures: what is known of workers that failed there; empty for nothing.
+        since_s: when it was seen to come; None where it was there before the page.
         gone_s: when it was seen to be gone; None while it is there.
     """
 
@@ -166,6 +168,7 @@ class PageNode:
     spot: bool = False
     draining: bool = False
     failures: str = ""
+    since_s: float | None = None
     gone_s: float | None = None
 
 
@@ -239,6 +242,11 @@ Use = tuple[float, int, "int | None", "float | None"]
 """(time [s], slots in use, jobs waiting or None where not known, USD/h or None); key: the time."""
 
 
+_Number: TypeAlias = "float | None"
+Point: TypeAlias = tuple[_Number, _Number, _Number, _Number, _Number, _Number, _Number, Mapping[str, float]]
+"""(time, samples, batch, samples/s, workers, noise scale, learning-rate factor, reported numbers by name)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSnapshot:
     """Everything on the page except what belongs to one job."""
@@ -266,11 +274,12 @@ class JobDetail:
         gain: what one more worker adds to the goodput; None where it may not grow or nothing is known.
         explanation: the allocator's own words.
         noise_scale: of the present model [samples].
-        series: (time, samples, batch, samples/s, workers, noise scale, learning-rate factor, loss), oldest first.
+        series: its numbers over time, oldest first.
         pauses: (time, kind, seconds, {part: seconds}), oldest first.
         shares: seconds since its submission by what they went to.
         workers: (rank, node, process, generation, seconds since it was heard of, time for equal work over the
-            group's median, address of its node's logs); None where unknown.
+            group's median, bytes of its GPU in use, bytes reserved); None where unknown.
+        mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
         events: (time, kind, from, to, reason), oldest first.
         logs: where its results are.
     """
@@ -281,9 +290,10 @@ class JobDetail:
     gain: float | None = None
     explanation: str = ""
     noise_scale: float | None = None
-    series: tuple[tuple[float | None, ...], ...] = ()
+    series: tuple[Point, ...] = ()
     pauses: tuple[tuple[float, str, float, Mapping[str, float]], ...] = ()
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     workers: tuple[tuple[Any, ...], ...] = ()
+    mfu: float | None = None
     events: tuple[tuple[float, str, int, int, str], ...] = ()
     logs: str = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ray.events import JobPhase, JobStatus, TrialFacts, number_in
+from elastic_ray.events import JobPhase, JobStatus, TrialFacts, numbers_in
 from elastic_ray.observe.page.model import PageJob, PageNode
 from elastic_ray.observe.page.source import JobFacts, NodeLook
 from placement.allocator.snapshot import JobState
@@ -70,7 +70,7 @@ def job_row(
         epoch=status.epoch if status is not None else 0,
         epochs=status.epochs if status is not None else None,
         step=status.step if status is not None else 0,
-        loss=number_in(status.metrics, "loss") if status is not None else None,
+        metrics=numbers_in(status.metrics) if status is not None else {},
         progress=1.0 if _phase(status, None) == JobPhase.FINISHED.value else progress,
         eta_s=None if ended_s is not None else eta_s,
         productive=told(status, "productive_share"),
@@ -87,15 +87,19 @@ def job_row(
         nodes=dict(state.target) if state is not None and ended_s is None else {},
         reports=status.reports if status is not None else 0,
         score=status.score if status is not None else None,
-        **trial_cells(status.trial if status is not None else None),
+        **trial_cells(status.trial if status is not None else None, told(status, "metric") or ""),
         storage=facts.storage if facts is not None else "",
         colour=colour,
     )
 
 
-def trial_cells(trial: TrialFacts | None) -> dict[str, Any]:
+def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
     """Return a trial's facts as fields of its row."""
-    return {} if trial is None else {each.name: getattr(trial, each.name) for each in dataclasses.fields(trial)}
+    return (
+        {"metric": metric}
+        if trial is None
+        else {each.name: getattr(trial, each.name) for each in dataclasses.fields(trial)}
+    )
 
 
 def _phase(status: JobStatus | None, ended_s: float | None) -> str:
@@ -137,7 +141,7 @@ def _why(status: JobStatus | None, state: JobState | None) -> str:
     """Return what the job waits for or why it has ended, else the reason for its size."""
     if status is not None and status.message:
         return clipped(status.message)
-    return clipped(state.reason) if state is not None else ""
+    return clipped(str(state.reason)) if state is not None else ""
 
 
 def kind_of(node: NodeLook) -> str:

@@ -19,7 +19,7 @@ from elastic_ray.observe.page.changes import difference, plain, tables, to_json
 from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
 from elastic_ray.observe.page.gate import HEADERS, LONGEST_WAIT_S, MOST, MOST_OF_ONE, Asked, Doors, Gate
 from elastic_ray.observe.page.importance import importance
-from elastic_ray.observe.page.source import ActionRefusedError, Source
+from elastic_ray.observe.page.source import LOOKS, ActionRefusedError, Source
 from placement.errors import InputError
 
 logger = logging.getLogger("elastic_ray.observe")
@@ -52,6 +52,7 @@ class PageServer:
         self._version = 0
         self._asking = asyncio.Lock()  # the source answers one at a time
         self._guessing = asyncio.Lock()  # one simulation at a time
+        self._looking = asyncio.Lock()  # at one process at a time
         self._wanted = asyncio.Event()
         self._waiting = 0  # questions of browsers
         self.doors = Doors(*_room())
@@ -63,6 +64,7 @@ class PageServer:
         app.router.add_get("/api/snapshot", self._snapshot)
         app.router.add_get("/api/events", self._events)
         app.router.add_get("/api/jobs/{job:[^/]+}", self._job)
+        app.router.add_get("/api/jobs/{job:[^/]+}/workers/{rank:[0-9]{1,6}}/{what}", self._process)
         app.router.add_get("/api/sweeps/{sweep:[^/]+}", self._sweep)
         app.router.add_get("/api/what-if", self._what_if)
         app.router.add_post("/api/jobs/{job:[^/]+}/{action}", self._act)
@@ -236,6 +238,20 @@ class PageServer:
         if found is None:
             return _error(404, f"there is no job {job[:_MOST_NAME]!r}")
         return web.Response(body=to_json(plain(found)), content_type="application/json")
+
+    async def _process(self, request: web.Request) -> web.StreamResponse:
+        """What one worker prints, or where its threads are: one question at a time, for it starts a process there."""
+        job, rank, what = (request.match_info[name] for name in ("job", "rank", "what"))
+        if what not in LOOKS:
+            return _error(404, f"there is no {what[:40]!r} of a worker: it must be one of {', '.join(LOOKS)}")
+        if self._looking.locked():
+            return _error(429, "another process is being looked at; ask again when that is done")
+        try:
+            async with self._looking:
+                text = await asyncio.to_thread(self._source.process, job, int(rank), what)
+        except ActionRefusedError as error:
+            return _error(409, str(error))
+        return web.Response(body=to_json({"text": text}), content_type="application/json")
 
     async def _sweep(self, request: web.Request) -> web.StreamResponse:
         """Return the importance of each parameter of a sweep: one question at a time."""

@@ -81,12 +81,14 @@ class JobAnswer:
 
     Attributes:
         explanation: the allocator's; None where it does not know the job.
-        ray_dashboard: its address, which has what workers print; empty without.
     """
 
     workers: tuple[WorkerInfo, ...] = ()
     explanation: Explanation | None = None
-    ray_dashboard: str = ""
+
+
+LOOKS = ("logs", "stack")
+"""What can be asked of one worker's process."""
 
 
 class ActionRefusedError(Exception):
@@ -108,6 +110,13 @@ class Source(Protocol):
 
     def detail(self, job: str) -> JobDetail | None:
         """Return the detail of a job; None if it is unknown."""
+
+    def process(self, job: str, rank: int, what: str) -> str:
+        """What a worker has printed last (``logs``), or where its threads are (``stack``); not one at a time.
+
+        Raises:
+            ActionRefusedError: there is no such worker, or it cannot be looked at.
+        """
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Return the running jobs on the nodes there are, and on others (``T4:4x8``).
@@ -147,6 +156,10 @@ class StoredPage:
     def detail(self, job: str) -> JobDetail | None:
         """Return the detail of a job; None if it is unknown."""
         return self._details.get(job)
+
+    def process(self, job: str, rank: int, what: str) -> str:
+        """Nothing runs here; see ``Source``."""
+        raise ActionRefusedError("this page shows what was stored: no process runs here")
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Raise InputError, because no job runs here; see ``Source``."""

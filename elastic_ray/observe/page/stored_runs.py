@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from elastic_ray.events import EventKind, JobEvent, Report, TrialFacts, number_in
+from elastic_ray.events import EventKind, JobEvent, Report, TrialFacts, number_in, numbers_in
 from elastic_ray.observe.page.history import History
 from elastic_ray.observe.page.job_memory import MARKS, pauses, shares_of_time
 from elastic_ray.observe.page.model import (
@@ -119,17 +119,23 @@ def _row(run: StoredRun, ink: str) -> PageJob:
         target=0 if ended else workers,
         batch=batches[-1] if batches and isinstance(batches[-1], int) else 0,
         epoch=run.reports[-1].epochs_done if run.reports else 0,
-        loss=number_in(metrics, "loss"),
+        metrics=numbers_in(metrics),
         resizes=sum(1 for event in run.events if event.kind is EventKind.RESIZE),
         submitted_s=run.events[0].time_s if run.events else None,
         ended_s=last.time_s if last is not None else None,
         why=clipped(last.reason) if last is not None else "",
         reports=run.reports[-1].index if run.reports else 0,
         score=number_in(metrics, trial.metric) if trial is not None and trial.metric else None,
-        **(trial_cells(trial) or {"sweep": run.job.partition("/")[0] if "/" in run.job else ""}),
+        **{"sweep": run.job.partition("/")[0] if "/" in run.job else "", **trial_cells(trial, _metric(run))},
         storage=run.where,
         colour=ink,
     )
+
+
+def _metric(run: StoredRun) -> str:
+    """The metric that the job has named at its last start; empty for none."""
+    told = [event.detail.get("metric") for event in run.events if event.kind is EventKind.STARTED]
+    return told[-1] if told and isinstance(told[-1], str) else ""
 
 
 def _phase(end: JobEvent | None) -> str:
@@ -142,7 +148,7 @@ def _detail(run: StoredRun, last_s: float) -> JobDetail:
     """Return the detail of a run; its reports stand where a live job's samples do."""
     begun_s = run.events[0].time_s if run.events else last_s
     series = tuple(
-        (None, float(report.index), None, None, float(report.workers), None, None, number_in(report.metrics, "loss"))
+        (None, float(report.index), None, None, float(report.workers), None, None, numbers_in(report.metrics))
         for report in run.reports
     )
     return JobDetail(

@@ -49,7 +49,7 @@ class BySize:
         gpus = {view.job: demand.gpus[view.job] or demand.offers[view.job][0].kind.gpu_type for view in views}
         return {
             job: WantedSize(
-                job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=target.reason
+                job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=str(target.reason)
             )
             for job, target in targets.items()
         }

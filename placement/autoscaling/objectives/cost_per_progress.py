@@ -12,7 +12,7 @@ from placement.autoscaling.objectives.base import UNKNOWN_S, Demand, NodeTypeOpt
 from placement.checks import check_number
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import count
+from placement.reasons import count
 
 _MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates of what is left are not exact
 _STANDS_STILL = "no size that it may have now is known to make progress"

@@ -10,7 +10,7 @@ import numpy as np
 
 from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import count
+from placement.reasons import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

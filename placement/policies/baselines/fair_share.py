@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target, count
+from placement.policies.shared.base import Target
 from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.reasons import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,4 +31,4 @@ class FairSharePolicy:
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             return -float(workers) if curve[workers + 1] > curve[workers] else None
 
-        return decide_by_worth(self.name, jobs, cluster, worth, lambda workers, _: f"{count(workers)}, its share")
+        return decide_by_worth(jobs, cluster, worth, lambda workers, _: f"{count(workers)}, its share")

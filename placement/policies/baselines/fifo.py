@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, requested_workers
-from placement.policies.shared.base import Target, admit, grow, held_reason
+from placement.policies.shared.base import Target, admit, grow, held
 from placement.policies.shared.worst_fit import WorstFitPlacer
 
 
@@ -33,12 +33,12 @@ class FifoPolicy:
             return _in_line(order, cluster)
         admission = admit(jobs, cluster)
         counts = grow(order, admission)
-        targets = {job: Target(workers=0, reason=f"fifo: {why}") for job, why in admission.waiting.items()}
+        targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         for view in order:
             if view.job in counts:
                 workers = counts[view.job]
-                why = held_reason(view, workers) if view.held_at is not None else f"{workers} workers, in its turn"
-                targets[view.job] = Target(workers=workers, reason=f"fifo: {why}")
+                why = held(view, workers) or f"{workers} workers, in its turn"
+                targets[view.job] = Target(workers=workers, reason=why)
         return targets
 
 
@@ -53,9 +53,8 @@ def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
         nodes = kept.get(view.job) or (None if blocked else placer.spread(view, asks))
         if nodes is None:
             blocked = blocked or view.job
-            reason = f"fifo: waits for {asks} workers, behind {blocked}"
-            targets[view.job] = Target(workers=0, reason=reason)
+            targets[view.job] = Target(workers=0, reason=f"waits for {asks} workers, behind {blocked}")
         else:
             workers = sum(nodes.values())
-            targets[view.job] = Target(workers=workers, reason=f"fifo: has the {workers} it asked for", nodes=nodes)
+            targets[view.job] = Target(workers=workers, reason=f"has the {workers} it asked for", nodes=nodes)
     return targets

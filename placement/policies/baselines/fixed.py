@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.policies.shared.base import Target, admit, held_reason
+from placement.policies.shared.base import Target, admit, held
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +35,17 @@ class FixedPolicy:
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Decide on the targets; see ``Policy``."""
         admission = admit(jobs, cluster)
-        targets = {job: Target(workers=0, reason=f"fixed: {why}") for job, why in admission.waiting.items()}
+        targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         for view in sorted(jobs, key=lambda view: view.arrival):
             if view.job in targets:
                 continue
             workers = admission.floors[view.job]
-            if view.held_at is not None:
-                targets[view.job] = Target(workers=workers, reason=f"fixed: {held_reason(view, workers)}")
+            if (why := held(view, workers)) is not None:
+                targets[view.job] = Target(workers=workers, reason=why)
                 continue
             wanted = max(view.min_workers, min(self.workers or view.max_workers, view.max_workers))
             more = min(wanted - workers, int(admission.room.slots(view).sum()))
             if more > 0 and admission.room.add(view, more):
                 workers += more
-            targets[view.job] = Target(workers=workers, reason=f"fixed: {workers} of {wanted} wanted workers fit")
+            targets[view.job] = Target(workers=workers, reason=f"{workers} of {wanted} wanted workers fit")
         return targets

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, oracle_of, speeds
-from placement.policies.shared.base import Admission, Target, admit, held_reason
+from placement.policies.shared.base import Admission, Target, admit, held
 from placement.policies.shared.greedy_growth import climb
 from placement.policies.shared.worst_fit import WorstFitPlacer
+from placement.reasons import Cause, Reason
 
 _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 
@@ -40,7 +41,7 @@ class OptimusPolicy:
         """Decide on the targets; see ``Policy``."""
         told = any(oracle_of(view) is not None for view in jobs)
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
-        targets = {job: Target(workers=0, reason=f"optimus: {why}") for job, why in admission.waiting.items()}
+        targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         curves = _remaining_times(jobs, cluster, admission)
 
         def score(view: JobView, workers: int) -> float | None:
@@ -53,9 +54,9 @@ class OptimusPolicy:
         for view in jobs:
             if view.job in counts:
                 workers = counts[view.job]
-                reason = held_reason(view, workers) if view.held_at is not None else _reason(curves[view.job], workers)
+                said = held(view, workers) or _reason(curves[view.job], workers)
                 nodes = places.get(view.job)
-                targets[view.job] = Target(workers=workers, reason=f"optimus: {reason}", nodes=nodes)
+                targets[view.job] = Target(workers=workers, reason=said, nodes=nodes)
         return targets
 
 
@@ -66,7 +67,7 @@ def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
         if admission.room.add(view, view.min_workers):
             admission.floors[view.job] = view.min_workers
         else:
-            admission.waiting[view.job] = "waits: nothing is left after those submitted before it"
+            admission.waiting[view.job] = Reason(Cause.EARLIER)
     return admission
 
 

@@ -12,7 +12,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, alike
-from placement.policies.shared.base import Admission, Target, admit, held_reason
+from placement.policies.shared.base import Admission, Target, admit, held
 from placement.policies.shared.greedy_growth import grow_in_turn
 from placement.policies.shared.shapes import Shape, shapes, speeds_of
 from placement.policies.shared.stable_placement import (
@@ -66,10 +66,10 @@ class PolluxPolicy:
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Decide on the targets; see ``Policy``."""
         admission = admit(jobs, cluster)
-        targets = {job: Target(workers=0, reason=f"pollux: {why}") for job, why in admission.waiting.items()}
+        targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
         if not alike(running):
-            return targets | grow_in_turn(self.name, running, admission)
+            return targets | grow_in_turn(running, admission)
         if running:
             targets.update(self._share(running, admission, cluster, now_s))
         return targets
@@ -92,16 +92,17 @@ class PolluxPolicy:
         places = settler.place(wanted, present, [view.min_workers for view in running])
         if places is None:  # minimums of several workers can block each other: leave it to the core's packing
             return {
-                view.job: Target(workers=admission.floors[view.job], reason="pollux: the minimum, room is scattered")
+                view.job: Target(workers=admission.floors[view.job], reason="the minimum, room is scattered")
                 for view in running
             }
         use_idle(running, settler, places, most_nodes=self.most_nodes)
         targets = {}
         for view, place in zip(running, places, strict=True):
             nodes = {room.node_ids[i]: n for i, n in sorted(place.items())}
-            targets[view.job] = Target(
-                workers=sum(place.values()), reason=f"pollux: {self._reason(view, place)}", nodes=nodes
-            )
+            workers = sum(place.values())
+            (speed,) = speeds_of(view, ((len(place), workers),))
+            said = f"{view.workers} -> {workers} workers on {len(place)} nodes, speed-up {speed:.2f}"
+            targets[view.job] = Target(workers=workers, reason=held(view, workers) or said, nodes=nodes)
         return targets
 
     def _choice(self, view: JobView, floor: int, share: int, room: FreeResources, now_s: float) -> SizeOptions:
@@ -129,13 +130,6 @@ class PolluxPolicy:
         if stays:
             worth[0] += 1e-9 * abs(worth[0])  # of equal choices the one that changes nothing
         return SizeOptions(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
-
-    def _reason(self, view: JobView, place: Mapping[int, int]) -> str:
-        workers = sum(place.values())
-        if view.held_at is not None:
-            return held_reason(view, workers)
-        (speed,) = speeds_of(view, ((len(place), workers),))
-        return f"{view.workers} -> {workers} workers on {len(place)} nodes, speed-up {speed:.2f}"
 
 
 def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:

@@ -12,7 +12,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, alike
-from placement.policies.shared.base import Target, admit, held_reason
+from placement.policies.shared.base import Target, admit, held
 from placement.policies.shared.greedy_growth import grow_in_turn
 from placement.policies.shared.shapes import Floats, Shape, goodputs, speeds_of
 from placement.policies.shared.stable_placement import (
@@ -86,10 +86,10 @@ class SiaPolicy:
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Decide on the targets; see ``Policy``."""
         admission = admit(jobs, cluster)
-        targets = {job: Target(workers=0, reason=f"sia: {why}") for job, why in admission.waiting.items()}
+        targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
         if not alike(running):
-            targets |= grow_in_turn(self.name, running, admission)
+            targets |= grow_in_turn(running, admission)
         elif running:
             targets.update(self._solve(running, admission.floors, cluster, now_s))
         return targets
@@ -119,19 +119,16 @@ class SiaPolicy:
             )
         if places is None:  # minimums that fit only side by side on nodes of several kinds: the core's packing may
             return {
-                view.job: Target(workers=floors[view.job], reason="sia: the minimum, room is scattered")
-                for view in running
+                view.job: Target(workers=floors[view.job], reason="the minimum, room is scattered") for view in running
             }
         use_idle(running, settler, places, most_nodes=self.most_nodes)
         targets = {}
         for view, place in zip(running, places, strict=True):
             workers = sum(place.values())
             kind = slots.types[slots.kinds[next(iter(place))]]
-            why = f"{view.workers} -> {workers} workers on {len(place)} nodes{f' of {kind}' if kind else ''}"
-            if view.held_at is not None:
-                why = held_reason(view, workers)
+            said = f"{view.workers} -> {workers} workers on {len(place)} nodes{f' of {kind}' if kind else ''}"
             nodes = {slots.room.node_ids[i]: n for i, n in sorted(place.items())}
-            targets[view.job] = Target(workers=workers, reason=f"sia: {why}", nodes=nodes)
+            targets[view.job] = Target(workers=workers, reason=held(view, workers) or said, nodes=nodes)
         return targets
 
     def _configurations(self, view: JobView, floor: int, slots: _SlotsByType) -> list[Configuration]:

@@ -9,8 +9,9 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target, count
+from placement.policies.shared.base import Target
 from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.reasons import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class ThroughputEfficiencyPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Decide on the targets; see ``Policy``."""
-        return decide_by_worth(self.name, jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
+        return decide_by_worth(jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
 
     def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:
         if curve[workers] <= 0:

@@ -9,7 +9,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, requested_workers
-from placement.policies.shared.base import Target, admit, grow, held_reason
+from placement.policies.shared.base import Target, admit, grow, held
 from placement.policies.shared.worst_fit import WorstFitPlacer
 
 
@@ -47,12 +47,11 @@ class TiresiasPolicy:
             return self._share_time(order, cluster)
         admission = admit(jobs, cluster)
         counts = grow(order, admission)
-        targets = {job: Target(workers=0, reason=f"tiresias: {why}") for job, why in admission.waiting.items()}
+        targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         for view in jobs:
             if view.job not in targets:
                 workers = counts[view.job]
-                why = held_reason(view, workers) if view.held_at is not None else self._served(view)
-                targets[view.job] = Target(workers=workers, reason=f"tiresias: {why}")
+                targets[view.job] = Target(workers=workers, reason=held(view, workers) or self._served(view))
         return targets
 
     def _queue(self, jobs: Sequence[JobView]) -> list[JobView]:
@@ -74,11 +73,10 @@ class TiresiasPolicy:
         for view in runs:
             nodes = places.get(view.job) or placer.spread(view, _asks(view))
             if nodes is not None:
-                reason = f"tiresias: {self._served(view)}"
-                targets[view.job] = Target(workers=_asks(view), reason=reason, nodes=nodes)
+                targets[view.job] = Target(workers=_asks(view), reason=self._served(view), nodes=nodes)
         for view in order:
             if view.job not in targets:
-                reason = f"tiresias: waits: {_asks(view)} workers do not fit beside those before it"
+                reason = f"waits: {_asks(view)} workers do not fit beside those before it"
                 targets[view.job] = Target(workers=0, reason=reason)
         return targets
 

@@ -11,8 +11,9 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target, count
+from placement.policies.shared.base import Target
 from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.reasons import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class UtilityCostPolicy:
                 return None
             return float(saved / paid) if paid > 0 else math.inf
 
-        return decide_by_worth(self.name, jobs, cluster, worth, _say, slow_factor=self.slow_factor)
+        return decide_by_worth(jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
     def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
         """Return USD of one worker for one hour."""

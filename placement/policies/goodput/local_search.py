@@ -16,7 +16,8 @@ from placement.policies.goodput.dual_prices import Options, fill, solve
 from placement.policies.goodput.node_assignment import assign_nodes, grow_in_place
 from placement.policies.goodput.speed_value import SpeedValue, worth_of
 from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement
-from placement.policies.shared.base import describe
+from placement.policies.shared.base import no_room
+from placement.reasons import Reason
 
 _T = TypeVar("_T", bound=np.generic)
 _RUNNING = 1.5  # a waiting job must weigh so many times more than a running one to take its place
@@ -65,7 +66,7 @@ def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid:
 
 def improve(
     instance: OptionTable, utility: SpeedValue, present: Sequence[Placement], valid: Sequence[bool]
-) -> tuple[list[Placement] | None, dict[int, str]]:
+) -> tuple[list[Placement] | None, dict[int, Reason]]:
     """Return a better allocation, None if there is none, and why jobs wait that do.
 
     Two are tried: everything decided anew, and the present one with what is idle filled up. The better of them is
@@ -312,7 +313,7 @@ class PoolCapacity:
 
 def admit_into(
     instance: OptionTable, order: Sequence[int], present: Sequence[Placement]
-) -> tuple[dict[int, tuple[int, int]], dict[int, str]]:
+) -> tuple[dict[int, tuple[int, int]], dict[int, Reason]]:
     """Give every job its minimum or nothing, in this order; a smaller job may pass one that does not fit.
 
     Held jobs are then raised to their number, in the order of arrival, as far as that fits.
@@ -321,7 +322,7 @@ def admit_into(
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}
-    waiting: dict[int, str] = {}
+    waiting: dict[int, Reason] = {}
     for j in order:
         view = instance.views[j]
         pools = sorted(
@@ -334,10 +335,7 @@ def admit_into(
                 break
         else:
             fits = sum(ledger.left(j, m) for m in range(len(instance.pools)))
-            waiting[j] = (
-                f"waits: needs at least {view.min_workers} x {describe(view.bundle)}, "
-                f"but beside the minimum of {len(floors)} other jobs {fits} fit"
-            )
+            waiting[j] = no_room(view, fits, len(floors))
     for j in sorted(floors):
         pool, floor = floors[j]
         held = instance.views[j].held_at

@@ -20,10 +20,13 @@ from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.policies.goodput.local_search import improve, present_placements
 from placement.policies.goodput.speed_value import SpeedValue
 from placement.policies.goodput.tables import OptionTable, Placement, build, useful
-from placement.policies.shared.base import Target, count, held_reason
+from placement.policies.shared.base import Target, held
+from placement.reasons import Cause, Reason, count
+from placement.text import ago, short_name
 
 _MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
 _ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more than two are rare
+_MOST_TOLD = 3  # jobs whose gains `explain` lists
 _LEAST_SHARE = 2  # samples: of a worker with one, no speed can be told by its share
 _Places = dict[str, int]
 
@@ -125,23 +128,18 @@ class GoodputPolicy:
         instance = build(jobs, cluster, self._cache)
         utility = self.utility(instance, now_s)
         placements, valid = present_placements(instance)
-        before, waiting = placements, dict[int, str]()
+        before, waiting = placements, dict[int, Reason]()
         for _ in range(_ROUNDS):
             better, waiting = improve(instance, utility, placements, valid)
             if better is None:  # Nothing better: keep each valid placement, drop jobs whose nodes have shrunk.
                 placements = [placement if ok else Placement() for placement, ok in zip(placements, valid, strict=True)]
                 break
             placements, valid = better, [True] * len(better)
-        speed = instance.speed_at(placements).tolist()
-        targets = {}
-        for j, view in enumerate(instance.views):
-            here = placements[j]
-            if here.place:
-                reason = _reason(instance, utility, j, (before[j], here), speed[j])
-            else:
-                reason = waiting.get(j) or "waits: nothing is left"
-            targets[view.job] = _target(instance, here, f"goodput: {reason}")
-        return targets
+        decided = Decided(instance=instance, utility=utility, before=before, after=placements)
+        return {
+            view.job: _target(instance, here, waiting.get(j) or decided.reason(j))
+            for j, (view, here) in enumerate(zip(instance.views, placements, strict=True))
+        }
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
         """Return what each job's speed is worth now."""
@@ -182,7 +180,7 @@ class GoodputPolicy:
         )
 
 
-def _target(instance: OptionTable, placement: Placement, reason: str) -> Target:
+def _target(instance: OptionTable, placement: Placement, reason: Reason) -> Target:
     """Return the target of a job: its number of workers and their nodes."""
     if not placement.place:
         return Target(workers=0, reason=reason)
@@ -191,28 +189,85 @@ def _target(instance: OptionTable, placement: Placement, reason: str) -> Target:
     return Target(workers=placement.workers, reason=reason, nodes=nodes)
 
 
-def _reason(
-    instance: OptionTable, utility: SpeedValue, j: int, placements: tuple[Placement, Placement], speed: float
-) -> str:
-    """Explain the decision for one job as a sentence."""
-    view, (before, after) = instance.views[j], placements
-    if view.held_at is not None:
-        return held_reason(view, after.workers)
-    if after == before:
-        text = f"stays at {count(after.workers)}, speed {speed:.2f}"
-    elif not before.place:
-        text = f"starts with {count(after.workers)}, speed {speed:.2f}"
-    else:
-        text = f"{view.workers} -> {count(after.workers)}: speed {speed:.2f}"
-    larger = instance.possible[j] & (instance.pool_of == after.pool) & (instance.sizes > after.workers)
-    if larger.any():
-        c = int(np.flatnonzero(larger)[0])
-        more = "one" if instance.sizes[c] == after.workers + 1 else str(int(instance.sizes[c]) - after.workers)
-        text += f", {more} more would add {instance.speed[j, c] - speed:.2f}"
-    else:
-        text += ", the most it can use now"
-    scale = "assumed, no model yet" if view.goodput is None else "fitted and measured"
-    return f"{text} ({scale}); its weight is {utility.weight[j]:.2f}, a resize costs {view.resize_cost_s:.3g} s"
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """One decision, whose causes can be told: where the jobs were, and where they are to be."""
+
+    instance: OptionTable
+    utility: SpeedValue
+    before: Sequence[Placement]
+    after: Sequence[Placement]
+    had: Sequence[float] = dataclasses.field(init=False)
+    speed: Sequence[float] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, placements in (("had", self.before), ("speed", self.after)):
+            object.__setattr__(self, name, self.instance.speed_at(placements).tolist())
+
+    def reason(self, j: int) -> Reason:
+        """Why a job has what it has: who has what it lost, or what its own change brings."""
+        view, was, here = self.instance.views[j], self.before[j], self.after[j]
+        if here.place and (why := held(view, here.workers)) is not None:
+            return why
+        gain = self.speed[j] / self.had[j] if self.had[j] else 1.0
+        if here.workers < view.workers or not here.place:
+            cause, facts = self._lost(j, gain)
+        elif not view.workers:
+            known = "no model yet" if view.goodput is None else "by measured speeds"
+            cause, facts = Cause.STARTS, (count(here.workers), known)
+        elif here.workers > view.workers and view.goodput is None:
+            cause, facts = Cause.EXPLORES, (count(here.workers),)
+        elif here != was:
+            cause = Cause.GROWTH if here.workers > view.workers else Cause.MOVES
+            facts = gain, view.resize_cost_s
+        else:
+            cause, facts = self._stays(j), (count(here.workers),)
+        return Reason(cause, facts, self._figures(j))
+
+    def _lost(self, j: int, gain: float) -> tuple[Cause, tuple[str | float, ...]]:
+        """Of a job that has less than before, or waits: who has it."""
+        views, left_s = self.instance.views, self.utility.left_s
+        more = [k for k, here in enumerate(self.after) if here.workers > views[k].workers]
+        ahead = [k for k in more or range(len(views)) if k != j and self.after[k].place]
+        shorter = [k for k in ahead if left_s[k] < left_s[j]]
+        if shorter and len(shorter) == len(ahead):
+            jobs = "1 job" if len(shorter) == 1 else f"{len(shorter)} jobs"
+            return Cause.SHORTER, (jobs, ago(float(left_s[j])))
+        if not more:
+            return (Cause.FEWER, (gain,)) if self.after[j].place else (Cause.FULL, ("waits",))
+        won = sum(self.after[k].workers - views[k].workers for k in more)
+        who = f"job {short_name(views[more[0]].job)}" if len(more) == 1 else f"{len(more)} jobs together"
+        gains = [self.speed[k] / self.had[k] for k in more if self.had[k]]
+        what = f"more, for {max(gains):.3g} x the speed" if gains else "to start with"
+        return Cause.TAKEN, (who, count(won), what)
+
+    def _stays(self, j: int) -> Cause:
+        """Of a job that keeps what it has: why it gets no more."""
+        case, here = self.instance, self.after[j]
+        if not (case.possible[j] & (case.pool_of == here.pool) & (case.sizes > here.workers)).any():
+            return Cause.MOST
+        pool, unit = here.pool, case.unit[:, here.pool]
+        used = sum(each.workers * unit[k] for k, each in enumerate(self.after) if each.pool == pool)
+        return Cause.NOT_WORTH if used + unit[j] <= case.capacities[pool] + 1e-6 else Cause.FULL
+
+    def _figures(self, j: int) -> str:
+        """Speeds, the next larger size and the weight of one job; of one that lost workers also what others gained."""
+        case, view, here = self.instance, self.instance.views[j], self.after[j]
+        said = [f"{view.workers} -> {count(here.workers)}, speed {self.had[j]:.2f} -> {self.speed[j]:.2f}"]
+        larger = case.possible[j] & (case.pool_of == here.pool) & (case.sizes > here.workers)
+        if here.place and larger.any():
+            c = int(np.flatnonzero(larger)[0])
+            more = "one" if case.sizes[c] == here.workers + 1 else str(int(case.sizes[c]) - here.workers)
+            said.append(f"{more} more would add {case.speed[j, c] - self.speed[j]:.2f}")
+        said.append("speeds are assumed, no model yet" if view.goodput is None else "speeds are fitted and measured")
+        said.append(f"its weight is {self.utility.weight[j]:.2f}, a resize costs {view.resize_cost_s:.3g} s")
+        if here.workers < view.workers:
+            said += [
+                f"{short_name(other.job)} {other.workers} -> {then.workers}, speed {had:.2f} -> {has:.2f}"
+                for other, then, had, has in zip(case.views, self.after, self.had, self.speed, strict=True)
+                if then.workers > other.workers
+            ][:_MOST_TOLD]
+        return "; ".join(said)
 
 
 # The policy decides first as if every job stayed on one type, and sees of a job on several only its part on its own
@@ -263,7 +318,7 @@ class MixedTypes:
             own = targets[view.job].nodes
             if not view.mixed_gpu_types or view.held_at is not None or view.goodput is None or not own:
                 continue
-            foreign, note = self._foreign(view, dict(own), room)
+            foreign, types, rates = self._foreign(view, dict(own), room)
             if not foreign:
                 continue
             for node_id, workers in foreign.items():
@@ -272,12 +327,12 @@ class MixedTypes:
                 room.take(view, index, workers)
             found[view.job] = Target(
                 workers=targets[view.job].workers + sum(foreign.values()),
-                reason=f"{targets[view.job].reason}; {note}",
+                reason=Reason(Cause.OTHER_TYPES, (types,), f"{rates}; {targets[view.job].reason}"),
                 nodes={**own, **foreign},
             )
         return found
 
-    def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str]:
+    def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str, str]:
         """Return the best workers on other types beside those on its own, and why.
 
         No such workers where they do not bring more.
@@ -300,9 +355,9 @@ class MixedTypes:
             if rate > alone and value > best_value * (1 + 1e-9):
                 best, best_value, best_rate = foreign, value, rate
         if not best:
-            return {}, ""
+            return {}, "", ""
         types = ", ".join(f"{count(sum(p.values()))} on {g or 'GPUs without a type'}" for g, p in self._named(best))
-        return best, f"with {types}, which no other job needs, {alone:.4g} -> {best_rate:.4g} samples/s"
+        return best, types, f"{alone:.4g} -> {best_rate:.4g} samples/s"
 
     def _choices(
         self, view: JobView, own: _Places, gpu: str, present: _Places, room: FreeResources

@@ -11,6 +11,7 @@ import numpy as np
 from placement.cluster.cluster import AllocationError, Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
+from placement.reasons import Cause, Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +20,13 @@ class Target:
 
     Attributes:
         workers: how many.
-        reason: a sentence.
+        reason: a sentence of a policy of one's own, or a ``Reason``.
         nodes: workers per node id, of a policy that places the job itself; None leaves it to
             ``placement.cluster.packing``. They must add up to ``workers``.
     """
 
     workers: int
-    reason: str
+    reason: Reason | str
     nodes: Mapping[str, int] | None = None
 
 
@@ -36,10 +37,13 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
     """
     if not isinstance(answer, Mapping):
         raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")
-    return {
-        job: told if isinstance(told, Target) else Target(workers=told, reason=f"decided by {policy}")
-        for job, told in answer.items()
-    }
+    targets = {}
+    for job, told in answer.items():
+        target = told if isinstance(told, Target) else Target(workers=told, reason=Reason(Cause.DECIDED, (policy,)))
+        if not isinstance(target.reason, Reason):
+            target = dataclasses.replace(target, reason=Reason(Cause.POLICY, (policy, str(target.reason))))
+        targets[job] = target
+    return targets
 
 
 @runtime_checkable
@@ -83,7 +87,7 @@ class Admission:
     empty: FreeResources
     room: FreeResources
     floors: dict[str, int]
-    waiting: dict[str, str]
+    waiting: dict[str, Reason]
 
 
 def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
@@ -96,16 +100,12 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
     """
     room = FreeResources(cluster)
     floors: dict[str, int] = {}
-    waiting: dict[str, str] = {}
+    waiting: dict[str, Reason] = {}
     for view in sorted(jobs, key=lambda view: (view.workers == 0, view.arrival)):
         if room.add(view, view.min_workers):
             floors[view.job] = view.min_workers
             continue
-        fits = int(room.slots(view).sum())
-        waiting[view.job] = (
-            f"waits: needs at least {view.min_workers} x {describe(view.bundle)}, "
-            f"but beside the minimum of {len(floors)} other jobs {fits} fit"
-        )
+        waiting[view.job] = no_room(view, int(room.slots(view).sum()), len(floors))
     for view in sorted(jobs, key=lambda view: view.arrival):
         if view.job in floors and view.held_at is not None:
             more = min(view.held_at - floors[view.job], int(room.slots(view).sum()))
@@ -136,15 +136,19 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
     return counts
 
 
-def held_reason(view: JobView, workers: int) -> str:
-    """Return the reason for a held job's workers."""
-    wanted = count(view.held_at or 0)
-    return f"held at {wanted}" if workers == view.held_at else f"held at {wanted}, of which {workers} fit now"
+def no_room(view: JobView, fits: int, others: int) -> Reason:
+    """Of a job whose minimum finds no room beside those of so many others."""
+    wanted = f"{view.min_workers} x {describe(view.bundle)}"
+    cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
+    return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
 
 
-def count(workers: int) -> str:
-    """Return a number of workers for people: ``1 worker``, ``2 workers``."""
-    return "1 worker" if workers == 1 else f"{workers} workers"
+def held(view: JobView, workers: int) -> Reason | None:
+    """Of a job that its user holds at a size; None of another."""
+    if view.held_at is None:
+        return None
+    whole = workers == view.held_at
+    return Reason(Cause.HELD, (workers,)) if whole else Reason(Cause.HELD_IN_PART, (view.held_at, workers))
 
 
 def describe(bundle: Mapping[str, float]) -> str:

@@ -10,7 +10,8 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.packing import pack
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Admission, Target, admit, grow, held_reason
+from placement.policies.shared.base import Admission, Target, admit, grow, held
+from placement.reasons import Cause, Reason
 
 Score = Callable[[JobView, int], "float | None"]
 """(job, its workers) -> what one more is worth; None if it wants no more."""
@@ -46,7 +47,6 @@ def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[s
 
 
 def decide_by_worth(
-    name: str,
     jobs: Sequence[JobView],
     cluster: Cluster,
     worth: Worth,
@@ -77,12 +77,12 @@ def decide_by_worth(
         return value if value is None else value * view.weight if value > 0 else value / view.weight
 
     counts = climb(jobs, admission, weighed)
-    targets = {job: Target(workers=0, reason=f"{name}: {why}") for job, why in admission.waiting.items()}
+    targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
     for view in jobs:
         if view.job in counts:
             workers = counts[view.job]
-            why = held_reason(view, workers) if view.held_at is not None else say(workers, score(view, workers))
-            targets[view.job] = Target(workers=workers, reason=f"{name}: {why}")
+            why = held(view, workers) or say(workers, score(view, workers))
+            targets[view.job] = Target(workers=workers, reason=why)
     return targets if healthy is cluster else _placed(targets, jobs, healthy)
 
 
@@ -105,18 +105,17 @@ def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluste
     placed = {}
     for job, target in targets.items():
         nodes = allocation.get(job, {})
-        placed[job] = dataclasses.replace(
-            target, workers=sum(nodes.values()), nodes=nodes or None, reason=f"{target.reason}; slow nodes are left"
-        )
+        reason = Reason(Cause.SLOW, figures=str(target.reason))
+        placed[job] = dataclasses.replace(target, workers=sum(nodes.values()), nodes=nodes or None, reason=reason)
     return placed
 
 
-def grow_in_turn(name: str, order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
+def grow_in_turn(order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
     """Grow jobs one after the other, for policies that compare slots where workers differ in kind."""
     counts = grow(order, admission)
     why = "workers; workers of several kinds, so jobs grow in turn"
     return {
-        view.job: Target(workers=counts[view.job], reason=f"{name}: {counts[view.job]} {why}")
+        view.job: Target(workers=counts[view.job], reason=f"{counts[view.job]} {why}")
         for view in order
         if view.job in counts
     }

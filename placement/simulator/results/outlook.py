@@ -133,9 +133,9 @@ def _share_out(
     core.handle(TimePassed(), at_s)
     log = core.log
     if log and log[-1].trigger is Trigger.REFUSED and log[-1].time_s == at_s:
-        raise InputError(log[-1].reason)
+        raise InputError(log[-1].reason.explained)
     states = core.snapshot().jobs
-    return {job: (states[job].target, states[job].reason) for job in running}
+    return {job: (states[job].target, str(states[job].reason)) for job in running}
 
 
 def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | None) -> Outlook:

@@ -170,7 +170,7 @@ class SimulationReport:
         return {
             "placed": [(placed.time_s, placed.job, dict(placed.nodes)) for placed in self.placed],
             "decisions": [
-                (each.time_s, str(each.trigger), each.job, each.from_workers, each.to_workers, each.reason)
+                (each.time_s, str(each.trigger), each.job, each.from_workers, each.to_workers, str(each.reason))
                 for each in self.log
             ],
         }

@@ -114,7 +114,7 @@ def test_what_one_job_answers_costs_the_others_nothing() -> None:
     huge = answer("a", 1, metrics={"loss": 2**1024 - 1})
     broken = answer("c", 1, events=(event("no kind", 1.0, 1, 2),))
     seen = world.look(1001.5, huge, broken, answer("b", 2, metrics={"loss": 0.5}))
-    assert row(seen, "a").loss is None and row(seen, "b").loss == 0.5
+    assert row(seen, "a").metrics == {} and row(seen, "b").metrics == {"loss": 0.5}
     assert len(to_json(tables(seen))) < 20_000
 
 
@@ -190,7 +190,7 @@ def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     events = (event(EventKind.STARTED, 1001.0, 0, 2), event(EventKind.RESIZE, 1002.0, 1, 2, pause_s=0.5))
     seen = world.look(1003.0, answer("a", 10, events, throughput=200.0, goodput=100.0, metrics={"loss": 0.25}))
     job = row(seen, "a")
-    assert (job.held_at, job.loss, job.efficiency, job.deadline_s) == (2, 0.25, 0.5, 5000.0)
+    assert (job.held_at, job.metrics["loss"], job.efficiency, job.deadline_s) == (2, 0.25, 0.5, 5000.0)
     assert job.progress == pytest.approx(0.3) and job.eta_s == pytest.approx(700.0 * 64 / 100.0)
     assert [mark[3] for mark in seen.marks] == ["resize"]
     detail = world.page.detail("a", JobAnswer(explanation=world.core.explain("a")), 1003.0)
@@ -204,7 +204,7 @@ def test_metrics_and_rates_not_finite_are_left_out() -> None:
     world = World(4)
     world.hear("a", 1001.0)
     seen = world.look(1002.0, answer("a", 3, metrics={"loss": "<b>"}, goodput=float("inf"), throughput=1.0))
-    assert row(seen, "a").loss is None and row(seen, "a").goodput is None and to_json(tables(seen))
+    assert row(seen, "a").metrics == {} and row(seen, "a").goodput is None and to_json(tables(seen))
 
 
 def test_tenants_are_owed_by_weight_and_lend_the_rest() -> None:
@@ -283,6 +283,16 @@ def test_a_node_says_which_workers_failed_there() -> None:
     assert row.failures == "1 worker of a failed, avoided by a for 10 min; the last: OSError: no disk"
 
 
+def test_a_node_tells_when_it_came_and_went() -> None:
+    page = ClusterPage("here")
+    nodes = {name: NodeLook(node=name, address=name, total={"CPU": 4.0}, labels={}) for name in ("n0", "n1")}
+    for now_s, there in ((1.0, ("n0",)), (5.0, ("n0", "n1")), (9.0, ("n0",)), (12.0, ("n0", "n1"))):
+        page.take(ClusterLook(now_s=now_s, allocator=None, nodes=tuple(nodes[name] for name in there)))
+        told = {each.node: (each.since_s, each.gone_s) for each in page.snapshot(now_s).nodes}
+        assert told["n0"] == (None, None), "it was there before the page"
+        assert told.get("n1") == {1.0: None, 5.0: (5.0, None), 9.0: (5.0, 9.0), 12.0: (12.0, None)}[now_s]
+
+
 def test_a_node_without_slots_has_no_lane() -> None:
     page = ClusterPage("here")
     nodes = tuple(
@@ -296,4 +306,4 @@ def test_a_node_without_slots_has_no_lane() -> None:
     seen = page.snapshot(1.0)
     assert [each.node for each in seen.nodes] == ["n0"]
     (row,) = seen.jobs
-    assert (row.efficiency, row.score, row.loss, row.parameters) == (1.0, 0.9, None, {"lr": 0.1})
+    assert (row.efficiency, row.score, row.metrics, row.parameters) == (1.0, 0.9, {"eval/accuracy": 0.9}, {"lr": 0.1})

@@ -46,6 +46,11 @@ class Facts:
     def detail(self, job: str) -> JobDetail | None:
         return JobDetail(job=job) if any(job == each.job for each in self.jobs) else None
 
+    def process(self, job: str, rank: int, what: str) -> str:
+        if rank:
+            raise ActionRefusedError(f"job {job!r} has no worker of rank {rank} now")
+        return f"{what} of {job}"
+
     def what_if(self, nodes: str, policy: str, now_s: float) -> Any:
         raise InputError(f"nodes must look like T4:4x8, but got {nodes!r}")
 
@@ -240,6 +245,18 @@ def test_job_is_found_by_a_hostile_name_without_leaks(page: Page) -> None:
     time.sleep(0.2)  # longer than an answer is kept
     assert page.ask("/api/snapshot")[0] == 200 and json.loads(before)["jobs"]  # the last facts stay
     page.facts.broken = False
+
+
+def test_a_process_is_looked_at_by_rank(page: Page) -> None:
+    job = urllib.parse.quote(HOSTILE, safe="")
+    status, _, body = page.ask(f"/api/jobs/{job}/workers/0/stack")
+    assert (status, json.loads(body)) == (200, {"text": f"stack of {HOSTILE}"})
+    status, _, body = page.ask(f"/api/jobs/{job}/workers/7/logs")
+    assert status == 409 and b"has no worker of rank 7 now" in body
+    status, _, body = page.ask(f"/api/jobs/{job}/workers/0/memory")
+    assert status == 404 and b"must be one of logs, stack" in body
+    assert page.ask(f"/api/jobs/{job}/workers/-1/logs")[0] == 404
+    assert page.ask(f"/api/jobs/{job}/workers/0/logs", Origin="http://elsewhere")[0] == 403
 
 
 def test_a_failing_look_is_told_and_taken_back(page: Page) -> None:

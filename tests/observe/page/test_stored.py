@@ -45,7 +45,7 @@ def test_runs_below_a_path_are_shown_with_sizes(tmp_path: Path) -> None:
     assert bars == [("one", 100.0, 200.0, 2), ("one", 200.0, 300.0, 3)]
     assert [use[1] for use in seen.use] == [4, 6, 0] and seen.source.kind == "files"
     detail = page.detail("one")
-    assert detail is not None and [point[7] for point in detail.series] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert detail is not None and [point[7]["loss"] for point in detail.series] == [1.0, 0.5, pytest.approx(1 / 3)]
     assert detail.shares["training"] == pytest.approx(199.8) and to_json(tables(seen))
     assert [job.job for job in RunFiles(str(tmp_path / "one")).look(0.0).jobs] == ["one"]
 
@@ -110,7 +110,7 @@ def test_reports_of_numbers_without_bounds_are_left_out(tmp_path: Path) -> None:
         file.write('{"index": 4, "metrics": {"loss": ' + "9" * 400 + '}, "workers": 1}\n')
         file.write('{"index": 5, "metrics": {}, "workers": 1e999}\n')
     (job,) = RunFiles(str(tmp_path)).look(0.0).jobs
-    assert job.loss is None
+    assert job.metrics == {}
 
 
 def test_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> None:

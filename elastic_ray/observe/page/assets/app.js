@@ -1,7 +1,7 @@
 // The page: connects the store to its sections; keys, theme and token.
 
 import { $, clock, h, table } from "./dom.js";
-import { drawSweeps, drawTenants, drawWanted, WhatIf } from "./cluster.js";
+import { Compare, drawSweeps, drawTenants, drawWanted, WhatIf } from "./cluster.js";
 import { JobView } from "./job.js";
 import { Jobs } from "./jobs.js";
 import { Store } from "./store.js";
@@ -13,16 +13,18 @@ const detail = new JobView(store);
 const jobs = new Jobs(store, (job) => detail.choose(job));
 const timeline = new Timeline(store, (job) => { jobs.pick(job); $("job").scrollIntoView({ block: "nearest" }); });
 new WhatIf(store);
+const compare = new Compare(store, () => { jobs.update(); detail.draw(); });
 
 store.onChange((changed) => {
   if (changed.has("strip") || changed.has("source")) drawStrip(store);
   if (changed.has("source")) drawSource();
   if (changed.has("bars") || changed.has("nodes") || changed.has("marks") || changed.has("use")) timeline.update(changed);
-  if (changed.has("jobs")) { jobs.update(); detail.update(); }
+  if (changed.has("jobs")) { jobs.update(); detail.update(); compare.update(); }
   if (changed.has("tenants") || changed.has("source")) drawTenants(store);
   if (changed.has("wanted") || changed.has("source")) drawWanted(store);
   if (changed.has("jobs") || changed.has("bars")) drawSweeps(store);
   if (changed.has("decisions")) drawDecisions();
+  for (const link of document.querySelectorAll("nav a")) link.hidden = document.querySelector(link.hash).hidden;
   document.body.dataset.ready = "yes";
 });
 

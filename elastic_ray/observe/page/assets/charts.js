@@ -9,7 +9,7 @@ export const INK = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
 
 // chart({title, xName, xText, lines: [{name, points: [[x, y]], dots, right, dashed}], marks: [[x, text]], from}):
 // a line for each series; those that are "right" have their own axis there. Points without a number are left out.
-export function chart({ title, xName = "", xText = number, lines, marks = [], zero = true }) {
+export function chart({ title, xName = "", xText = number, lines, marks = [], zero = true, pace = nice }) {
   const shown = lines.map((line, i) => ({ colour: INK[i % INK.length], ...line, points: line.points.filter(([x, y]) => finite(x) && finite(y)) }))
     .filter((line) => line.points.length);
   if (!shown.length) return null;
@@ -22,7 +22,7 @@ export function chart({ title, xName = "", xText = number, lines, marks = [], ze
     const [low, high] = sides[line.right ? 1 : 0];
     return HEIGHT - PAD.bottom - ((value - low) / (high - low)) * (HEIGHT - PAD.top - PAD.bottom);
   };
-  const parts = [axes(sides, x0, x1, x, xText, xName)];
+  const parts = [axes(sides, x0, x1, x, xText, xName, pace)];
   for (const [at, text] of marks) {
     if (at < x0 || at > x1) continue;
     parts.push(svg("line", { x1: x(at), x2: x(at), y1: PAD.top, y2: HEIGHT - PAD.bottom, class: "axis", "stroke-dasharray": "2 3" }, svg("title", {}, text)));
@@ -50,16 +50,19 @@ function scale(lines, zero) {
   let high = Math.max(...values);
   if (zero && low > 0) low = 0;
   if (high <= low) high = low + (Math.abs(low) || 1);
-  const step = nice((high - low) / 4);
+  const step = Math.max(nice((high - low) / 4), lines.every((line) => line.whole) ? 1 : 0);
   return [Math.floor(low / step) * step, Math.ceil(high / step) * step, step];
 }
+
+// A step of an axis of whole things.
+export const whole = (least) => Math.max(1, nice(least));
 
 export function nice(least) {
   const size = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 5, 10].map((n) => n * size).find((step) => step >= least * 0.999);
 }
 
-function axes(sides, x0, x1, x, xText, xName) {
+function axes(sides, x0, x1, x, xText, xName, pace) {
   const bottom = HEIGHT - PAD.bottom;
   const group = svg("g", {}, svg("path", { class: "axis", d: `M${PAD.left} ${PAD.top}V${bottom}H${WIDTH - PAD.right}` }));
   sides.forEach((side, right) => {
@@ -72,9 +75,9 @@ function axes(sides, x0, x1, x, xText, xName) {
       group.append(svg("text", { x: right ? WIDTH - PAD.right + 4 : PAD.left - 4, y: at + 4, "text-anchor": right ? "start" : "end" }, number(value)));
     }
   });
-  for (let i = 0; i <= 4; i += 1) {
-    const value = x0 + ((x1 - x0) * i) / 4;
-    const anchor = i === 0 ? "start" : i === 4 ? "end" : "middle";
+  const step = pace((x1 - x0) / 5);
+  for (let value = Math.ceil(x0 / step - 1e-9) * step; value <= x1 + 1e-9 * step; value += step) {
+    const anchor = x(value) > WIDTH - PAD.right - 12 ? "end" : "middle";
     group.append(svg("text", { x: x(value), y: bottom + 13, "text-anchor": anchor }, xText(value)));
   }
   group.append(svg("text", { x: (PAD.left + WIDTH - PAD.right) / 2, y: HEIGHT - 3, "text-anchor": "middle" }, xName));

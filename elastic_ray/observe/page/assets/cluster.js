@@ -1,6 +1,8 @@
-// Tenants, nodes wanted, what-if, sweeps.
+// Tenants, nodes wanted, what-if, sweeps, and metrics of several jobs.
 
-import { $, bar, h, number, percent, plural, span, svg, table } from "./dom.js";
+import { $, bar, h, metricOf, number, percent, plural, span, svg, table } from "./dom.js";
+import { chart } from "./charts.js";
+import { METRICS, SAMPLES } from "./job.js";
 
 export function drawTenants(store) {
   const rows = store.rows("tenants");
@@ -70,7 +72,7 @@ function sweep(store, name, trials) {
   for (const each of store.tables.bars.values()) byJob.get(each[2])?.push(each);
   const times = [...byJob.values()].flat();
   const most = Math.max(1, ...trials.map((t) => Math.max(t.workers, t.target)), ...times.map((b) => b[5]));
-  const shown = [...trials].sort((a, b) => passed(b) - passed(a) || b.reports - a.reports || (a.loss ?? Infinity) - (b.loss ?? Infinity)).slice(0, MOST_TRIALS);
+  const shown = [...trials].sort((a, b) => passed(b) - passed(a) || b.reports - a.reports || (metricOf(a)[1] ?? Infinity) - (metricOf(b)[1] ?? Infinity)).slice(0, MOST_TRIALS);
   const now = store.now_s;
   const first = Math.min(now, ...times.map((b) => b[3]));
   const last = Math.max(first + 1, ...times.map((b) => b[4] ?? now));
@@ -134,9 +136,9 @@ function summary(name, trials, called) {
 function ranking(trials, called) {
   const ranked = best(trials);
   const rows = [...ranked, ...trials.filter((t) => t.score === null)].slice(0, MOST_TRIALS);
-  return table(["Trial", rows[0].metric || "Loss", "Reports", "Phase", "ETA"], rows.map((t) => [
+  return table(["Trial", metricOf(rows[0])[0] || "Metric", "Reports", "Phase", "ETA"], rows.map((t) => [
     h("span", { title: t.job }, h("i", { class: "swatch", style: { background: t.colour } }), called.get(t.job) || t.job),
-    t.score === null ? (t.metric || t.loss === null ? "–" : number(t.loss)) : number(t.score), String(t.reports), t.phase, t.eta_s === null ? "" : span(t.eta_s)]));
+    number(t.score ?? metricOf(t)[1]), String(t.reports), t.phase, t.eta_s === null ? "" : span(t.eta_s)]));
 }
 
 // Parallel coordinates: a line for each trial through the parameters in which trials differ, to the metric; best in front.
@@ -205,10 +207,65 @@ function trialLine(trial, bars, y, { x, now, most, called }) {
   const name = called.get(trial.job) || trial.job;
   const short = name.length > 34 ? `…${name.slice(-33)}` : name;
   const far = trial.rungs.length ? `${trial.reports} of ${trial.rungs.at(-1)} reports` : `epoch ${trial.epoch}`;
-  const loss = trial.loss === null ? "" : `, loss ${number(trial.loss)}`;
+  const [metric, value] = metricOf(trial);
+  const last = value === null ? "" : `, ${metric.split("/").at(-1)} ${number(value)}`;
   // One trial may have workers on several nodes at a time: their lines lie beneath each other.
   const parts = bars.map((bar) => svg("rect", { x: x(bar[3]), y: y - (bar[5] / most) * (HIGH / 2 - 1), width: Math.max(x(bar[4] ?? now) - x(bar[3]), 1),
     height: (bar[5] / most) * (HIGH - 2), fill: trial.colour }, svg("title", {}, `${trial.job}: ${plural(bar[5], "slot")}`)));
   return [svg("text", { x: 4, y: y + 4 }, short), ...parts,
-    svg("text", { x: WIDTH - 134, y: y + 4 }, `${far}${loss}`)];
+    svg("text", { x: WIDTH - 134, y: y + 4 }, `${far}${last}`)];
+}
+
+const COMPARED = 8;
+const COMPARE_MS = 5000;
+
+// One metric of several jobs in one chart. Which metric is chosen here is shown of jobs everywhere.
+export class Compare {
+  constructor(store, changed) {
+    this.store = store;
+    this.series = new Map();
+    this.asked = 0;
+    this.metric = h("select", { id: "metric", onchange: () => { store.metric = this.metric.value; changed(); this.load(); } });
+    this.jobs = h("select", { id: "compared", multiple: true, size: 6, onchange: () => this.load() });
+    this.chart = h("div", { class: "compared" });
+    this.open = h("details", { ontoggle: () => this.load() }, h("summary", {}, "Compare jobs"), h("label", {}, `Jobs, up to ${COMPARED} `, this.jobs), this.chart);
+    $("metric-rows").replaceChildren(h("div", { class: "tools" }, h("label", {}, "Metric ", this.metric)), this.open);
+  }
+
+  update() {
+    const jobs = this.store.rows("jobs");
+    const names = [...new Set(jobs.flatMap((j) => Object.keys(j.metrics)))].sort();
+    $("metrics").hidden = !names.length;
+    options(this.metric, [["", "each job's own"], ...names.map((name) => [name, name])]);
+    options(this.jobs, jobs.filter((j) => metricOf(j, this.store.metric)[1] !== null).map((j) => [j.job, j.job]));
+    if (this.store.source.kind === "live" && Date.now() - this.asked > COMPARE_MS) this.load();
+  }
+
+  async load() {
+    if (!this.open.open) return;
+    this.asked = Date.now();
+    const marked = [...this.jobs.selectedOptions].map((option) => option.value);
+    const chosen = (marked.length ? marked : [...this.jobs.options].map((option) => option.value)).slice(0, COMPARED);
+    await Promise.all(chosen.map(async (job) => {
+      try {
+        this.series.set(job, (await (await this.store.ask(`api/jobs/${encodeURIComponent(job)}`)).json()).series);
+      } catch { this.series.delete(job); }
+    }));
+    const unit = this.store.source.kind === "files" ? "reports" : "samples";
+    const lines = chosen.map((job) => {
+      const row = this.store.tables.jobs.get(job);
+      const name = row ? metricOf(row, this.store.metric)[0] : this.store.metric;
+      const points = (this.series.get(job) ?? []).map((p) => [p[SAMPLES], p[METRICS][name] ?? NaN]);
+      return { name: this.store.metric ? job : `${job}: ${name}`, colour: row?.colour, points };
+    });
+    const drawn = chart({ title: `${this.store.metric || "Metrics"} over ${unit}, by job`, xName: unit, zero: false, lines });
+    this.chart.replaceChildren(drawn ?? h("p", { class: "soft" }, "these jobs have not reported it over time yet"));
+  }
+}
+
+// The options of a list, made anew only where they differ, so that what is chosen stays.
+function options(select, wanted) {
+  if (JSON.stringify([...select.options].map((each) => [each.value, each.text])) === JSON.stringify(wanted)) return;
+  const chosen = new Set([...select.selectedOptions].map((each) => each.value));
+  select.replaceChildren(...wanted.map(([value, text]) => h("option", { value, selected: chosen.has(value) }, text)));
 }

@@ -43,7 +43,24 @@ export function span(seconds) {
   return `${sign}${Math.floor(whole / 86400)}d${two(Math.floor((whole % 86400) / 3600))}h`;
 }
 
+export function bytes(value) {
+  const unit = value >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+  return `${number(value / unit[1])} ${unit[0]}`;
+}
+
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`);
+
+// A job's metric by name, or else the one that it names, or its first: [name, value].
+export function metricOf(job, chosen = "") {
+  const name = chosen || job.metric || Object.keys(job.metrics)[0] || "";
+  return [name, job.metrics[name] ?? null];
+}
+
+// A step of an axis of times, round for people, of at least so many seconds.
+export function niceTime(least) {
+  return [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800]
+    .find((step) => step >= least) ?? Math.max(2592000, least);
+}
 
 export function plural(n, noun) {
   return `${n} ${noun}${n === 1 ? "" : "s"}`;
@@ -60,8 +77,8 @@ export function clock(time_s, simulated) {
 export function table(heads, rows) {
   return h("div", { class: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) =>
-      h("td", { class: typeof cell === "string" && cell.length > 30 ? "text" : null }, cell)))))));
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) =>
+      h("td", { "data-head": heads[place], class: typeof cell === "string" && cell.length > 30 ? "text" : null }, cell)))))));
 }
 
 export function bar(part, text) {

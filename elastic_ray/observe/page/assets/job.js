@@ -1,26 +1,27 @@
 // One job: its speed-up curve, its numbers over time, its pauses, its workers and what happened to it; actions.
 
-import { $, clock, h, number, percent, span, table } from "./dom.js";
-import { chart, splitBars } from "./charts.js";
+import { $, bytes, clock, h, metricOf, niceTime, number, percent, span, table } from "./dom.js";
+import { chart, splitBars, whole } from "./charts.js";
 
 const AGAIN_MS = 2000;
 const QUIET_S = 3;
 const SLOW = 1.2;
-const [TIME, SAMPLES, BATCH, RATE, WORKERS, NOISE, FACTOR, LOSS] = [0, 1, 2, 3, 4, 5, 6, 7];
+export const [TIME, SAMPLES, BATCH, RATE, WORKERS, NOISE, FACTOR, METRICS] = [0, 1, 2, 3, 4, 5, 6, 7];
 
 export class JobView {
   constructor(store) {
     this.store = store;
     this.job = "";
-    this.detail = null;
+    this.detail = this.text = null;
     this.asked = 0;
+    this.explained = false;
     this.said = "";
     this.draw();
   }
 
   choose(job) {
     if (job !== this.job) {
-      this.detail = null;
+      this.detail = this.text = null;
       this.said = "";
     }
     this.job = job;
@@ -51,10 +52,10 @@ export class JobView {
 
   draw() {
     if (!this.job) {
-      $("h-job").textContent = "One job";
-      $("detail").replaceChildren(h("p", { class: "soft" }, "Choose a job in the table or on the timeline."));
+      $("job").hidden = true;
       return;
     }
+    $("job").hidden = false;
     $("h-job").textContent = `Job ${this.job}`;
     const row = this.store.tables.jobs.get(this.job);
     const detail = this.detail;
@@ -62,7 +63,6 @@ export class JobView {
       row ? this.head(row, detail) : null,
       this.store.source.actions && row && row.ended_s === null ? this.actions(row) : null,
       h("p", { id: "said", role: "status" }, this.said),
-      detail?.explanation ? h("p", { class: "words" }, detail.explanation) : null,
       detail ? h("div", { class: "charts" }, this.charts(row, detail)) : null,
       detail ? this.workers(detail) : null,
       detail ? this.events(detail) : null,
@@ -70,16 +70,24 @@ export class JobView {
   }
 
   head(row, detail) {
+    const [metric, value] = metricOf(row, this.store.metric);
     const facts = [["phase", row.phase], ["workers", row.workers === row.target ? row.workers : `${row.workers} → ${row.target}`],
       ["batch", row.batch || "–"], ["samples/s", row.samples_per_s ? number(row.samples_per_s) : "–"], ["goodput", number(row.goodput)],
       ...(row.tokens_per_s ? [["tokens/s", number(row.tokens_per_s)], ["tokens left", row.tokens_left === null ? "–" : number(row.tokens_left)]] : []),
       ["efficiency", percent(row.efficiency)], ["progress", percent(row.progress)], ["ETA", span(row.eta_s)],
-      ["loss", number(row.loss)], ["resizes", row.resizes], ["productive", percent(row.productive ?? productive(detail))],
+      [metric || "metric", number(value)], ["resizes", row.resizes], ["MFU", percent(detail?.mfu)], ["productive", percent(row.productive ?? productive(detail))],
       ["noise scale", detail?.noise_scale === null ? "–" : number(detail?.noise_scale)],
       ["one more worker", detail?.gain === null || detail?.gain === undefined ? "–" : `${detail.gain >= 0 ? "+" : ""}${number(detail.gain)} samples/s`]];
     return h("div", {}, h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("span", { class: "soft" }, `${name} `), h("b", {}, String(value))))),
-      h("p", { class: "words" }, [row.note, row.why].filter(Boolean).join("; ")),
+      this.why([row.note, row.why].filter(Boolean).join("; "), detail?.explanation),
       detail?.logs ? h("p", { class: "soft" }, "results and logs: ", h("code", {}, detail.logs), "; what it prints: ", h("code", {}, `elastic-ray logs ${row.job}`)) : null);
+  }
+
+  // The reason of its size; what was weighed is behind it.
+  why(reason, explanation) {
+    if (!explanation) return h("p", { class: "words" }, reason);
+    const box = h("details", { open: this.explained, ontoggle: () => { this.explained = box.open; } }, h("summary", {}, reason || "why"), h("p", { class: "words" }, explanation));
+    return box;
   }
 
   charts(row, detail) {
@@ -89,23 +97,24 @@ export class JobView {
     const overTime = (name, place, more = {}) => ({ name, points: series.map((p) => [p[TIME] === null ? NaN : p[TIME] - begin, p[place]]), ...more });
     const resizes = detail.events.filter(([, , from, to]) => from !== to);
     const marks = resizes.map(([time, kind, from, to]) => [time - begin, `${kind}: ${from} → ${to} workers`]);
-    const losses = series.filter((p) => p[LOSS] !== null);
+    const metric = row ? metricOf(row, this.store.metric)[0] : this.store.metric;
+    const told = series.filter((p) => metric in p[METRICS]);
     const samplesAt = (time) => series.find((p) => p[TIME] >= time)?.[SAMPLES] ?? null;
     const here = row?.workers ?? 0;
     const now = detail.curve.find(([workers]) => workers === here);
     const unit = this.store.source.kind === "files" ? "reports" : "samples";
     const shares = Object.entries(detail.shares);
     return [
-      chart({ title: "Goodput over workers", xName: "workers", xText: (v) => number(Math.round(10 * v) / 10), lines: [
+      chart({ title: "Goodput over workers", xName: "workers", pace: whole, lines: [
         { name: "fitted", points: detail.curve }, { name: "measured", points: detail.measured, dots: true },
         { name: "present size", points: now ? [now] : [], dots: true, size: 6 }] }),
-      chart({ title: "Batch and noise scale", xName: "since the page saw it first", xText: since, marks, lines: [
+      chart({ title: "Batch and noise scale", xName: "since the page saw it first", xText: since, pace: niceTime, marks, lines: [
         overTime("batch", BATCH), overTime("noise scale", NOISE, { right: true }), overTime("learning-rate factor", FACTOR, { right: true, dashed: true })] }),
-      chart({ title: `Loss over ${unit}`, xName: unit, zero: false,
+      chart({ title: `${metric || "metric"} over ${unit}`, xName: unit, zero: false,
         marks: resizes.map(([time, kind, from, to]) => [samplesAt(time), `${kind}: ${from} → ${to} workers`]).filter(([at]) => at !== null),
-        lines: [{ name: "loss", points: losses.map((p) => [p[SAMPLES], p[LOSS]]) }] }),
-      chart({ title: "Samples/s and workers", xName: "since the page saw it first", xText: since, marks, lines: [
-        overTime("samples/s", RATE), overTime("workers", WORKERS, { right: true })] }),
+        lines: [{ name: metric, points: told.map((p) => [p[SAMPLES], p[METRICS][metric]]) }] }),
+      chart({ title: "Samples/s and workers", xName: "since the page saw it first", xText: since, pace: niceTime, marks, lines: [
+        overTime("samples/s", RATE), overTime("workers", WORKERS, { right: true, whole: true })] }),
       splitBars("Pauses", detail.pauses.slice(-8).map(([time, kind, , parts]) => [`${clock(time, this.store.simulated)} ${kind}`, Object.entries(parts)]), (v) => `${number(v)} s`),
       shares.length ? splitBars("Where its time went", [["since its submission", shares]], span) : null,
     ].filter(Boolean);
@@ -114,10 +123,32 @@ export class JobView {
   workers(detail) {
     if (!detail.workers.length) return null;
     const nodes = this.store.tables.nodes;
-    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "Process", "Generation", "Heard of", "Step time / median", "Logs"],
-      detail.workers.map(([rank, node, pid, generation, silent, slow, logs]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8),
-        nodes.get(node)?.type ?? "", String(pid), String(generation), silent === null ? "–" : warned(silent > QUIET_S, `${number(silent)} s ago`),
-        slow === null ? "–" : warned(slow > SLOW, `${number(slow)} x`), logs === null ? "" : h("a", { href: logs, target: "_blank", rel: "noreferrer" }, "its node's")])));
+    const look = (rank, what) => h("button", { type: "button", onclick: () => this.look(rank, what) }, what);
+    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "GPU memory", "Process", "Generation", "Heard of", "Step time / median", "Look"],
+      detail.workers.map(([rank, node, pid, generation, silent, slow, used, reserved]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8),
+        nodes.get(node)?.type ?? "", used === null ? "–" : `${bytes(used)} of ${bytes(reserved)} reserved`, String(pid), String(generation),
+        silent === null ? "–" : warned(silent > QUIET_S, `${number(silent)} s ago`), slow === null ? "–" : warned(slow > SLOW, `${number(slow)} x`),
+        this.store.source.kind === "live" ? h("span", { class: "looks" }, look(rank, "logs"), look(rank, "stack")) : ""])), this.printed());
+  }
+
+  printed() {
+    return this.text === null ? null : h("pre", { id: "printed", tabindex: "0" }, this.text);
+  }
+
+  // What a worker has printed last, or where its threads are.
+  async look(rank, what) {
+    const job = this.job;
+    this.text = `${what} of rank ${rank}: asking its node...`;
+    document.activeElement?.blur();
+    this.draw();
+    try {
+      const path = `api/jobs/${encodeURIComponent(job)}/workers/${rank}/${what}`;
+      const text = (await (await this.store.ask(path)).json()).text;
+      if (job === this.job) this.text = `${what} of rank ${rank}\n${text}`;
+    } catch (error) {
+      if (job === this.job) this.text = `${what} of rank ${rank}: ${error.message}`;
+    }
+    this.draw();
   }
 
   events(detail) {

@@ -1,6 +1,6 @@
 // The table of jobs: only the rows in view are elements, so that thousands cost nothing.
 
-import { $, bar, h, number, percent, span } from "./dom.js";
+import { $, bar, h, metricOf, number, percent, span } from "./dom.js";
 
 const ROW = 26;
 const COLUMNS = [
@@ -11,20 +11,28 @@ const COLUMNS = [
   ["rate", "Samples/s", "80px", (j) => (j.samples_per_s ? number(j.samples_per_s) : ""), (j) => j.samples_per_s],
   ["efficiency", "Eff.", "56px", (j) => (j.efficiency === null ? "" : percent(j.efficiency)), (j) => j.efficiency],
   ["progress", "Progress", "112px", (j) => (j.progress === null ? (j.step ? `step ${j.step}` : "") : bar(j.progress, percent(j.progress))), (j) => j.progress],
+  ["metric", "Metric", "96px", metric, (j, store) => metricOf(j, store.metric)[1]],
   ["eta", "ETA", "70px", (j) => (j.eta_s === null ? "" : span(j.eta_s)), (j) => j.eta_s],
+  ["why", "Why", "minmax(220px, 3fr)", why, (j) => j.why],
   ["slack", "Slack", "92px", slack, (j) => j.deadline_s ?? j.budget_usd],
   ["tenant", "Tenant", "80px", (j) => j.tenant, (j) => j.tenant],
   ["priority", "Prio", "46px", (j) => (j.priority ? String(j.priority) : ""), (j) => j.priority],
   ["cost", "USD", "60px", (j) => (j.cost_usd === null ? "" : number(j.cost_usd)), (j) => j.cost_usd],
-  ["why", "Why", "minmax(220px, 3fr)", why, (j) => j.why],
 ];
-const NUMBERS = new Set(["batch", "rate", "efficiency", "eta", "slack", "priority", "cost"]);
+const NUMBERS = new Set(["batch", "rate", "efficiency", "metric", "eta", "slack", "priority", "cost"]);
+const OPTIONAL = new Set(["metric", "slack", "tenant", "priority", "cost"]); // columns that are left out while nothing stands in them
 const MEASURED = 200; // rows that the columns' widths are of
 
 // The reason once, also where the allocator's note is the same as the job's.
 function why(j) {
   if (!j.note || j.why.includes(j.note)) return j.why;
   return j.note.includes(j.why) ? j.note : `${j.note}; ${j.why}`;
+}
+
+// A metric that was chosen stands alone, a job's own with its name.
+function metric(j, now_s, store) {
+  const [name, value] = metricOf(j, store.metric);
+  return value === null ? "" : store.metric ? number(value) : `${name} ${number(value)}`;
 }
 
 function workers(j) {
@@ -51,11 +59,11 @@ export class Jobs {
     this.sort = ["", 1]; // as they came: those that run before those that have ended
     this.chosen = "";
     this.shown = [];
-    this.widths = COLUMNS.map(([, title]) => title.length);
-    const head = COLUMNS.map(([name, title], place) => h("span", { role: "columnheader" },
+    this.widths = COLUMNS.map(([name, title]) => (OPTIONAL.has(name) ? 0 : title.length));
+    this.heads = COLUMNS.map(([, title], place) => h("span", { role: "columnheader" },
       h("button", { type: "button", onclick: () => this.order(place) }, title)));
     this.body = h("div", { class: "body", role: "rowgroup" });
-    this.head = h("div", { class: "head", role: "row" }, head);
+    this.head = h("div", { class: "head", role: "row" });
     this.grid = h("div", { class: "grid", role: "grid", tabindex: "0", "aria-label": "Jobs" }, this.head, this.body);
     $("table").replaceChildren(this.grid);
     this.grid.addEventListener("scroll", () => this.draw());
@@ -78,7 +86,7 @@ export class Jobs {
     this.shown = all.filter((j) => (ended || j.ended_s === null) && matches(j, words));
     const [place, sign] = this.sort;
     const value = place === "" ? (j) => (j.ended_s === null ? 0 : 1) : COLUMNS[place][4];
-    this.shown.sort((a, b) => sign * compare(value(a), value(b)));
+    this.shown.sort((a, b) => sign * compare(value(a, this.store), value(b, this.store)));
     const text = this.shown.length === all.length ? `${all.length}` : `${this.shown.length} of ${all.length}`;
     $("count").textContent = `${text} ${all.length === 1 ? "job" : "jobs"}`;
     this.body.style.height = `${Math.max(1, this.shown.length) * ROW}px`;
@@ -91,16 +99,19 @@ export class Jobs {
     const now_s = this.store.now_s;
     for (const j of this.shown.slice(0, MEASURED)) {
       COLUMNS.forEach(([, , , cell], place) => {
-        const inside = cell(j, now_s);
+        const inside = cell(j, now_s, this.store);
         const length = typeof inside === "string" ? inside.length : h("span", {}, inside).textContent.length + (place === 0 ? 2 : 0);
         this.widths[place] = Math.max(this.widths[place], length);
       });
     }
     const bars = COLUMNS.findIndex(([name]) => name === "progress");
-    const wide = this.widths.map((letters, place) => `calc(${Math.min(letters, 44) + 1}ch + ${place === bars ? 72 : 14}px)`);
-    this.columns = [...wide.slice(0, -1), "minmax(220px, 1fr)"].join(" ");
+    const size = (letters, place) => `calc(${Math.min(Math.max(letters, COLUMNS[place][1].length), 44) + 1}ch + ${place === bars ? 72 : 14}px)`;
+    const room = (name, text) => (name === "why" ? "220px" : text); // and what is left
+    const wide = COLUMNS.map(([name], place) => room(name, size(this.widths[place], place))).filter((_, place) => this.widths[place]);
+    this.head.replaceChildren(...this.heads.filter((_, place) => this.widths[place]));
+    this.columns = wide.map((each) => (each === "220px" ? "minmax(220px, 1fr)" : each)).join(" ");
     this.head.style.gridTemplateColumns = this.columns;
-    const least = `calc(${wide.slice(0, -1).map((each) => each.slice(5, -1)).join(" + ")} + 220px)`;
+    const least = `calc(${wide.join(" + ")})`;
     this.head.style.minWidth = this.body.style.minWidth = least;
   }
 
@@ -117,8 +128,8 @@ export class Jobs {
     return h("div", {
       role: "row", "data-job": j.job, "aria-selected": String(j.job === this.chosen), "aria-rowindex": place + 2,
       style: { top: `${place * ROW}px`, height: `${ROW}px`, gridTemplateColumns: this.columns, opacity: j.ended_s === null ? "" : ".65" },
-    }, COLUMNS.map(([name, , , cell]) => {
-      const inside = cell(j, now_s);
+    }, COLUMNS.filter((_, at) => this.widths[at]).map(([name, , , cell]) => {
+      const inside = cell(j, now_s, this.store);
       const title = name === "why" || name === "job" ? (name === "job" ? j.job : inside) : null;
       return h("span", { role: "gridcell", class: NUMBERS.has(name) ? "number" : null, title, "data-column": name }, inside);
     }));

@@ -14,6 +14,7 @@ export class Store {
     this.time_s = 0;
     this.behind_s = 0; // the server's clock less this browser's
     this.token = "";
+    this.metric = ""; // that is shown of jobs; empty for each job's own
     this.listeners = [];
     this.wanted = new Set();
   }

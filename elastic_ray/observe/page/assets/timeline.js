@@ -1,11 +1,12 @@
 // The allocation over time on a canvas: a row for each node, a lane for each slot, a colour for each job.
 
-import { $, clock, h, span } from "./dom.js";
+import { $, clock, h, niceTime, span } from "./dom.js";
 import { lanes } from "./lanes.js";
 
 const LEFT = 130;
 const RIGHT = 44;
 const AXIS = 20;
+const MARK = 14; // the lane of marks, above all rows
 export const MARKS = {
   resize: ["▲", "ink"], kill: ["✕", "bad"], preempted: ["■", "warn"], paused: ["‖", "ink"], "out of memory": ["!", "bad"], checkpoint: ["•", "soft"],
   drain: ["▼", "warn"], "spot notice": ["$", "warn"], gone: ["✕", "bad"], straggler: ["~", "warn"], "not finite": ["?", "bad"],
@@ -22,7 +23,6 @@ export class Timeline {
     this.drag = null;
     this.rows = [];
     this.placed = new Map();
-    this.stays = new Map();
     this.listen();
     $("legend").replaceChildren(...Object.entries(MARKS).slice(0, 8).map(([name, [sign]]) => h("span", {}, `${sign} ${name}`)));
   }
@@ -50,7 +50,6 @@ export class Timeline {
       this.rows = this.store.rows("nodes").filter((node) => node.gone_s === null || used.has(node.node));
       for (const id of used) if (!nodes.has(id)) this.rows.push({ node: id, label: id.slice(0, 8), slots: 1, gone_s: 0 });
       this.placed = lanes(bars, nodes, Infinity);
-      this.stays = stays(this.rows, this.placed);
     }
     this.draw();
   }
@@ -85,14 +84,14 @@ export class Timeline {
   paint() {
     const lane = this.lane;
     const gap = 5;
-    let y = 2;
+    let y = MARK + 2;
     this.tops = this.rows.map((row) => { const top = y; y += Math.max(row.slots * lane, 12) + gap; return top; });
     const height = Math.max(y, 40) + AXIS;
     const view = this.begin(this.canvas, height);
     if (!view) return;
     this.paintRows(view, lane, height - AXIS);
     this.paintBars(view, lane);
-    this.paintMarks(view, lane);
+    this.paintMarks(view);
     this.paintAxis(view, height - AXIS);
     if (this.drag) {
       view.g.fillStyle = view.colours.accent;
@@ -129,7 +128,9 @@ export class Timeline {
     this.rows.forEach((row, i) => {
       const high = Math.max(row.slots * lane, 12);
       g.fillStyle = row.spot ? colours.spot : colours.grid;
-      g.fillRect(view.left, this.tops[i], view.width - view.left - RIGHT, high);
+      // A node is shaded while it was there.
+      const begin = Math.max(view.x(row.since_s ?? view.from), view.left);
+      g.fillRect(begin, this.tops[i], Math.max(view.x(row.gone_s ?? view.to) - begin, 0), high);
       g.fillStyle = row.gone_s === null ? colours.ink : colours.soft;
       g.textBaseline = "middle";
       const type = row.type ? ` ${row.type}` : "";
@@ -170,19 +171,17 @@ export class Timeline {
     g.fillStyle = back;
   }
 
-  // Marks of jobs at the top of the first row where the job is at that time, those of nodes at the top of all.
-  paintMarks(view, lane) {
+  // What happened to jobs and nodes, on a lane of its own.
+  paintMarks(view) {
     const { g, colours, x } = view;
     g.textBaseline = "middle";
     g.textAlign = "center";
     this.marked = [];
     for (const mark of this.store.tables.marks.values()) {
-      const [, time, job, kind] = mark;
+      const [, time, , kind] = mark;
       if (time < view.from || time > view.to) continue;
       const [sign, colour] = MARKS[kind] ?? ["·", "soft"];
-      const at = job ? this.rowOf(job, time) : 0;
-      if (at < 0) continue;
-      const y = this.tops[at] + Math.min(6, lane);
+      const y = MARK / 2 + 1;
       g.lineWidth = 3;
       g.strokeStyle = colours.back;
       g.strokeText(sign, x(time), y);
@@ -194,13 +193,9 @@ export class Timeline {
     g.lineWidth = 1;
   }
 
-  rowOf(job, time) {
-    return this.stays.get(job)?.find(([, from, to]) => from <= time + 1 && to >= time - 1)?.[0] ?? -1;
-  }
-
   paintAxis(view, y) {
     const { g, colours, x, from, to } = view;
-    const step = niceStep((to - from) / Math.max(2, (view.width - view.left) / 110));
+    const step = niceTime((to - from) / Math.max(2, (view.width - view.left) / 110));
     g.fillStyle = colours.soft;
     g.strokeStyle = colours.line;
     g.textBaseline = "top";
@@ -318,16 +313,6 @@ export class Timeline {
   }
 }
 
-// [place of the row, from, to] of every bar, by job.
-function stays(rows, placed) {
-  const found = new Map();
-  rows.forEach((row, place) => (placed.get(row.node) ?? []).forEach(({ bar, from, to }) => {
-    if (!found.has(bar[2])) found.set(bar[2], []);
-    found.get(bar[2]).push([place, from, to]);
-  }));
-  return found;
-}
-
 function line(g, colour, steps, value, y) {
   g.strokeStyle = colour;
   g.lineWidth = 1.5;
@@ -346,9 +331,4 @@ function line(g, colour, steps, value, y) {
 function light(colour) {
   const n = parseInt(colour.slice(1), 16);
   return 0.299 * (n >> 16) + 0.587 * ((n >> 8) & 255) + 0.114 * (n & 255) > 140;
-}
-
-function niceStep(least) {
-  return [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800]
-    .find((step) => step >= least) ?? Math.max(2592000, least);
 }

@@ -21,6 +21,7 @@ from elastic_ray.observe.page.source import (
     JobLook,
     NodeLook,
 )
+from elastic_ray.observe.process_look import LookRefusedError, look_at
 from placement.allocator.snapshot import AllocatorLook
 from placement.errors import InputError
 from placement.policies import POLICIES
@@ -85,11 +86,9 @@ class LiveCluster:
         name: its address, for people.
         actions: whether jobs may be changed from the page.
         period_s: time between two looks [s].
-        ray_dashboard: address of Ray's own dashboard, which has what workers print; empty without one.
     """
 
-    def __init__(self, name: str, *, actions: bool, period_s: float = 0.5, ray_dashboard: str = "") -> None:
-        self._ray_dashboard = ray_dashboard
+    def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
         self._page = ClusterPage(name, actions=actions)
         self._period_s = period_s
         self._controllers: dict[str, Any] = {}  # by the actor's name
@@ -205,7 +204,7 @@ class LiveCluster:
         controller, allocator = self._controller(job), find_actor(ALLOCATOR)
         workers = _get(controller.workers.remote()) if controller is not None else None
         why = _get(allocator.explain.remote(job)) if allocator is not None and controller is not None else None
-        answer = JobAnswer(workers=tuple(workers or ()), explanation=why, ray_dashboard=self._ray_dashboard)
+        answer = JobAnswer(workers=tuple(workers or ()), explanation=why)
         if controller is not None:
             self._answers[job] = time.monotonic(), answer
         return answer
@@ -213,6 +212,18 @@ class LiveCluster:
     def _controller(self, job: str) -> Any | None:
         """Return the controller that runs this job now."""
         return next((self._controllers[actor] for actor, name in self._jobs.items() if name == job), None)
+
+    def process(self, job: str, rank: int, what: str) -> str:
+        """What a worker prints, or where its threads are; see ``Source``."""
+        controller = self._controller(job)
+        workers = (_get(controller.workers.remote()) if controller is not None else None) or ()
+        worker = next((each for each in workers if each.rank == rank), None)
+        if worker is None:
+            raise ActionRefusedError(f"job {job!r} has no worker of rank {rank} now, but {len(workers)} workers")
+        try:
+            return look_at(worker, what)
+        except LookRefusedError as error:
+            raise ActionRefusedError(str(error)) from None
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Return the running jobs here and on other nodes; see ``Source``."""
