@@ -11,6 +11,7 @@ import torch
 
 from elastic_ray.stragglers.slow_workers import RESPONSES, StragglerConfig
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.sharded_parameters.model_checks import ALONE
 
 logger = logging.getLogger("elastic_ray")
 
@@ -53,8 +54,16 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_in_unit(**given: Any) -> None:
-    """Raise ValueError for arguments of ``AdaptiveDataParallel`` that are not served in a job of units."""
+def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
+    """Raise ValueError for models and arguments of ``AdaptiveDataParallel`` that are not served in a job of units."""
+    for name, param in module.named_parameters():
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is not None and mesh.mesh_dim_names == ALONE:
+            raise ValueError(
+                f"{name} is sharded by elastic_ray.fully_shard, over the job's workers, but the job is one of units "
+                "(SchedulingConfig(unit=)): shard it within the unit, by torch's "
+                "fully_shard(module, mesh=elastic_ray.unit_mesh())"
+            )
     for name, value in given.items():
         if value is not None and value != [] and not (name == "grad_scaler" and not value.is_enabled()):
             way_out = "; train in bfloat16, which needs none" if name == "grad_scaler" else ""

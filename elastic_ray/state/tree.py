@@ -358,26 +358,9 @@ class OptimizerState:
             )
         self._optimizer.state.clear()
         for index, values in tree["state"].items():
-            self._optimizer.state[parameters[index]] = _as_divided(values, parameters[index])
+            self._optimizer.state[parameters[index]] = values
         for group, values in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             group.update(values)
-
-
-def _as_divided(values: Any, parameter: Any) -> Any:
-    """What an optimizer keeps of a parameter: of one that a unit has divided, divided as it is."""
-    part = getattr(parameter, "_local_tensor", None)
-    if part is None:
-        return values
-    from torch.distributed.tensor import DTensor
-
-    def divided(value: Any) -> Any:
-        if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.shape != part.shape:
-            return value
-        if not value.dim():  # a count of steps
-            return value
-        return DTensor(value.to(part.device), parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-    return {key: divided(value) for key, value in values.items()}
 
 
 class DictState:

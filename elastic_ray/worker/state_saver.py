@@ -81,7 +81,6 @@ class StateSaver:
         )
         if saving is not None:
             saving.serve(self._parts)
-        session.registry.save_when(self._is_due)
         self._refused = False
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
@@ -123,7 +122,7 @@ class StateSaver:
         place = run.unit.place
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
         """As this worker sees it, for its unit."""
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         return due and not self._busy()

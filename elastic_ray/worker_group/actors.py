@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _VACATE_S = 0.5
 _ASK_OUTCOME_S = 10.0
 _LOOK_S = 0.1
-_SIBLING_S = 1.0  # after an error in one process of a unit, in which another's death is heard of
+_SIBLING_S = 3.0  # after an error in one process of a unit, in which another's death is heard of
 _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a second
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from elastic_ray.worker.state_saver import StateSaver
 class Rank0:
     """A session as its saver sees it: one tensor of state, at step 7."""
 
-    rank, job = 0, "j"
+    rank, job, run = 0, "j", SimpleNamespace(wishes=None)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

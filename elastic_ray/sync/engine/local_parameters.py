@@ -75,3 +75,19 @@ class LocalParameter:
 def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
     """Parameters by group, with stand-ins for those that the unit has divided."""
     return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
+
+
+def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter, as local parts; of one that the unit has divided, divided as it is."""
+    part = getattr(param, "_local_tensor", None)
+    if part is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    def divided(value: Any) -> Any:
+        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
+        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
+            return value
+        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    return {key: divided(value) for key, value in values.items()}

@@ -9,6 +9,7 @@ import torch
 
 from elastic_ray.state.pieces import shared_out
 from elastic_ray.state.tree import OptimizerState, Stateful
+from elastic_ray.sync.engine.local_parameters import as_divided
 
 if TYPE_CHECKING:
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
@@ -142,6 +143,7 @@ class TrainedState(OptimizerState):
         rebuild: lays buckets out anew.
         carried: gradients that wait for an optimizer step to come; None where another optimizer's state has them.
         divided: states of which each rank holds a part.
+        in_unit: parameters may be divided within the unit, and with them their states.
 
     Attributes:
         takes_unread: whole states in a checkpoint are read as far as ranks need them.
@@ -156,8 +158,11 @@ class TrainedState(OptimizerState):
         rebuild: Callable[[], None],
         carried: Stateful | None,
         divided: TiledOptimizer | ShardedOptimizer,
+        *,
+        in_unit: bool = False,
     ) -> None:
         super().__init__(optimizer)
+        self._in_unit = in_unit
         self._trainable = trainable
         self._rebuild = rebuild
         self._carried = carried
@@ -213,6 +218,9 @@ class TrainedState(OptimizerState):
         divided, state = tree.get("divided"), self._optimizer.state
         own: dict[torch.Tensor, Any] = {p: state[p] for p in self._divided.tiled if p in state}
         super().restore(tree)
+        if self._in_unit:
+            for param, values in list(state.items()):
+                state[param] = as_divided(values, param)
         if self._carried is not None:
             self._carried.restore(tree.get("carried", {}))
         whole = divided is None or bool(divided.get("whole"))
