@@ -44,7 +44,7 @@ SMOKE = {"tokens": 1 << 18, "width": 48, "layers": 2, "rate": 3e-3, "seeds": 1}
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 WARM_UP = 0.05
 CLOSE, FEWER = 0.02, 0.25
-WAIT_S = 0.5  # in each step, while a worker that was asked for starts: here that takes as long as hundreds of steps
+WAIT_S = 2.0  # in each step, while a worker that was asked for starts: here that takes as long as hundreds of steps
 
 
 class WorkersFollowBatch(Policy):
