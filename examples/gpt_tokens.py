@@ -50,6 +50,9 @@ WAIT_S = 2.0  # in each step, while a worker that was asked for starts: here tha
 class WorkersFollowBatch(Policy):
     """One worker for each multiple of the first batch."""
 
+    def __init__(self) -> None:
+        self.asked = 1
+
     def before_train(self, view: PolicyView) -> Resize:
         """Begin alone."""
         return Resize(to=1)
@@ -57,7 +60,10 @@ class WorkersFollowBatch(Policy):
     def after_step(self, view: PolicyView) -> Resize | None:
         """Ask for as many as the batch has work for."""
         wanted = workers_for(view.batch_size / view.initial_batch_size)
-        return Resize(to=wanted) if wanted > view.workers else None
+        if wanted <= self.asked:
+            return None
+        self.asked = wanted
+        return Resize(to=wanted)
 
 
 def workers_for(scale: float) -> int:
