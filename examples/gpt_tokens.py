@@ -44,11 +44,14 @@ SMOKE = {"tokens": 1 << 18, "width": 48, "layers": 2, "rate": 3e-3, "seeds": 1}
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 WARM_UP = 0.05
 CLOSE, FEWER = 0.02, 0.25
-WAIT_S = 0.5  # in each step, while a worker that was asked for starts: here that takes as long as hundreds of steps
+WAIT_S = 2.0  # in each step, while a worker that was asked for starts: here that takes as long as hundreds of steps
 
 
 class WorkersFollowBatch(Policy):
     """One worker for each multiple of the first batch."""
+
+    def __init__(self) -> None:
+        self.asked = 1
 
     def before_train(self, view: PolicyView) -> Resize:
         """Begin alone."""
@@ -57,7 +60,10 @@ class WorkersFollowBatch(Policy):
     def after_step(self, view: PolicyView) -> Resize | None:
         """Ask for as many as the batch has work for."""
         wanted = workers_for(view.batch_size / view.initial_batch_size)
-        return Resize(to=wanted) if wanted > view.workers else None
+        if wanted <= self.asked:
+            return None
+        self.asked = wanted
+        return Resize(to=wanted)
 
 
 def workers_for(scale: float) -> int:

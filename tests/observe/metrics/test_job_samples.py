@@ -99,6 +99,8 @@ def test_a_running_job_says_all_that_it_knows() -> None:
         workers=2,
         target_workers=3,
         throughput=640.0,
+        tokens_per_s=40_960.0,
+        tokens_left=1_000_000,
         goodput=600.0,
         cost_usd=1.5,
         progress=0.25,
@@ -116,6 +118,7 @@ def test_a_running_job_says_all_that_it_knows() -> None:
     assert found["elastic_job_gpu_memory_bytes reserved"] == 2 << 30
     assert found["elastic_job_eta_seconds"] == 90 and found["elastic_job_statistical_efficiency"] == 0.9
     assert found["elastic_job_global_batch"] == 64 and found["elastic_job_steps"] == 7
+    assert found["elastic_job_tokens_per_second"] == 40_960 and found["elastic_job_tokens_left"] == 1_000_000
 
 
 def test_an_ended_job_has_no_workers_and_no_speed() -> None:
