@@ -5,7 +5,6 @@ Pure: the clock is passed in, and nothing is read or written; ``placement.knowle
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
@@ -25,9 +24,6 @@ from placement.knowledge.records import (
     newest,
     shape_of,
 )
-
-_PARTS = 32
-"""Declarations of one declarer, over all models, that are remembered."""
 
 _CHANGED = 0.2
 """Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
@@ -370,7 +366,6 @@ class EndedJobs:
         self._forget_s = forget_s
         self._present: dict[str, KnownLength] = {}
         self._declared: dict[str, float] = {}
-        self._told: dict[str, collections.deque[KnownLength]] = {}
         self._ended: dict[str, tuple[KnownLength, ...]] = {}
 
     def hear(self, view: JobView) -> None:
@@ -406,9 +401,6 @@ class EndedJobs:
         fresh: dict[str, list[KnownLength]] = {}
         for each in lengths:
             fresh.setdefault(each.fingerprint, []).append(each)
-            told = self._told.setdefault(each.declarer, collections.deque(maxlen=_PARTS))
-            if each.declarer and each not in told:
-                told.append(each)
         for fingerprint, several in fresh.items():
             self._ended[fingerprint] = newest([*self._ended.get(fingerprint, ()), *several])
 
@@ -422,13 +414,10 @@ class EndedJobs:
         if view.progress is None or not view.init_batch_size:
             return view
         told, declarer = self._declared.get(view.job), declarer_of(view)
-        own = [each for each in known if each.part is not None and each.declarer == declarer]
-        if not own:  # what he declares of other models says something of him as well
-            own = [each for each in self._told.get(declarer, ()) if now_s - each.seen_s < self._forget_s]
         progress = dataclasses.replace(
             view.progress,
             first_epochs=None if told is None else told / view.progress.stride,
             usual_ends=tuple(each.samples / view.init_batch_size for each in known),
-            usual_parts=tuple(each.part for each in own if each.part is not None),
+            usual_parts=tuple(each.part for each in known if each.part is not None and each.declarer == declarer),
         )
         return dataclasses.replace(view, progress=progress)

@@ -124,9 +124,6 @@ def test_declarations_are_learned_by_declarer() -> None:
         told = knowledge.complete(trains("b", user, 4.0, 10.0), 3.0).progress
         assert told is not None and told.usual_parts == parts
         assert told.usual_ends == (500.0,), "lengths are everybody's"
-    other = dataclasses.replace(trains("c", "liar", 4.0, 10.0), fingerprint="bert")
-    told = knowledge.complete(other, 3.0).progress
-    assert told is not None and (told.usual_parts, told.usual_ends) == ((5.0,), ()), "he is known, the model is not"
 
 
 def test_nothing_is_known_of_a_job_without_predecessors() -> None:
