@@ -14,6 +14,7 @@ from typing import Any
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.policies.baselines.boa import BoaPolicy
 from placement.policies.baselines.fair_share import FairSharePolicy
 from placement.policies.baselines.fifo import FifoPolicy
 from placement.policies.baselines.fixed import FixedPolicy
@@ -123,6 +124,7 @@ def _check_arguments(function: Any, given: Any) -> None:
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {
+        "boa": BoaPolicy,
         "fair_share": FairSharePolicy,
         "fifo": FifoPolicy,
         "fixed": FixedPolicy,

@@ -17,7 +17,7 @@ from placement.checks import check_number
 from placement.cluster.jobs import SpotUse
 from placement.cluster.price_table import PriceTable
 from placement.errors import InputError
-from placement.policies import make_policy
+from placement.policies import Policy, make_policy
 from placement.simulator.engine import simulate
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
@@ -37,7 +37,7 @@ class Task:
     profiles: str
     cluster: str
     rules: str
-    policy: str
+    policy: str | Policy
     seed: int = 0
     knowledge: bool = False
     lengths: Lengths = dataclasses.field(default_factory=Lengths)

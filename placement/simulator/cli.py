@@ -19,6 +19,7 @@ from placement.cluster.jobs import SPOT_USES
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 from placement.policies import POLICIES
+from placement.policies.baselines.boa import BoaPolicy
 from placement.simulator.batch import Task, mean_records, run_all, write_json
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster
@@ -156,7 +157,8 @@ def _run(options: argparse.Namespace) -> int:
         spot_use=options.spot_use,
         apart=APART[options.apart],
     )
-    tasks = [dataclasses.replace(common, trace=trace, policy=policy) for trace in options.trace for policy in policies]
+    chosen = [BoaPolicy(budget_usd_per_h=options.budget) if name == "boa" else name for name in policies]
+    tasks = [dataclasses.replace(common, trace=trace, policy=policy) for trace in options.trace for policy in chosen]
     for target in filter(None, (options.json, options.plot)):
         if not Path(target).resolve().parent.is_dir():
             raise InputError(f"{target} must be in a folder that is there, but {Path(target).parent} is not")
@@ -273,7 +275,10 @@ def add_autoscaling(group: argparse._ArgumentGroup) -> None:
         help=f"with cost_per_progress: what an hour less is worth, for each job; {cost.value_usd_per_h:g} by default",
     )
     group.add_argument(
-        "--budget", type=float, metavar="USD", help="with budget: what all nodes together may cost an hour, on average"
+        "--budget",
+        type=float,
+        metavar="USD",
+        help="with budget or policy boa: average cost of all nodes, an hour",
     )
     for field, meaning in (
         ("startup_s", "until a node that was asked for can be used"),
@@ -292,8 +297,8 @@ def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
     if options.autoscale is None:
         if options.value != CostPerProgress().value_usd_per_h:
             raise InputError("value goes with --autoscale cost_per_progress, but no --autoscale was given")
-        if options.budget is not None:
-            raise InputError("budget goes with --autoscale budget, but no --autoscale was given")
+        if options.budget is not None and "boa" not in options.policy.split(","):
+            raise InputError("budget goes with --autoscale budget or --policy boa, but no --autoscale was given")
         return None
     try:
         objective = make_objective(options.autoscale, options.budget)

@@ -16,14 +16,16 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import SpotUse
 from placement.cluster.price_table import PriceTable
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.errors import InputError
 from placement.knowledge.knowledge import Knowledge
 from placement.policies import make_policy
+from placement.policies.baselines.boa import JobClass
 from placement.policies.shared.base import Policy
 from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster, Provider
-from placement.simulator.results.fairness import rho
+from placement.simulator.results.fairness import SIZES, alone_s, rho
 from placement.simulator.results.report import JobReport, Rented, SimulationReport
 from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
@@ -106,7 +108,7 @@ def simulate(
     # Of an autoscaled cluster nodes of both markets are paid for, each at its own price (``Provider``).
     spot = wrong.spot_types(gpu_types(nodes)) if autoscale is None else ()
     rates = table.rates(gpu_types(nodes), spot)
-    chosen = _priced(make_policy(policy), rates)
+    chosen = _told(_priced(make_policy(policy), rates), specs, applications, nodes, make_rules(rules))
     rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
     simulation = _Simulation(
         nodes=nodes,
@@ -280,6 +282,34 @@ def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
     """Return the policy, told the prices [USD per GPU and hour, by type] if it asks for them."""
     told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
     return policy if told is None else told(rates)
+
+
+def _told(
+    policy: Policy,
+    specs: Sequence[TraceJob],
+    applications: Mapping[str, Application],
+    nodes: Cluster,
+    rules: Rules,
+) -> Policy:
+    """The policy, told what will arrive if it asks for that: how many jobs an hour, and their time at each size."""
+    told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)
+    if told is None or not specs:
+        return policy
+    types = {node.gpu_type: int(node.total["GPU"]) for node in nodes.nodes}
+    if len(types) > 1:
+        raise InputError(
+            f"policy {policy.name!r} rents GPUs of one type, but the cluster has {', '.join(sorted(types))}"
+        )
+    ((gpu, per_node),) = types.items()
+    arrivals = [spec.time_s for spec in specs]
+    hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)
+    classes = {}
+    for name, jobs in collections.Counter(spec.application for spec in specs).items():
+        pause_s = rules.expected_restart_s(name) + 0.5 * (rules.round_s or 0.0)
+        times = {k: alone_s(applications[name], gpu, per_node, k) for k in SIZES if k <= rules.most_workers}
+        curve = {k: each * rules.divisor(name) + pause_s for k, each in times.items() if math.isfinite(each)}
+        classes[name] = JobClass(per_h=jobs / hours, seconds=curve)
+    return told(classes, float(sum(node.total["GPU"] for node in nodes.nodes)))
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:

@@ -92,7 +92,7 @@ def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("godput", "must be one of fair_share, .*utility_cost, or a policy of your own as module:name .* got 'godput'"),
+        ("godput", "must be one of boa, .*utility_cost, or a policy of your own as module:name .* got 'godput'"),
         ("nowhere:f", "'nowhere:f' must be module:name .*No module named 'nowhere'"),
         ("nowhere.py:f", "there is no file .*nowhere.py"),
         (f"{__name__}:two_eech", "has no 'two_eech'; it has .*two_each"),

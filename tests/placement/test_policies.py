@@ -211,7 +211,7 @@ def test_fixed_serves_the_first_first() -> None:
 
 
 def test_unknown_policies_are_named_with_what_would_be_valid() -> None:
-    with pytest.raises(ValueError, match="policy must be one of fair_share, fifo, fixed, goodput"):
+    with pytest.raises(ValueError, match="policy must be one of boa, fair_share, fifo, fixed, goodput"):
         make_policy("polux")
     with pytest.raises(TypeError, match="decide"):
         make_policy(42)

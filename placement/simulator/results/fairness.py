@@ -19,6 +19,9 @@ from placement.simulator.world.rules import Location, Rules
 
 _EXPLORES_S = 60.0  # a job alone takes the next larger size after so long, as in the published rounds
 
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of GPUs at which a job alone is looked at."""
+
 
 def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
     """Return rho = (completion - submission) / T of every finished job, T = the same for the job alone on G / N GPUs.
@@ -53,8 +56,8 @@ def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
 @functools.lru_cache(maxsize=4096)
 def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: int) -> float:
     """Return seconds from the first start to the end of the application alone on at most so many GPUs of a type."""
-    sizes = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if k <= most} | {min(most, 64)})
-    best = min(sizes, key=lambda k: _alone_s(app, gpu, per_node, k))
+    sizes = sorted({k for k in SIZES if k <= most} | {min(most, 64)})
+    best = min(sizes, key=lambda k: alone_s(app, gpu, per_node, k))
     spec = TraceJob(name="alone", time_s=0.0, application=app.name, num_replicas=1, batch_size=app.init_batch_size)
     job = SimulatedJob(spec, app, rules, requested=False, gpus_per_node={gpu: per_node})
     while job.finished_s is None:
@@ -67,8 +70,8 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
 
 
 @functools.lru_cache(maxsize=4096)
-def _alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
-    """Return seconds of pure training on so many GPUs, each epoch at its best batch; infinity where no batch fits."""
+def alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
+    """Seconds of pure training on so many GPUs, each epoch at its best batch; infinity where no batch fits."""
     counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
     least, most = app.local_bsz_range(gpu)
     table = app.step_times[gpu]
