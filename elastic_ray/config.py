@@ -7,7 +7,7 @@ import math
 
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
@@ -24,9 +24,8 @@ _SWITCHES = (
 )
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticConfig:
+class ElasticConfig(NamesArguments):
     """How a job changes size and how fast it notices trouble. All times in seconds, all above 0.
 
     Attributes:
@@ -159,9 +158,8 @@ class ElasticConfig:
             )
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingConfig:
+class SchedulingConfig(NamesArguments):
     """How the allocator treats a job beside others; what Ray Train's ``ScalingConfig`` has no fields for.
 
     Attributes:

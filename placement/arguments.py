@@ -6,23 +6,27 @@ import difflib
 import functools
 import inspect
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-_Class = TypeVar("_Class", bound=type)
+if TYPE_CHECKING:
+    from typing import Self
 
 
-def names_arguments(kind: _Class) -> _Class:
-    """Class decorator: an argument that the class does not have is answered with the one that is like it."""
+class NamesArguments:
+    """Base class: an argument that a class does not have is answered with the one that is like it."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Check the names; the class itself checks the rest."""
+        check_argument_names(cls.__name__, named, _parameters(cls))
+        return super().__new__(cls)
+
+
+@functools.cache
+def _parameters(kind: type) -> tuple[str, ...]:
     construct: Any = kind.__init__  # type: ignore[misc]
-    known = tuple(inspect.signature(kind).parameters)
-
-    @functools.wraps(construct)
-    def checked(self: Any, *arguments: Any, **named: Any) -> None:
-        check_argument_names(kind.__name__, named, known)
-        construct(self, *arguments, **named)
-
-    kind.__init__ = checked  # type: ignore[misc]
-    return kind
+    return tuple(inspect.signature(construct).parameters)[1:]
 
 
 def check_argument_names(what: str, given: Collection[str], known: Collection[str]) -> None:
