@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,9 @@ class NamesArguments:
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Check the names; the class itself checks the rest."""
-        check_argument_names(cls.__name__, named, _parameters(cls))
+        construct: Any = cls.__init__
+        check_argument_names(cls.__name__, named, tuple(inspect.signature(construct).parameters)[1:])
         return super().__new__(cls)
-
-
-@functools.cache
-def _parameters(kind: type) -> tuple[str, ...]:
-    construct: Any = kind.__init__  # type: ignore[misc]
-    return tuple(inspect.signature(construct).parameters)[1:]
 
 
 def check_argument_names(what: str, given: Collection[str], known: Collection[str]) -> None:
