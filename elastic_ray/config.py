@@ -8,7 +8,7 @@ import math
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
 from elastic_ray.unit import Unit, check_size
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
@@ -25,9 +25,8 @@ _SWITCHES = (
 )
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticConfig:
+class ElasticConfig(NamesArguments):
     """Configuration of how a job changes size and how fast it notices trouble. All times in seconds, all above 0.
 
     Attributes:
@@ -160,9 +159,8 @@ class ElasticConfig:
             )
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingConfig:
+class SchedulingConfig(NamesArguments):
     """Configuration of a job beside others in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
 
     Attributes:

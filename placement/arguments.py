@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-_Class = TypeVar("_Class", bound=type)
+if TYPE_CHECKING:
+    from typing import Self
 
 
-def names_arguments(kind: _Class) -> _Class:
-    """Class decorator: an argument that the class does not have is answered with the one that is like it."""
-    construct: Any = kind.__init__  # type: ignore[misc]
-    known = tuple(inspect.signature(kind).parameters)
+class NamesArguments:
+    """Base class: an argument that a class does not have is answered with the one that is like it."""
 
-    @functools.wraps(construct)
-    def checked(self: Any, *arguments: Any, **named: Any) -> None:
-        check_argument_names(kind.__name__, named, known)
-        construct(self, *arguments, **named)
+    __slots__ = ()
 
-    kind.__init__ = checked  # type: ignore[misc]
-    return kind
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Check the names; the class itself checks the rest."""
+        construct: Any = cls.__init__
+        check_argument_names(cls.__name__, named, tuple(inspect.signature(construct).parameters)[1:])
+        return super().__new__(cls)
 
 
 def check_argument_names(what: str, given: Collection[str], known: Collection[str]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.checks import check_number
 from placement.cluster.jobs import JobView, goodputs
 from tuning.trials import Promise, TrialRecord
@@ -34,9 +34,8 @@ _HOUR_S = 3600.0
 _Point = tuple[float, float, tuple[int, ...]]  # seconds, worker-seconds, sizes
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(NamesArguments):
     """Name and limits of a sweep: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
 
     Attributes:

@@ -20,16 +20,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.checks import check_number
 
 _MOST = 4.0
 _MOST_RUNGS = 32  # that are shown
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Promise(NamesArguments):
     """Promise by which trials of a sweep are compared while they run, in ``ASHAScheduler``'s words.
 
     Attributes:

@@ -8,12 +8,11 @@ from typing import Any
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import RunConfig as RayRunConfig
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 
 
-@names_arguments
 @dataclasses.dataclass
-class RunConfig(RayRunConfig):
+class RunConfig(NamesArguments, RayRunConfig):
     """``ray.train.RunConfig``, whose ``callbacks`` may hold Ray Tune's loggers beside Ray Train's ``UserCallback``.
 
     Fields are Ray Train's. ``ElasticTrainer`` takes either class.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.autoscaling.config import Autoscaling
 from placement.checks import check_number
 from placement.planning.constraints import Constraints
@@ -21,9 +21,8 @@ _NO_NUMBERS = (
 )
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorConfig:
+class AllocatorConfig(NamesArguments):
     """Times and thresholds of the core, times in seconds.
 
     Attributes:

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
 from placement.autoscaling.objectives.base import Account, Demand, Objective, WantedSize, offers
@@ -29,9 +29,8 @@ from placement.policies.shared.base import Policy
 _MOST_HOURS = 1.0
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AutoscalerConfig:
+class AutoscalerConfig(NamesArguments):
     """Times of the autoscaler [s, unless it says otherwise].
 
     Attributes:

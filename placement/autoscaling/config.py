@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.autoscaling.autoscaler import AutoscalerConfig
 from placement.autoscaling.cluster_file import read_cluster_file
 from placement.autoscaling.objectives.base import Objective
@@ -16,9 +16,8 @@ from placement.cluster.node_types import NodeType, check_types
 from placement.cluster.price_table import PriceTable
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Autoscaling:
+class Autoscaling(NamesArguments):
     """Configuration that lets the allocator decide how many nodes of which type there are; Ray starts and ends them.
 
     Attributes:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.checks import check_number
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Resources, slots, used_on_nodes
 from placement.cluster.free_resources import FreeResources
@@ -20,9 +20,8 @@ from placement.reasons import Cause, Reason
 _Limits: TypeAlias = Mapping[frozenset[str], Mapping[str, Resources]] | None
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class Tenant(NamesArguments):
     """A user or team whose jobs share what is theirs.
 
     Attributes:

@@ -12,16 +12,15 @@ import email.utils
 import json
 from collections.abc import Mapping
 
-from placement.arguments import names_arguments
+from placement.arguments import NamesArguments
 from placement.checks import check_number
 
 GOOGLE_NOTICE_S = 30.0
 CLOUDS = ("auto", "aws", "gcp", "azure")
 
 
-@names_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeConfig:
+class NoticeConfig(NamesArguments):
     """Configuration of how nodes learn that their cloud reclaims them.
 
     Attributes:
