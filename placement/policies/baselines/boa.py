@@ -146,4 +146,4 @@ class BoaPolicy:
             wants = curve[workers + 1] > curve[workers] if width is None else workers < width
             return -float(workers) if wants else None
 
-        return decide_by_worth(self.name, jobs, cluster, worth, lambda workers, _: f"{count(workers)}, up to its width")
+        return decide_by_worth(jobs, cluster, worth, lambda workers, _: f"{count(workers)}, up to its width")

@@ -59,7 +59,6 @@ def decide_by_worth(
     A worth counts ``JobView.weight`` times (one below 0, a cost, so many times less).
 
     Args:
-        name: of the policy, for the reasons.
         worth: of one worker more.
         say: the reason of a job's number: (its workers, the worth of one more).
         slow_factor: nodes on which a step takes so many times longer, or more, are left; None ignores them.
