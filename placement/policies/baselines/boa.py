@@ -11,7 +11,7 @@ from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Target
 from placement.policies.shared.greedy_growth import decide_by_worth
-from placement.text import count
+from placement.reasons import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
