@@ -44,19 +44,13 @@ class EventKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFacts:
-    """Facts of a job that is a trial of a sweep.
+    """Facts of a job that is a trial of a sweep."""
 
-    Attributes:
-        sweep: its name, as ``elastic-ray stop`` takes it.
-        metric: what the sweep compares trials by; empty where that is not known.
-        mode: "max" if a larger metric is better, "min" otherwise.
-        rungs: reports after which the sweep may cut it, ascending, the last one its end; empty where unknown.
-    """
-
-    sweep: str
+    sweep: str  # its name, as ``elastic-ray stop`` takes it
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    metric: str = ""
-    mode: str = "min"
+    metric: str = ""  # what the sweep compares trials by; empty where that is not known
+    mode: str = "min"  # "max" if a larger metric is better, "min" otherwise
+    # reports after which the sweep may cut it, ascending, the last one its end; empty where unknown
     rungs: tuple[int, ...] = ()
 
     @classmethod
@@ -92,7 +86,6 @@ def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, floa
 
     Args:
         metrics: as reported; what is no number is left out, and so are those beyond ``MOST_METRICS``.
-        prefix: of the names.
         depth: how many mappings within each other are looked into.
     """
     found: dict[str, float] = {}
@@ -426,24 +419,15 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """Outcome of a job.
+    """Outcome of a job."""
 
-    Attributes:
-        phase: FINISHED, FAILED or STOPPED.
-        error: what ended the job, None when it finished or was stopped.
-        metrics: rank 0's last reported metrics.
-        reports: the last reports of rank 0, in order; those before are in the run's ``reports.jsonl``.
-        first_report: ``Report.index`` of the first report of this run.
-        checkpoints: path and metrics of the reported checkpoints still kept, oldest first.
-        states: directory of the automatic checkpoints that are left; empty for none.
-        return_value: what rank 0's train function returned.
-    """
-
-    phase: JobPhase
-    error: BaseException | Raised | None = None
-    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    phase: JobPhase  # FINISHED, FAILED or STOPPED
+    error: BaseException | Raised | None = None  # what ended the job, None when it finished or was stopped
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rank 0's last reported metrics
+    # the last reports of rank 0, in order; those before are in the run's ``reports.jsonl``
     reports: tuple[Report, ...] = ()
-    first_report: int = 1
+    first_report: int = 1  # ``Report.index`` of the first report of this run
+    # path and metrics of the reported checkpoints still kept, oldest first
     checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    states: str = ""
-    return_value: Sealed | None = None
+    states: str = ""  # directory of the automatic checkpoints that are left; empty for none
+    return_value: Sealed | None = None  # what rank 0's train function returned

@@ -36,21 +36,13 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Scripted fault.
+    """Scripted fault."""
 
-    Attributes:
-        action: "kill", "hang" or "out_of_memory".
-        moment: one of ``MOMENTS``.
-        rank: rank at that moment; None for the first worker that comes there.
-        step: committed steps by then; None for the first time the moment comes up.
-        worker: id of the worker (``w1`` is the job's first, ``w2`` its second...); None for any.
-    """
-
-    action: str
-    moment: str
-    rank: int | None = None
-    step: int | None = None
-    worker: str | None = None
+    action: str  # "kill", "hang" or "out_of_memory"
+    moment: str  # one of ``MOMENTS``
+    rank: int | None = None  # rank at that moment; None for the first worker that comes there
+    step: int | None = None  # committed steps by then; None for the first time the moment comes up
+    worker: str | None = None  # id of the worker (``w1`` is the job's first, ``w2`` its second...); None for any
 
     def __post_init__(self) -> None:
         if self.moment not in MOMENTS:

@@ -13,37 +13,27 @@ from elastic_ray.events import TrialFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """Specification of a trial of a sweep, beyond that of any job. Its declared epochs are a bound, not its length.
+    """Specification of a trial of a sweep, beyond that of any job. Its declared epochs are a bound, not its length."""
 
-    Attributes:
-        controller: name of its controller after ``job:``, and of this run of the trial, which may have several.
-        start_from: checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier
-            run left in the job's directory does not count: the sweep decides where a trial continues.
-        reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.
-        knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
-        keep_s: how long its processes wait for another trial after this one's end [s].
-        checkpoint_ref: ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage
-            only.
-        most_reports: the trial is over with this report, if it is not cut before; None where that is not known.
-        rungs: reports after which its sweep may cut it, ascending; empty where that is not known.
-        parameters: of the trial, numbers and short texts by name, for people.
-        metric: what its sweep compares trials by; empty where that is not known.
-        mode: "max" if a larger metric is better, "min" otherwise.
-        sweep: actor that has what trials share, worker processes above all; None shares nothing.
-    """
-
-    controller: str
+    controller: str  # name of its controller after ``job:``, and of this run of the trial, which may have several
+    # checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier run left in
+    # the job's directory does not count: the sweep decides where a trial continues.
     start_from: str | None = None
+    # how many reports may have been made that the sweep has not dealt with before the next one waits
     reports_ahead: int = 1
+    # directory, on the job's storage file system, beside whose files what the trials measure is kept
     knowledge_path: str = ""
-    keep_s: float = 0.0
+    keep_s: float = 0.0  # how long its processes wait for another trial after this one's end [s]
+    # ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage only
     checkpoint_ref: Any = None
-    sweep: Any = None
+    sweep: Any = None  # actor that has what trials share, worker processes above all; None shares nothing
+    # the trial is over with this report, if it is not cut before; None where that is not known
     most_reports: int | None = None
-    rungs: tuple[int, ...] = ()
+    rungs: tuple[int, ...] = ()  # reports after which its sweep may cut it, ascending; empty where that is not known
+    # of the trial, numbers and short texts by name, for people
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    metric: str = ""
-    mode: str = "min"
+    metric: str = ""  # what its sweep compares trials by; empty where that is not known
+    mode: str = "min"  # "max" if a larger metric is better, "min" otherwise
 
     def __post_init__(self) -> None:
         if isinstance(self.reports_ahead, bool) or not isinstance(self.reports_ahead, int) or self.reports_ahead < 0:
@@ -54,79 +44,52 @@ class TrialSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a job from ``RunConfig``.
+    """Settings of a job from ``RunConfig``."""
 
-    Attributes:
-        storage_path: directory of the run (of the runs, before the job has a name), on ``storage_filesystem``.
-        storage_filesystem: ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path.
-        max_failures: restarts from the last checkpoint after machine failures that cost all members, and members lost
-            to exceptions of their own; 0 for as long as the job makes progress, -1 for no limit.
-        num_to_keep: checkpoints kept; None = all.
-        checkpoint_score_attribute: metric that ranks checkpoints, None = the latest are kept.
-        checkpoint_score_order: "max" or "min".
-        runtime_env: Ray runtime environment of the workers.
-        log_level: level of the ``elastic_ray`` loggers of controller and workers.
-    """
-
-    storage_path: str
-    storage_filesystem: Any
+    storage_path: str  # directory of the run (of the runs, before the job has a name), on ``storage_filesystem``
+    storage_filesystem: Any  # ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path
+    # restarts from the last checkpoint after machine failures that cost all members, and members lost to exceptions of
+    # their own; 0 for as long as the job makes progress, -1 for no limit
     max_failures: int
-    num_to_keep: int | None
-    checkpoint_score_attribute: str | None
-    checkpoint_score_order: str
-    runtime_env: Mapping[str, Any]
-    log_level: str = "INFO"
+    num_to_keep: int | None  # checkpoints kept; None = all
+    checkpoint_score_attribute: str | None  # metric that ranks checkpoints, None = the latest are kept
+    checkpoint_score_order: str  # "max" or "min"
+    runtime_env: Mapping[str, Any]  # Ray runtime environment of the workers
+    log_level: str = "INFO"  # level of the ``elastic_ray`` loggers of controller and workers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(RunSettings):
-    """A job as its driver submitted it (validated by ``ElasticTrainer``); ``storage_path`` ends with its name.
+    """A job as its driver submitted it (validated by ``ElasticTrainer``); ``storage_path`` ends with its name."""
 
-    Attributes:
-        job: unique name; also the controller's actor name after ``job:``.
-        train_loop: cloudpickle of ``(train_loop_per_worker, train_loop_config)``; a config of None means that
-            the function is called without an argument.
-        stored_train_loop: where that is kept instead, with ``callbacks``, if they are too large for a message; else
-            empty.
-        min_workers: fewest workers the job may run with.
-        max_workers: most workers it may use.
-        bundle: Ray resources of one worker, or of all workers of a unit, e.g. ``{"CPU": 1, "GPU": 1}``; every amount
-            is above 0.
-        use_gpu: train on CUDA where a node has it.
-        label_selector: conditions on the Ray labels of a worker's node (``placement.cluster.labels``).
-        elastic: how the job changes size.
-        scheduling: how the allocator treats the job beside others.
-        model_fingerprint: the user's name for the model, by which jobs share what they measure; None derives one.
-        trial: of a trial of a sweep; None for any other job.
-        user: who has submitted it.
-        submission: id of Ray's job submission that it was started from; empty if from none.
-        secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
-            that Ray starts again has it again. Never shown.
-        callbacks: cloudpickle of the user's callbacks with the run context that they receive; empty for none.
-        callback_names: names of their classes, in order.
-        datasets: name of the actor that reads the job's Ray datasets; empty for none.
-        shown: its driver shows what happens to it, so that the controller's log need not.
-    """
-
-    job: str
+    job: str  # unique name; also the controller's actor name after ``job:``
+    # cloudpickle of ``(train_loop_per_worker, train_loop_config)``; a config of None means that the function is called
+    # without an argument
     train_loop: bytes
-    min_workers: int
-    max_workers: int
+    min_workers: int  # fewest workers the job may run with
+    max_workers: int  # most workers it may use
+    # Ray resources of one worker, or of all workers of a unit, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
     bundle: Mapping[str, float]
-    use_gpu: bool
-    label_selector: Mapping[str, str]
-    elastic: ElasticConfig
+    use_gpu: bool  # train on CUDA where a node has it
+    label_selector: Mapping[str, str]  # conditions on the Ray labels of a worker's node (``placement.cluster.labels``)
+    elastic: ElasticConfig  # how the job changes size
+    # how the allocator treats the job beside others
     scheduling: SchedulingConfig = dataclasses.field(default_factory=SchedulingConfig)
+    # the user's name for the model, by which jobs share what they measure; None derives one
     model_fingerprint: str | None = None
-    trial: TrialSpec | None = None
-    submission: str = ""
-    user: str = ""
+    trial: TrialSpec | None = None  # of a trial of a sweep; None for any other job
+    submission: str = ""  # id of Ray's job submission that it was started from; empty if from none
+    user: str = ""  # who has submitted it
+    # by which its workers and its controller know each other; it travels through Ray alone, and a controller that Ray
+    # starts again has it again. Never shown.
     secret: str = dataclasses.field(default_factory=new_secret, repr=False)
-    shown: bool = False
+    shown: bool = False  # its driver shows what happens to it, so that the controller's log need not
+    # where that is kept instead, with ``callbacks``, if they are too large for a message; else empty
     stored_train_loop: str = ""
+    # cloudpickle of the user's callbacks with the run context that they receive; empty for none
     callbacks: bytes = dataclasses.field(default=b"", repr=False)
-    callback_names: tuple[str, ...] = ()
-    datasets: str = ""
+    callback_names: tuple[str, ...] = ()  # names of their classes, in order
+    datasets: str = ""  # name of the actor that reads the job's Ray datasets; empty for none
 
     @property
     def owner(self) -> Mapping[str, Any]:

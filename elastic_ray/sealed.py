@@ -27,17 +27,12 @@ class Sealed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """Exception of a train function, pickled.
+    """Exception of a train function, pickled."""
 
-    Attributes:
-        traceback_text: its traceback, as text; of a very long one the beginning and the end.
-        rank: rank of the worker.
-        pickled: the exception itself; None where it cannot make the round trip.
-    """
-
-    traceback_text: str
-    rank: int
+    traceback_text: str  # its traceback, as text; of a very long one the beginning and the end
+    rank: int  # rank of the worker
     node: str
+    # the exception itself; None where it cannot make the round trip
     pickled: bytes | None = dataclasses.field(default=None, repr=False)
 
     def __str__(self) -> str:

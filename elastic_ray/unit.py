@@ -72,7 +72,6 @@ class UnitPlace:
     """Where a worker process stands in its unit.
 
     Attributes:
-        position: its rank there.
         names, sizes: dimensions of the unit's mesh.
         shard, shards: which part of the unit's samples it reads, and of how many.
         store: file in which the unit's workers find each other; all of them are on one node.

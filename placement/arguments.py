@@ -24,11 +24,7 @@ class NamesArguments:
 
 
 def check_argument_names(what: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse arguments that there are not.
-
-    Raises:
-        TypeError: names the argument, and the one that is meant.
-    """
+    """Refuse arguments that there are not. Raises TypeError: names the argument, and the one that is meant."""
     for name in given:
         if name not in known:
             raise TypeError(f"{what} got an unexpected keyword argument {name!r}{meant(name, known)}")

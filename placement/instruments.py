@@ -32,20 +32,13 @@ class InstrumentKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Instrument:
-    """Metric with its name, kind and labels.
+    """Metric with its name, kind and labels."""
 
-    Attributes:
-        name: as Ray is given it: Ray puts ``ray_`` in front.
-        kind: what its values mean.
-        description: one sentence, with the unit.
-        buckets: of a histogram, upper bounds, rising, all above 0.
-    """
-
-    name: str
-    kind: InstrumentKind
-    description: str
+    name: str  # as Ray is given it: Ray puts ``ray_`` in front
+    kind: InstrumentKind  # what its values mean
+    description: str  # one sentence, with the unit
     labels: tuple[str, ...]
-    buckets: tuple[float, ...] = ()
+    buckets: tuple[float, ...] = ()  # of a histogram, upper bounds, rising, all above 0
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
@@ -73,16 +66,11 @@ class Instrument:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Value of a metric at one time.
-
-    Attributes:
-        labels: values of its labels, in their order.
-        value: finite; of a counter what is added, above 0.
-    """
+    """Value of a metric at one time."""
 
     instrument: Instrument
-    labels: tuple[str, ...]
-    value: float
+    labels: tuple[str, ...]  # values of its labels, in their order
+    value: float  # finite; of a counter what is added, above 0
 
 
 WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]

@@ -70,17 +70,12 @@ class Cause(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a job has what it has; ``str`` of it is at most ``MOST_WORDS`` words.
-
-    Attributes:
-        cause: what decided.
-        facts: what its words have places for.
-        figures: gain, loss and what else was weighed, for ``explain``; empty for none.
-    """
+    """Why a job has what it has; ``str`` of it is at most ``MOST_WORDS`` words."""
 
     cause: Cause
+    # what its words have places for
     facts: tuple[Any, ...] = ()  # texts and numbers
-    figures: str = ""
+    figures: str = ""  # gain, loss and what else was weighed, for ``explain``; empty for none
 
     @property
     def words(self) -> str:

@@ -266,11 +266,7 @@ class ElasticTrainable(Trainable):
         """Do nothing: the workers read the checkpoint."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Continue from a checkpoint of this trial or another one.
-
-        Raises:
-            NoCheckpointError: there is none.
-        """
+        """Continue from a checkpoint of this trial or another one. Raises NoCheckpointError: there is none."""
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
         where = _WhereItIs(checkpoint_path.checkpoint.path, checkpoint_path.checkpoint.filesystem)

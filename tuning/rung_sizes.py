@@ -65,33 +65,21 @@ class Sweep(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Remaining training up to one rung.
+    """Remaining training up to one rung."""
 
-    Attributes:
-        trials: that come into it, at least 1.
-        reports: still to be made by all of them.
-        longest: of these the most that one trial makes.
-    """
-
-    trials: int
-    reports: float
-    longest: float
+    trials: int  # that come into it, at least 1
+    reports: float  # still to be made by all of them
+    longest: float  # of these the most that one trial makes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RungSizes:
-    """Sizes of a trial in each rung, and what the rest of the sweep then takes.
-
-    Attributes:
-        seconds: until the end.
-        worker_s: worker-seconds until then.
-        feasible: whether that keeps the limits; if not, it comes closest.
-    """
+    """Sizes of a trial in each rung, and what the rest of the sweep then takes."""
 
     sizes: tuple[int, ...]
-    seconds: float
-    worker_s: float
-    feasible: bool
+    seconds: float  # until the end
+    worker_s: float  # worker-seconds until then
+    feasible: bool  # whether that keeps the limits; if not, it comes closest
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:

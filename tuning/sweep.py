@@ -71,27 +71,16 @@ class SweepRunsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepDriver:
-    """Driver of a sweep: one ``Tuner.fit()`` or one NNI experiment.
+    """Driver of a sweep: one ``Tuner.fit()`` or one NNI experiment."""
 
-    Attributes:
-        token: unique among all drivers.
-        ray_job: Ray job of its process.
-        folder: directory of the sweep's results; the same after ``Tuner.restore``.
-        promise: by what the sweep's trials are compared; None weighs them alike.
-        words: the process, for people.
-        limits: when the sweep is to end; None for no plan.
-        trials: in all, with a plan.
-        begun_s: when it began [s since the epoch].
-    """
-
-    token: str
-    ray_job: str
-    folder: str
-    promise: Promise | None
-    words: str
-    begun_s: float
-    limits: Sweep | None = None
-    trials: int = 0
+    token: str  # unique among all drivers
+    ray_job: str  # Ray job of its process
+    folder: str  # directory of the sweep's results; the same after ``Tuner.restore``
+    promise: Promise | None  # by what the sweep's trials are compared; None weighs them alike
+    words: str  # the process, for people
+    begun_s: float  # when it began [s since the epoch]
+    limits: Sweep | None = None  # when the sweep is to end; None for no plan
+    trials: int = 0  # in all, with a plan
 
     def planner(self) -> SweepPlanner | None:
         """Return a planner that gives the sweep's rungs their sizes; None without limits."""
@@ -268,8 +257,7 @@ class SweepActor:
         log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
         self._start, self._hosts = start, ControllerHosts(name)
-        self._name = name
-        self._promise = promise
+        self._name, self._promise = name, promise
         self._records: dict[str, TrialRecord] = {}
         self._announced_weights: dict[str, float] = {}
         self._planner: SweepPlanner | None = None

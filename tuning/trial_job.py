@@ -76,27 +76,16 @@ class NoCheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """Template of a sweep's trials.
+    """Template of a sweep's trials."""
 
-    Attributes:
-        spec: the job of a trial, but for its name, config and places.
-        promise: by what trials are compared while they run; None leaves that to the sweep's driver.
-        reports_ahead: how far training may run ahead of the sweep's decisions.
-        keep_s: how long a trial's processes wait for the next trial [s].
-        tenant_weight: weight of the sweep against other jobs.
-        sweep: its name; None leaves that to the driver.
-        limits: when it is to end; None for no plan.
-        metric_else: names of what a report without the promise's metric is compared by.
-    """
-
-    spec: JobSpec
-    promise: Promise | None
-    reports_ahead: int
-    keep_s: float
-    tenant_weight: float
-    sweep: str | None
-    limits: Sweep | None = None
-    metric_else: tuple[str, ...] = ()
+    spec: JobSpec  # the job of a trial, but for its name, config and places
+    promise: Promise | None  # by what trials are compared while they run; None leaves that to the sweep's driver
+    reports_ahead: int  # how far training may run ahead of the sweep's decisions
+    keep_s: float  # how long a trial's processes wait for the next trial [s]
+    tenant_weight: float  # weight of the sweep against other jobs
+    sweep: str | None  # its name; None leaves that to the driver
+    limits: Sweep | None = None  # when it is to end; None for no plan
+    metric_else: tuple[str, ...] = ()  # names of what a report without the promise's metric is compared by
 
 
 def make_template(
@@ -207,9 +196,7 @@ class TrialJob:
         self._template = template
         self._sweep = template.sweep or sweep
         self._promise = template.promise
-        self._directory = directory
-        self._filesystem = filesystem
-        self._knowledge_path = knowledge_path
+        self._directory, self._filesystem, self._knowledge_path = directory, filesystem, knowledge_path
         self._start_from = start_from
         self._key = _digest(config)
         self.job = f"{sweep}-{trial}"

@@ -88,16 +88,11 @@ class Promise(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """Record of how far a trial is, and how good it was on the way.
-
-    Attributes:
-        values: the metric after 1, 2, ... reports; NaN where it was not reported.
-        running: whether it still trains; one that was cut or has ended is only compared with.
-    """
+    """Record of how far a trial is, and how good it was on the way."""
 
     trial: str
-    values: tuple[float, ...] = ()
-    running: bool = True
+    values: tuple[float, ...] = ()  # the metric after 1, 2, ... reports; NaN where it was not reported.
+    running: bool = True  # whether it still trains; one that was cut or has ended is only compared with
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
         """Return the record after a run that continued from report `before` and has reported `values` since."""

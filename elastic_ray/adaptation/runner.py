@@ -39,11 +39,6 @@ class PolicyRunner:
     Args:
         tell: tells the job's user something from rank 0.
         tell_here: the same from whichever rank it is.
-
-    Attributes:
-        values: what policies have brought about.
-        ballot: what this rank's policies say, for the control sums.
-        watched: metrics that they watch, for the control sums.
     """
 
     def __init__(
@@ -52,18 +47,16 @@ class PolicyRunner:
         tell: Callable[[str, str, Mapping[str, Any]], None],
         tell_here: Callable[[str, str, Mapping[str, Any]], None],
     ) -> None:
-        self._applies = applies
-        self._tell = tell
-        self._tell_here = tell_here
+        self._applies, self._tell, self._tell_here = applies, tell, tell_here
         self._policies: list[Policy] = []
         self._initial: list[dict[str, Any]] = []
         self._states: list[dict[str, Any]] = []  # what hooks have changed, as it was when the last one returned
         self._pending: list[Pending] = []
         self._told: set[str] = set()
         self._caller = HookCaller()
-        self.values = SharedValues()
-        self.watched = WatchedMetrics()
-        self.ballot = PolicyBallot(self._said)
+        self.values = SharedValues()  # what policies have brought about
+        self.watched = WatchedMetrics()  # metrics that they watch, for the control sums
+        self.ballot = PolicyBallot(self._said)  # what this rank's policies say, for the control sums
 
     def __bool__(self) -> bool:
         """True if there are any policies."""
@@ -340,19 +333,12 @@ def _check_plain(value: Any, where: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """Requests, hooks and failures of one policy that are not settled; false if there are none.
+    """Requests, hooks and failures of one policy that are not settled; false if there are none."""
 
-    Attributes:
-        requests: as plain values.
-        hooks: which hook asked for each.
-        failures: hooks that failed, and how.
-        is_off: the policy is not asked any more on this rank.
-    """
-
-    requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    hooks: list[str] = dataclasses.field(default_factory=list)
-    failures: list[str] = dataclasses.field(default_factory=list)
-    is_off: bool = False
+    requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # as plain values
+    hooks: list[str] = dataclasses.field(default_factory=list)  # which hook asked for each
+    failures: list[str] = dataclasses.field(default_factory=list)  # hooks that failed, and how
+    is_off: bool = False  # the policy is not asked any more on this rank
 
     def __bool__(self) -> bool:
         return bool(self.requests or self.failures)

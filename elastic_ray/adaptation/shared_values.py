@@ -9,42 +9,27 @@ from typing import Any
 
 @dataclasses.dataclass(slots=True)
 class SharedValues:
-    """Effects of policies on a run, equal on all ranks.
+    """Effects of policies on a run, equal on all ranks."""
 
-    Attributes:
-        rate_factor: product of all ``ScaleRate`` requests.
-        batch_size: global batch that a policy has set [samples]; None where the job chooses.
-        wish: fewest and most workers that a policy asks for; None for no wish.
-        wished_by: number of the policy whose wish it is.
-        stopped: epoch and number of the loader pass in which a policy has ended the training; None while it continues.
-        elapsed_s: since the run's first step [s].
-        worker_s: the same, summed over the workers.
-        metrics: watched ones, as reported last.
-        reports: how many reports they stand for.
-        trains: whether ``before_train`` has been called.
-        epoch: the last one for which ``before_epoch`` was called; -1 before.
-        ended_epoch: the same for ``after_epoch``.
-        off: why a policy is not asked any more, by its number.
-        news: what was reported of the last step that was committed: text and detail of each event.
-        events: how many events there were.
-    """
-
-    rate_factor: float = 1.0
-    batch_size: int | None = None
+    rate_factor: float = 1.0  # product of all ``ScaleRate`` requests
+    batch_size: int | None = None  # global batch that a policy has set [samples]; None where the job chooses
+    # fewest and most workers that a policy asks for; None for no wish
     wish: tuple[int | None, int | None] | None = None
-    wished_by: int = -1
+    wished_by: int = -1  # number of the policy whose wish it is
+    # epoch and number of the loader pass in which a policy has ended the training; None while it continues
     stopped: tuple[int, int] | None = None
-    elapsed_s: float = 0.0
-    worker_s: float = 0.0
+    elapsed_s: float = 0.0  # since the run's first step [s]
+    worker_s: float = 0.0  # the same, summed over the workers
     samples: int = 0
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    reports: int = 0
-    trains: bool = False
-    epoch: int = -1
-    ended_epoch: int = -1
-    off: dict[int, str] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # watched ones, as reported last
+    reports: int = 0  # how many reports they stand for
+    trains: bool = False  # whether ``before_train`` has been called
+    epoch: int = -1  # the last one for which ``before_epoch`` was called; -1 before
+    ended_epoch: int = -1  # the same for ``after_epoch``
+    off: dict[int, str] = dataclasses.field(default_factory=dict)  # why a policy is not asked any more, by its number
+    # what was reported of the last step that was committed: text and detail of each event
     news: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)
-    events: int = 0
+    events: int = 0  # how many events there were
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
         """Count a committed step, which ended `passed_s` after the one before."""

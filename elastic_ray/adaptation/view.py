@@ -121,19 +121,14 @@ class PolicyView:
 
 
 class WatchedMetrics:
-    """Metrics of reports that policies watch; part of the control sums.
-
-    Attributes:
-        latest: what all ranks know rank 0 to have reported last, by name.
-        reports: how many reports that stands for.
-    """
+    """Metrics of reports that policies watch; part of the control sums."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
         self._own: dict[str, float] = {}
         self._own_reports = 0
-        self.latest: dict[str, float] = {}
-        self.reports = 0
+        self.latest: dict[str, float] = {}  # what all ranks know rank 0 to have reported last, by name
+        self.reports = 0  # how many reports that stands for
 
     def watch(self, names: Sequence[str]) -> None:
         """Watch these metrics as well; called before the first epoch, on all ranks alike."""

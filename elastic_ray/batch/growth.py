@@ -49,15 +49,10 @@ _LEAST_GROWTH = 1.1  # smaller ones are no growth
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBack:
-    """Smaller batch to return to, with the reason.
+    """Smaller batch to return to, with the reason."""
 
-    Attributes:
-        batch_size: global batch to go back to [samples].
-        reason: a sentence.
-    """
-
-    batch_size: int
-    reason: str
+    batch_size: int  # global batch to go back to [samples]
+    reason: str  # a sentence
 
 
 class GrowthWatch:

@@ -25,12 +25,6 @@ LEAST_HALF = 2
 class Halving:
     """Steps to be halved at one batch size.
 
-    Attributes:
-        since: committed steps when the first may be halved; 0 or more.
-        adapts: whether the batch, or the learning rate for it, follows the noise: then ``SPACINGS`` hold.
-        every: steps from one measurement to the next that a monitor asks for at most; None for no wish.
-        least: fewest samples of a half.
-
     No step before ``since`` is halved. Without ``adapts`` steps count from 0, so that a monitor finds those that it
     names.
 
@@ -40,10 +34,10 @@ class Halving:
         [0, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56]
     """
 
-    since: int = 0
-    adapts: bool = False
-    every: int | None = None
-    least: int = LEAST_HALF
+    since: int = 0  # committed steps when the first may be halved; 0 or more
+    adapts: bool = False  # whether the batch, or the learning rate for it, follows the noise: then ``SPACINGS`` hold
+    every: int | None = None  # steps from one measurement to the next that a monitor asks for at most; None for no wish
+    least: int = LEAST_HALF  # fewest samples of a half
 
     @property
     def _phases(self) -> list[tuple[float, float, int]]:

@@ -10,22 +10,17 @@ from typing import Any
 class BatchLimits:
     """Limits of a job's batch size, in samples.
 
-    Attributes:
-        init_batch_size: global batch M0 that the user's learning rate belongs to.
-        max_batch_size: largest global batch; None = the batch stays M0 whatever the number of workers.
-        local_bsz_bounds: least and largest samples a worker takes in one micro-step, either None for no
-            bound. A fixed batch is split as it must be, so the least bound is for adaptive ones only.
-        gradient_accumulation: whether a step may consist of several micro-steps.
-
     Raises:
         TypeError: a value is of another type.
         ValueError: a value is out of range, or the bounds exclude the batch size.
     """
 
-    init_batch_size: int
-    max_batch_size: int | None = None
+    init_batch_size: int  # global batch M0 that the user's learning rate belongs to
+    max_batch_size: int | None = None  # largest global batch; None = the batch stays M0 whatever the number of workers
+    # least and largest samples a worker takes in one micro-step, either None for no bound. A fixed batch is split as it
+    # must be, so the least bound is for adaptive ones only.
     local_bsz_bounds: tuple[int | None, int | None] | None = None
-    gradient_accumulation: bool = False
+    gradient_accumulation: bool = False  # whether a step may consist of several micro-steps
 
     def __post_init__(self) -> None:
         _positive("batch_size", self.init_batch_size)
@@ -103,15 +98,10 @@ class BatchLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BatchChoice:
-    """Division of a global batch: samples of a worker at once, and accumulation steps.
+    """Division of a global batch: samples of a worker at once, and accumulation steps."""
 
-    Attributes:
-        atomic_bsz: m >= 1, most samples a worker takes in one micro-step.
-        accum_steps: s >= 0, micro-steps before the one that synchronises.
-    """
-
-    atomic_bsz: int
-    accum_steps: int = 0
+    atomic_bsz: int  # m >= 1, most samples a worker takes in one micro-step
+    accum_steps: int = 0  # s >= 0, micro-steps before the one that synchronises
 
     def __post_init__(self) -> None:
         _positive("atomic_bsz", self.atomic_bsz)

@@ -107,15 +107,10 @@ def estimate_groups(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSignal:
-    """Strength of the gradient signal of a model, and how well it is known.
+    """Strength of the gradient signal of a model, and how well it is known."""
 
-    Attributes:
-        present: the smoothed squared norm of the mean gradient stands out of its own standard error.
-        size: present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of
-            Adam's kind.
-    """
-
-    present: bool
+    present: bool  # the smoothed squared norm of the mean gradient stands out of its own standard error
+    # present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of Adam's kind
     size: float
     updates: int
 
@@ -136,30 +131,20 @@ class SmoothedNoise:
 
     The average of ``sqr`` has a standard error, by the scatter of the estimates: with weights w_i and n = (sum w_i)^2 /
     sum w_i^2, its square is sum w_i^2 (x_i - x)^2 / (sum w_i)^2 x n / (n - 1).
-
-    Attributes:
-        sqr: decayed sums of the signal, one per parameter group, in units of the size; empty before the first update.
-        var: decayed sums of the noise, likewise.
-        weight: decayed sum of the weights, in [0, 1].
-        squares: decayed sum of their squares.
-        first: decayed sums of squared weight x signal, of each parameter group and then of all together.
-        second: decayed sums of squared weight x squared signal, likewise.
-        size: present size E ||g||^2 of a gradient at the initial batch.
-        elapsed: progress since the start of the averages, in steps at the initial batch.
-        window: longest memory, in steps at the initial batch.
-        updates: number of updates taken in.
     """
 
+    # decayed sums of the signal, one per parameter group, in units of the size; empty before the first update
     sqr: tuple[float, ...] = ()
-    var: tuple[float, ...] = ()
-    weight: float = 0.0
-    squares: float = 0.0
+    var: tuple[float, ...] = ()  # decayed sums of the noise, likewise
+    weight: float = 0.0  # decayed sum of the weights, in [0, 1]
+    squares: float = 0.0  # decayed sum of their squares
+    # decayed sums of squared weight x signal, of each parameter group and then of all together
     first: tuple[float, ...] = ()
-    second: tuple[float, ...] = ()
-    size: float = 0.0
-    elapsed: float = 0.0
-    window: float = WINDOW
-    updates: int = 0
+    second: tuple[float, ...] = ()  # decayed sums of squared weight x squared signal, likewise
+    size: float = 0.0  # present size E ||g||^2 of a gradient at the initial batch
+    elapsed: float = 0.0  # progress since the start of the averages, in steps at the initial batch
+    window: float = WINDOW  # longest memory, in steps at the initial batch
+    updates: int = 0  # number of updates taken in
 
     def __post_init__(self) -> None:
         if not self.window > 0:

@@ -32,11 +32,6 @@ class BatchPlanner:
 
     The GPU type is that of the nodes of the group; a group on several types has None, and is measured apart.
 
-    Attributes:
-        loader: the training loader's limits, None before a worker is ready.
-        rates: last measured throughputs of as many workers with the same batch [samples/s].
-        equal_shares: whether no rank takes more of a step than others, since more did not fit into its memory.
-
     Args:
         fit_every_s: least time between two fits [s].
         shares_by_type: whether a group on several GPU types has shares by their speeds, so that its steps tell of each
@@ -44,8 +39,7 @@ class BatchPlanner:
     """
 
     def __init__(self, *, fit_every_s: float = FIT_EVERY_S, shares_by_type: bool = False) -> None:
-        self._shares_by_type = shares_by_type
-        self._fit_every_s = fit_every_s
+        self._shares_by_type, self._fit_every_s = shares_by_type, fit_every_s
         self._tuners: dict[str | None, BatchTuner] = {}
         self._gpus: dict[int, str | None] = {}  # of the last generations that a batch was chosen for
         self._gpu: str | None = ""
@@ -64,10 +58,12 @@ class BatchPlanner:
         self._measured: StepReport | None = None  # the latest that saw a step
         self._mixed: tuple[str, ...] = ()  # types of groups with several, those that were fitted longest ago first
         self._strategy: str | None = None  # of the first that did: what is reported to others
-        self.loader: LoaderInfo | None = None
+        self.loader: LoaderInfo | None = None  # the training loader's limits, None before a worker is ready
         self.latest: StepReport | None = None
         self.throughput = 0.0
+        # last measured throughputs of as many workers with the same batch [samples/s]
         self.rates = collections.deque[float](maxlen=_RATES)
+        # whether no rank takes more of a step than others, since more did not fit into its memory
         self.equal_shares = False
 
     @property

@@ -32,34 +32,21 @@ def outdated(before: str, now: str, *, same_workers: bool) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Description of a wrapped model for the job.
+    """Description of a wrapped model for the job."""
 
-    Attributes:
-        kind: name of its class.
-        details: digest of what decides how long its steps take.
-    """
-
-    kind: str
-    details: str
+    kind: str  # name of its class
+    details: str  # digest of what decides how long its steps take
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderInfo:
-    """Description of the training loader and its models for the job.
+    """Description of the training loader and its models for the job."""
 
-    Attributes:
-        limits: what may be done with the batch.
-        dataset_size: samples in an epoch, None where unknown.
-        sample: what a sample looks like, as text.
-        models: the wrapped models, in the loop's order.
-        tokens: the batch as it was declared in tokens; None where it was in samples.
-    """
-
-    limits: BatchLimits
-    dataset_size: int | None = None
-    sample: str = ""
-    models: tuple[ModelInfo, ...] = ()
-    tokens: TokenBatch | None = None
+    limits: BatchLimits  # what may be done with the batch
+    dataset_size: int | None = None  # samples in an epoch, None where unknown
+    sample: str = ""  # what a sample looks like, as text
+    models: tuple[ModelInfo, ...] = ()  # the wrapped models, in the loop's order
+    tokens: TokenBatch | None = None  # the batch as it was declared in tokens; None where it was in samples
 
     @property
     def max_workers(self) -> int:

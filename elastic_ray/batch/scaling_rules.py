@@ -69,12 +69,9 @@ class Adam:
     """For Adam and its kin: the rate as :class:`AdamScale`, and second moments, eps and weight decay that follow.
 
     ``adam_options`` has what follows, with sources.
-
-    Attributes:
-        by_noise: the rate's factor is the square root of the gain; else that of the scale, as :class:`Sqrt`.
     """
 
-    by_noise: bool = True
+    by_noise: bool = True  # the rate's factor is the square root of the gain; else that of the scale, as :class:`Sqrt`
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         rule = AdamScale() if self.by_noise else Sqrt()
@@ -119,7 +116,6 @@ def bias_correction(beta2: float, steps: float, initial_steps: float, scale: flo
         beta2: at the initial batch.
         steps: t >= 1, the present one included.
         initial_steps: s > 0, the sum of their scales.
-        scale: of the present one.
     """
     return math.sqrt(-math.expm1(initial_steps * math.log(beta2)) / -math.expm1(scale * steps * math.log(beta2)))
 
@@ -148,12 +144,9 @@ class Legw:
 
     The factor is 0 at progress 0, and a batch that grows during the warm-up lengthens what is left of it.
     Source: You et al. 2019, "Large-Batch Training for LSTM and Beyond".
-
-    Attributes:
-        warmup_epochs: warm-up at the initial batch, in epochs; 0 = none.
     """
 
-    warmup_epochs: float = 1.0
+    warmup_epochs: float = 1.0  # warm-up at the initial batch, in epochs; 0 = none
 
     def __post_init__(self) -> None:
         if not (self.warmup_epochs >= 0 and math.isfinite(self.warmup_epochs)):

@@ -31,7 +31,6 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
 
     Args:
         name: of the field, for errors.
-        value: as given.
         least: what it must be at least.
 
     Raises:
@@ -50,19 +49,13 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """A global batch in tokens.
+    """A global batch in tokens."""
 
-    Attributes:
-        ramp: (tokens trained on from which it counts, tokens of a step), by the former; the first begins at 0.
-        most: largest batch that the job may choose [tokens]; None where it does not choose.
-        per_sample: tokens of a sample; where the loop counts them, the mean of those it has counted.
-        counted: the loop counts them.
-    """
-
+    # (tokens trained on from which it counts, tokens of a step), by the former; the first begins at 0
     ramp: tuple[tuple[int, int], ...]
-    most: int | None = None
-    per_sample: float
-    counted: bool = False
+    most: int | None = None  # largest batch that the job may choose [tokens]; None where it does not choose
+    per_sample: float  # tokens of a sample; where the loop counts them, the mean of those it has counted
+    counted: bool = False  # the loop counts them
 
     def samples(self, tokens: int) -> int:
         """Return as many samples as have so many tokens, rounded down, at least 1."""
@@ -83,8 +76,6 @@ class TokenBatch:
         """Return the batch and its limits for samples of another number of tokens.
 
         Args:
-            limits: as they are.
-            per_sample: tokens of a sample.
             most: samples of an epoch, which no batch exceeds; None where that is not known.
         """
         batch = dataclasses.replace(self, per_sample=per_sample)
@@ -109,8 +100,7 @@ def read_token_batch(
         tokens_per_sample: a number, or ``"weigh"``.
         counted_first: what a sample has until the loop has counted; None where that cannot be told.
 
-    Raises:
-        TypeError, ValueError: an argument that cannot be right; the message names it and the way out.
+    Raises TypeError, ValueError: an argument that cannot be right; the message names it and the way out.
     """
     if batch_tokens is None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("tokens_per_sample", tokens_per_sample)):

@@ -56,44 +56,26 @@ class BatchDoesNotFitError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDecision:
-    """Decision on the batch, with its reason.
+    """Decision on the batch, with its reason."""
 
-    Attributes:
-        choice: the cut, per worker.
-        batch_size: the global batch that it makes on the workers it was made for.
-        reason: why, a sentence.
-        changed: whether the global batch or its cut differs from the current one.
-        goodput: predicted [samples/s]; None before there is a model.
-        hindered: in a few words, why it stays whatever the model says; empty where nothing is in the way.
-    """
-
-    choice: BatchChoice
-    batch_size: int
-    reason: str
-    changed: bool
-    goodput: float | None = None
-    hindered: str = ""
+    choice: BatchChoice  # the cut, per worker
+    batch_size: int  # the global batch that it makes on the workers it was made for
+    reason: str  # why, a sentence
+    changed: bool  # whether the global batch or its cut differs from the current one
+    goodput: float | None = None  # predicted [samples/s]; None before there is a model
+    hindered: str = ""  # in a few words, why it stays whatever the model says; empty where nothing is in the way
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSnapshot:
-    """Snapshot of a tuner's knowledge, frozen: for a fit in a thread, for a checkpoint, for another process.
+    """Snapshot of a tuner's knowledge, frozen: for a fit in a thread, for a checkpoint, for another process."""
 
-    Attributes:
-        limits: the user's limits.
-        observations: median times of each configuration, the latest seen last.
-        noise: the latest noise scale.
-        upper: largest local batch by bounds and out-of-memory errors; None = no bound.
-        batch_size: global batch of the latest observation, 0 before the first.
-        steps: steps observed in a row at that batch.
-    """
-
-    limits: BatchLimits
-    observations: tuple[Observation, ...] = ()
-    noise: NoiseScale | None = None
-    upper: int | None = None
-    batch_size: int = 0
-    steps: int = 0
+    limits: BatchLimits  # the user's limits
+    observations: tuple[Observation, ...] = ()  # median times of each configuration, the latest seen last
+    noise: NoiseScale | None = None  # the latest noise scale
+    upper: int | None = None  # largest local batch by bounds and out-of-memory errors; None = no bound
+    batch_size: int = 0  # global batch of the latest observation, 0 before the first
+    steps: int = 0  # steps observed in a row at that batch
 
 
 def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:

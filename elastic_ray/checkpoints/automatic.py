@@ -39,21 +39,13 @@ class CorruptStateError(UnreadableStateError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateFile:
-    """A complete automatic checkpoint.
+    """A complete automatic checkpoint."""
 
-    Attributes:
-        path: of its directory, on the run's file system.
-        resume_point: where it stands, as beside reported checkpoints.
-        sha256: of its manifest, in hexadecimal.
-        size: of all parts [bytes].
-        parts: ranks that have written it.
-    """
-
-    path: str
-    resume_point: ResumePoint
-    sha256: str
-    size: int
-    parts: int = 1
+    path: str  # of its directory, on the run's file system
+    resume_point: ResumePoint  # where it stands, as beside reported checkpoints
+    sha256: str  # of its manifest, in hexadecimal
+    size: int  # of all parts [bytes]
+    parts: int = 1  # ranks that have written it
 
     @property
     def steps(self) -> int:
@@ -158,11 +150,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Return those of ``states`` that are of unfinished jobs, in order.
-
-    Raises:
-        OSError: storage cannot be read.
-    """
+    """Return those of ``states`` that are of unfinished jobs, in order. Raises OSError: storage cannot be read."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:
         return ()

@@ -22,15 +22,10 @@ _SYNC_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checksum:
-    """Size and SHA-256 checksum that a file must have.
+    """Size and SHA-256 checksum that a file must have."""
 
-    Attributes:
-        sha256: in hexadecimal.
-        size: of the file [bytes].
-    """
-
-    sha256: str
-    size: int
+    sha256: str  # in hexadecimal
+    size: int  # of the file [bytes]
 
 
 def write_checked(
@@ -70,20 +65,14 @@ def sha256_of(filesystem: pyarrow.fs.FileSystem, path: str, go_on: Callable[[], 
 
 
 class CheckedStream(io.RawIOBase):
-    """A stream that counts and digests what goes through it.
-
-    Attributes:
-        size: bytes so far.
-    """
+    """A stream that counts and digests what goes through it."""
 
     def __init__(self, raw: Any, go_on: Callable[[], bool], sync: Callable[[], None]) -> None:
         super().__init__()
-        self._raw = raw
-        self._go_on = go_on
-        self._sync = sync
+        self._raw, self._go_on, self._sync = raw, go_on, sync
         self._unsynced = 0
         self._digest = hashlib.sha256()
-        self.size = 0
+        self.size = 0  # bytes so far
 
     def writable(self) -> bool:
         return True

@@ -12,21 +12,15 @@ from elastic_ray.state.resume_point import ResumePoint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProgress:
-    """Checkpoints that storage has of a run.
+    """Checkpoints that storage has of a run."""
 
-    Attributes:
-        checkpoints: reported ones, oldest first.
-        states: automatic ones, newest first, but for what an earlier job of the name has finished with.
-        result: that, newest first; empty where none has finished.
-        start: where the checkpoint stands that a trial starts from; None if it does not say, or starts from none.
-        passed_over: why what looks like a checkpoint is not used, a sentence each.
-    """
-
-    checkpoints: tuple[StoredCheckpoint, ...] = ()
+    checkpoints: tuple[StoredCheckpoint, ...] = ()  # reported ones, oldest first
+    # automatic ones, newest first, but for what an earlier job of the name has finished with
     states: tuple[StateFile, ...] = ()
-    result: tuple[StateFile, ...] = ()
+    result: tuple[StateFile, ...] = ()  # that, newest first; empty where none has finished
+    # where the checkpoint stands that a trial starts from; None if it does not say, or starts from none
     start: ResumePoint | None = None
-    passed_over: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()  # why what looks like a checkpoint is not used, a sentence each
 
 
 def find_stored(

@@ -32,8 +32,7 @@ class CheckpointRetention:
             raise ValueError(f"num_to_keep must be None (keep all) or 1 or more, but got {num_to_keep}")
         if score_order not in ("max", "min"):
             raise ValueError(f"score_order must be 'max' or 'min', but got {score_order!r}")
-        self._num_to_keep = num_to_keep
-        self._score_attribute = score_attribute
+        self._num_to_keep, self._score_attribute = num_to_keep, score_attribute
         self._sign = 1.0 if score_order == "max" else -1.0
         self._kept: list[Kept] = []
 

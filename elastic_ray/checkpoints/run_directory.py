@@ -53,19 +53,12 @@ _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCheckpoint:
-    """A complete checkpoint of a run.
+    """A complete checkpoint of a run."""
 
-    Attributes:
-        index: its number, counted from 0 through the whole run.
-        path: its directory on the run's file system.
-        resume_point: where it stands, None where it does not say.
-        metrics: the metrics it was reported with.
-    """
-
-    index: int
-    path: str
-    resume_point: ResumePoint | None
-    metrics: Mapping[str, Any]
+    index: int  # its number, counted from 0 through the whole run
+    path: str  # its directory on the run's file system
+    resume_point: ResumePoint | None  # where it stands, None where it does not say
+    metrics: Mapping[str, Any]  # the metrics it was reported with
 
 
 def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:

@@ -117,15 +117,10 @@ def _ready(ref: Any) -> Any | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobClient:
-    """Client of one job's controller.
+    """Client of one job's controller."""
 
-    Attributes:
-        answers: what it had answered when it was looked for.
-        controller: handle of its actor.
-    """
-
-    answers: JobAnswers
-    controller: Any
+    answers: JobAnswers  # what it had answered when it was looked for
+    controller: Any  # handle of its actor
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call it.

@@ -19,28 +19,18 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """Options of ``elastic-ray submit`` in a file; paths are relative to the file.
+    """Options of ``elastic-ray submit`` in a file; paths are relative to the file."""
 
-    Attributes:
-        script: that makes an ``ElasticTrainer``.
-        workers: (min, max); None leaves it to the script.
-        gpus: train on GPUs; False leaves it to the script.
-        scheduling: fields of ``SchedulingConfig``, in place of the script's.
-        name: of the job; None for the script's, with the time.
-        working_dir: folder that is sent to the cluster; None for the script's own.
-        runtime_env: Ray's runtime environment.
-        python: interpreter on the head node.
-    """
-
-    script: Path
+    script: Path  # that makes an ``ElasticTrainer``
     arguments: tuple[str, ...] = ()
-    workers: tuple[int, int] | None = None
-    gpus: bool = False
+    workers: tuple[int, int] | None = None  # (min, max); None leaves it to the script
+    gpus: bool = False  # train on GPUs; False leaves it to the script
+    # fields of ``SchedulingConfig``, in place of the script's
     scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    name: str | None = None
-    working_dir: Path | None = None
-    runtime_env: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    python: str = "python"
+    name: str | None = None  # of the job; None for the script's, with the time
+    working_dir: Path | None = None  # folder that is sent to the cluster; None for the script's own
+    runtime_env: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Ray's runtime environment
+    python: str = "python"  # interpreter on the head node
 
 
 def read_job_file(path: Path) -> JobFile:

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_ray.cli.listings import (
-    JOB_COLUMNS,
-    JobRow,
-    Submission,
-    job_cells,
-    job_rows,
-    no_metric,
-    with_metric,
-)
+from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells, job_rows, no_metric, with_metric
 from elastic_ray.cli.output import (
     count,
     job_argument,

@@ -48,15 +48,10 @@ def comes_from(own: str, submission: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
-    """Answers of a job's controller.
+    """Answers of a job's controller."""
 
-    Attributes:
-        actor: the controller's name, ``job:`` included.
-        status: None if it did not answer in time.
-    """
-
-    actor: str
-    status: JobStatus | None = None
+    actor: str  # the controller's name, ``job:`` included
+    status: JobStatus | None = None  # None if it did not answer in time
     spec: JobSpec | None = None
 
     def comes_from(self, submission: str) -> bool:
@@ -71,21 +66,14 @@ class JobAnswers:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A script that Ray runs for ``elastic-ray submit``.
-
-    Attributes:
-        name: of the script's first job, unless the script names it itself.
-        status: ``PENDING``, ``RUNNING``, ``STOPPED``, ``SUCCEEDED`` or ``FAILED``.
-        message: Ray's, of one line.
-        started_s: [s since the epoch], None before.
-    """
+    """A script that Ray runs for ``elastic-ray submit``."""
 
     submission: str
-    status: str
-    name: str = ""
-    message: str = ""
+    status: str  # ``PENDING``, ``RUNNING``, ``STOPPED``, ``SUCCEEDED`` or ``FAILED``
+    name: str = ""  # of the script's first job, unless the script names it itself
+    message: str = ""  # Ray's, of one line
     entrypoint: str = ""
-    started_s: float | None = None
+    started_s: float | None = None  # [s since the epoch], None before
     ended_s: float | None = None
 
     @property
@@ -282,28 +270,19 @@ def _age(row: JobRow, now_s: float) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """Row of one living node; the fields of ``--json``.
+    """Row of one living node; the fields of ``--json``."""
 
-    Attributes:
-        node_id: Ray's hex id.
-        address: its IP address.
-        free: what elastic jobs may use of them altogether; None while there is no allocator to say.
-        draining: whether it is about to go.
-        market: ``spot`` or ``on-demand``, where a label says so.
-        jobs: planned workers by job.
-        failures: what is known of workers that failed there; None for nothing.
-    """
-
-    node_id: str
-    address: str
+    node_id: str  # Ray's hex id
+    address: str  # its IP address
     total: Mapping[str, float]
+    # what elastic jobs may use of them altogether; None while there is no allocator to say
     free: Mapping[str, float] | None
-    draining: bool
+    draining: bool  # whether it is about to go
     gpu_type: str
-    market: str
-    jobs: Mapping[str, int]
+    market: str  # ``spot`` or ``on-demand``, where a label says so
+    jobs: Mapping[str, int]  # planned workers by job
     labels: Mapping[str, str]
-    failures: NodeHistory | None = None
+    failures: NodeHistory | None = None  # what is known of workers that failed there; None for nothing
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:

@@ -27,19 +27,12 @@ _COPIED_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """Finding of one check.
+    """Finding of one check."""
 
-    Attributes:
-        name: what was looked at.
-        state: ``warn`` is worth knowing, ``fail`` is in the way of jobs.
-        detail: what was found, and the way out.
-        where: the node; empty for this machine.
-    """
-
-    name: str
-    state: State
-    detail: str
-    where: str = ""
+    name: str  # what was looked at
+    state: State  # ``warn`` is worth knowing, ``fail`` is in the way of jobs
+    detail: str  # what was found, and the way out
+    where: str = ""  # the node; empty for this machine
 
 
 def machine_checks() -> tuple[Check, ...]:

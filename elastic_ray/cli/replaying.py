@@ -21,8 +21,7 @@ _END_S = 60.0
 def replay_submitted(path: str, step: int) -> Finding:
     """Train the steps around ``step`` again, from the run's own script.
 
-    Raises:
-        ClickException: the run has no such checkpoint, its code is not known, or the replay does not get there.
+    Raises ClickException: the run has no such checkpoint, its code is not known, or the replay does not get there.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs

@@ -34,8 +34,7 @@ class _Found:
 def resume_all(storage: str) -> None:
     """Submit every job of a storage path that ran when its cluster ended.
 
-    Raises:
-        ClickException: storage cannot be read. Exit: with 1 if any job is not resumed.
+    Raises ClickException: storage cannot be read. Exit: with 1 if any job is not resumed.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs

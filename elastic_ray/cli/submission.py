@@ -153,11 +153,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
 
 
 def follow_script(submission: str) -> None:
-    """Show a script's output to its end.
-
-    Raises:
-        Exit: with 1 if it fails.
-    """
+    """Show a script's output to its end. Raises Exit: with 1 if it fails."""
     follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = wait(submission)
     if ended.status != "SUCCEEDED":

@@ -92,8 +92,7 @@ def submit(
 def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
     """Return what a file says, or a script alone, with the options that are given in its place.
 
-    Raises:
-        UsageError: the file is not understood, or the working directory does not hold the script.
+    Raises UsageError: the file is not understood, or the working directory does not hold the script.
     """
     told = _from_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
     given = {field: value for field, value in {"arguments": arguments, **options}.items() if value}
@@ -131,12 +130,10 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, re
     Args:
         job: with a name and a working directory.
         again: arguments that submit it again.
-        submission: id for it.
         user: owner of the jobs.
         replay: steps after which a replay pauses; 0 for none.
 
-    Raises:
-        TakenError: there is such an id. ClickException: Ray refuses it.
+    Raises TakenError: there is such an id. ClickException: Ray refuses it.
     """
     from elastic_ray.cli import submission as ray_jobs
 
@@ -168,14 +165,11 @@ def send_again(
     """Submit what an earlier submission has kept of itself.
 
     Args:
-        again: its arguments.
-        submission: id for it.
         user: owner of the jobs.
         workers: limits in place of its own.
         replay: steps after which a replay pauses; 0 for none.
 
-    Raises:
-        TakenError: there is such an id. ClickException: it cannot be submitted, the file is gone say.
+    Raises TakenError: there is such an id. ClickException: it cannot be submitted, the file is gone say.
     """
     with submit.make_context("submit", list(again)) as context:
         told = {name: value for name, value in context.params.items() if name not in ("wait", "as_json")}

@@ -20,26 +20,18 @@ _ENDED = frozenset(phase.value for phase in JobPhase if phase.ended)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStatus:
-    """A sweep at one moment, as far as trials run or have ended within the hour.
-
-    Attributes:
-        running: trials that have not ended; ``done`` were trained to their end, ``cut`` were stopped before.
-        metric: what trials are compared by; empty where that is not known.
-        best: the best value that a trial reported last; None where none has.
-        best_trial: the job that did; empty where none has.
-        eta_s: until the trials that run have ended [s]; None where unknown.
-    """
+    """A sweep at one moment, as far as trials run or have ended within the hour."""
 
     sweep: str
-    running: int
+    running: int  # trials that have not ended; ``done`` were trained to their end, ``cut`` were stopped before
     done: int
     cut: int
     failed: int
-    metric: str
-    best: float | None
-    best_trial: str
+    metric: str  # what trials are compared by; empty where that is not known
+    best: float | None  # the best value that a trial reported last; None where none has
+    best_trial: str  # the job that did; empty where none has
     parameters: Mapping[str, Any]
-    eta_s: float | None
+    eta_s: float | None  # until the trials that run have ended [s]; None where unknown
 
 
 def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:

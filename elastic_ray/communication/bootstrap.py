@@ -25,21 +25,15 @@ class BootstrapRefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapCall:
-    """Call of a member that forms a generation.
-
-    Attributes:
-        mac: that it knows the job's secret (:func:`call_mac`).
-        tells: what the others are to know, by key.
-        wants: keys that it waits for.
-        wait_s: how long [s].
-    """
+    """Call of a member that forms a generation."""
 
     generation: int
     worker: str
-    mac: bytes = dataclasses.field(repr=False)
+    mac: bytes = dataclasses.field(repr=False)  # that it knows the job's secret (:func:`call_mac`)
+    # what the others are to know, by key
     tells: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
-    wants: tuple[str, ...] = ()
-    wait_s: float = 0.0
+    wants: tuple[str, ...] = ()  # keys that it waits for
+    wait_s: float = 0.0  # how long [s]
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
@@ -93,8 +87,7 @@ class Bootstrap:
     """
 
     def __init__(self, secret: str, is_member: Callable[[int, str], bool]) -> None:
-        self._secret = secret
-        self._is_member = is_member
+        self._secret, self._is_member = secret, is_member
         self._tables: dict[int, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:

@@ -27,9 +27,6 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             store is to :meth:`stay_open`.
         rank: rank of the member.
         called_off: True once the group is not wanted any more; then nothing is waited for.
-
-    Attributes:
-        told: what this member has set.
     """
 
     def __init__(
@@ -42,15 +39,12 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         called_off: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self._called_off = called_off
-        self._caller = caller
-        self._rank = rank
-        self._world_size = world_size
+        self._called_off, self._caller, self._rank, self._world_size = called_off, caller, rank, world_size
         self._timeout_s = timeout_s
         self._until_s = time.monotonic() + timeout_s
         self._stays_open = False
         self._known: dict[str, bytes] = {}
-        self.told: dict[str, bytes] = {}
+        self.told: dict[str, bytes] = {}  # what this member has set
         self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
         self._untold: dict[str, bytes] = {}
 

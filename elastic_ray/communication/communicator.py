@@ -45,11 +45,6 @@ class Communicator:
     Gradients have a group of their own, the gradient group: connections that nothing else uses. Ranks that disagree, of
     which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
 
-    Attributes:
-        traffic: bytes that were handed to collectives of either group, by operation; what forms the group is left out.
-            Of a broadcast only the root hands something over, of an all-gather each its own part.
-        connections: of both gloo groups.
-
     Args:
         store: where the ranks find each other; None for a group of one. Once the group is formed, only NCCL
             uses it, where two ranks first send to each other.
@@ -81,9 +76,7 @@ class Communicator:
         secret: str = "",
         called_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout_s = timeout_s
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.last_used_s = 0.0
         self.broken = False
         self._closed = False
@@ -92,8 +85,10 @@ class Communicator:
         self._gloo: Any = None
         self._gradients: Any = None
         self._nccl: Any = None
+        # bytes that were handed to collectives of either group, by operation; what forms the group is left out. Of a
+        # broadcast only the root hands something over, of an all-gather each its own part.
         self.traffic = dict.fromkeys(OPERATIONS, 0)
-        self.connections = Connections()
+        self.connections = Connections()  # of both gloo groups
         self.gradients = GradientGroup(rank, world_size, self._gradient_backend, self._guard, self.traffic)
         if world_size == 1:
             return
@@ -510,10 +505,7 @@ class GradientGroup:
         guard: Callable[..., Any],
         traffic: dict[str, int],
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._backend = backend
-        self._guard = guard
+        self.rank, self.world_size, self._backend, self._guard = rank, world_size, backend, guard
         self._traffic = traffic
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:

@@ -12,11 +12,7 @@ BACKEND = "elastic_ray"
 
 
 class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
-    """Work of a process group that has already ended.
-
-    Args:
-        tensors: its results.
-    """
+    """Work of a process group that has already ended."""
 
     def __init__(self, tensors: Any = ()) -> None:
         super().__init__()

@@ -40,11 +40,7 @@ class UnitGroup:
         cuda: whether the default group is for CUDA tensors, too.
         timeout_s: longest wait for the others.
 
-    Attributes:
-        place: as given.
-
-    Raises:
-        UnitLostError: the others did not come.
+    Raises UnitLostError: the others did not come.
     """
 
     def __init__(self, place: UnitPlace, *, cuda: bool, timeout_s: float) -> None:
@@ -101,11 +97,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every worker's values (as many on each), by position.
-
-        Raises:
-            UnitLostError: one of them is gone.
-        """
+        """Every worker's values (as many on each), by position. Raises UnitLostError: one of them is gone."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:

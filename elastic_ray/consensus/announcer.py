@@ -160,8 +160,7 @@ class Announcer:
 
         The announcement stands as long as the group does: a rank that announces something else later finds it.
 
-        Raises:
-            RanksDisagreeError: another one continues, as far as that is known in this time.
+        Raises RanksDisagreeError: another one continues, as far as that is known in this time.
         """
         self._begin(what, loader_steps, fingerprint, ())
         self._open = None

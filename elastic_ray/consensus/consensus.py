@@ -79,9 +79,7 @@ class RankConsensus:
         self._riding: list[tuple[ControlPart, int]] = []  # parts that have something to say, with how many numbers
         self._warn, self._is_last_epoch = warn, is_last_epoch
         self._reads_differ = False
-        self._changes = changes
-        self._replicas = replicas
-        self._position = position
+        self._changes, self._replicas, self._position = changes, replicas, position
         self.announcer: Announcer = NoGroup()  # type: ignore[assignment]
         self._plan: DataPlan | None = None
 

@@ -46,20 +46,13 @@ _STEPPED = "which parameters have a gradient, and learning rates"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """Announcement of a rank: its intent with details, and their code.
-
-    Attributes:
-        index: number of the model, or depth of the loader pass, by kind.
-        detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
-        strategy: what a user calls that, of gradients and of his own collectives; no part of :attr:`code`.
-        code: as a number below 2^52, never 0.
-    """
+    """Announcement of a rank: its intent with details, and their code."""
 
     intent: Intent
-    index: int = 0
-    detail: int = 0
-    strategy: str = ""
-    code: int = dataclasses.field(init=False, repr=False, compare=False)
+    index: int = 0  # number of the model, or depth of the loader pass, by kind
+    detail: int = 0  # digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`
+    strategy: str = ""  # what a user calls that, of gradients and of his own collectives; no part of :attr:`code`
+    code: int = dataclasses.field(init=False, repr=False, compare=False)  # as a number below 2^52, never 0
 
     def __post_init__(self) -> None:
         index = self.index % (1 << _INDEX_BITS)

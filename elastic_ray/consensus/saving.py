@@ -34,17 +34,11 @@ class Saving(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrder:
-    """Order to all ranks to write their parts of one checkpoint now.
+    """Order to all ranks to write their parts of one checkpoint now."""
 
-    Attributes:
-        token: tells it apart from others of as many steps.
-        rank: of this worker.
-        world_size: ranks that write.
-    """
-
-    token: str
-    rank: int
-    world_size: int
+    token: str  # tells it apart from others of as many steps
+    rank: int  # of this worker
+    world_size: int  # ranks that write
 
 
 class SaveAgreement:

@@ -50,8 +50,7 @@ class UnitWishes:
             well: what was to be done since the last time is done here.
             due: this worker has something to save.
 
-        Raises:
-            UnitLostError: one of them is gone.
+        Raises UnitLostError: one of them is gone.
         """
         mine, batch = self._membership, self._membership.wanted_batch
         prepared = mine.generation + mine.prepared_ahead if mine.prepared_ahead else 0

@@ -36,16 +36,12 @@ _SHOWN: dict[str, Any] = {
 class LoaderArguments:
     """Arguments of a loader with the meaning they have in torch's DataLoader, except for the global batch.
 
-    Attributes:
-        shuffle: None where the user has not said.
-        options: further arguments of ``torch.utils.data.DataLoader``.
-
     Raises TypeError, ValueError: arguments that exclude each other.
     """
 
     dataset: Any
     batch_size: int = 1
-    shuffle: bool | None = None
+    shuffle: bool | None = None  # None where the user has not said
     sampler: Iterable[Any] | None = None
     batch_sampler: Iterable[Any] | None = None
     drop_last: bool = False
@@ -53,6 +49,7 @@ class LoaderArguments:
     persistent_workers: bool = False
     whole_batches: bool = False
     on_epoch: EpochHook | None = None
+    # further arguments of ``torch.utils.data.DataLoader``
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -96,8 +96,7 @@ class ArrowDataset:
         self._groups, self._starts = _row_groups(fragments)
         if len(self) == 0:
             raise ValueError(f"the dataset must have at least 1 row, but {_shown(paths)} have none")
-        self._buffer_row_groups = buffer_row_groups
-        self._cache_row_groups = cache_row_groups
+        self._buffer_row_groups, self._cache_row_groups = buffer_row_groups, cache_row_groups
         self._transform = transform
         self._forget()
 

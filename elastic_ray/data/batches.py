@@ -71,13 +71,8 @@ class StepSplit:
         shards: int = 1,
     ) -> None:
         self.shard, self.shards = shard, shards
-        self.batch_size = batch_size
-        self.micro_steps = micro_steps
-        self.world_size = world_size
-        self.rank = rank
-        self.drop_last = drop_last
-        self.shares = shares
-        self.halving = halving
+        self.batch_size, self.micro_steps, self.world_size = batch_size, micro_steps, world_size
+        self.rank, self.drop_last, self.shares, self.halving = rank, drop_last, shares, halving
         self.least = least
         self._first = (0, 0)  # position, and committed steps there
         # By samples and micro-steps of the step: nearly all steps have as many.
@@ -151,21 +146,15 @@ class StepSplit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """The next step of a pass.
+    """The next step of a pass."""
 
-    Attributes:
-        total: samples of the pass, as far as they are known.
-        sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass.
-        fetches: a function for each of this rank's micro-batches; none where it has no sample.
-        sample_tag: of a sample that all ranks have read for it; 0 where each reads its own only.
-        hashed: as ``LoaderStep.hashed``.
-    """
-
-    total: int
+    total: int  # samples of the pass, as far as they are known
+    # ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass
     sizes: Sequence[Sequence[int]] = ()
+    # a function for each of this rank's micro-batches; none where it has no sample
     fetches: Sequence[Callable[[], Any]] = ()
-    sample_tag: int = 0
-    hashed: Callable[[], int] | None = None
+    sample_tag: int = 0  # of a sample that all ranks have read for it; 0 where each reads its own only
+    hashed: Callable[[], int] | None = None  # as ``LoaderStep.hashed``
 
 
 class BatchSource(Protocol):
@@ -195,13 +184,9 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class BringsBatches(Protocol):
-    """Iterable dataset that divides its samples among the ranks by itself.
+    """Iterable dataset that divides its samples among the ranks by itself."""
 
-    Attributes:
-        known_rows: samples of an epoch; None where they are not known.
-    """
-
-    known_rows: int | None
+    known_rows: int | None  # samples of an epoch; None where they are not known
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> BatchSource:
         """Return the source of a loader's batches, with the user's ``collate_fn``."""
@@ -232,20 +217,13 @@ class _PlannedBatches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fetching:
-    """Settings for fetching samples: worker processes, epoch hook and DataLoader options.
+    """Settings for fetching samples: worker processes, epoch hook and DataLoader options."""
 
-    Attributes:
-        num_workers: DataLoader worker processes.
-        persistent_workers: they live as long as the loader; else each pass starts new ones, with the dataset as it is
-            by then.
-        on_epoch: called in every process that fetches samples, before an epoch's first.
-        options: further arguments of the DataLoader.
-    """
-
-    num_workers: int
+    num_workers: int  # DataLoader worker processes
+    # they live as long as the loader; else each pass starts new ones, with the dataset as it is by then
     persistent_workers: bool
-    on_epoch: EpochHook | None
-    options: dict[str, Any]
+    on_epoch: EpochHook | None  # called in every process that fetches samples, before an epoch's first
+    options: dict[str, Any]  # further arguments of the DataLoader
 
 
 class MapBatches:
@@ -346,11 +324,7 @@ class MapBatches:
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)
         begins = [*order[:_SHOWN].tolist(), f"{self._digest[1]:016x}"]
-        return {
-            "len(dataset)": len(self._dataset),
-            **item_facts(self._dataset),
-            f"the order of epoch {epoch}": begins,
-        }
+        return {"len(dataset)": len(self._dataset), **item_facts(self._dataset), f"the order of epoch {epoch}": begins}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """True if a group of ``world_size`` may start at ``position``."""
@@ -420,8 +394,7 @@ class StreamBatches:
     """Batches of an iterable dataset: every rank reads the stream and keeps its share (see ``StreamSharder``)."""
 
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] | None) -> None:
-        self._dataset = dataset
-        self._seed = seed
+        self._dataset, self._seed = dataset, seed
         self._collate = collate or default_collate
         self._stream: StreamSharder[Any] | None = None
         self._epoch = -1

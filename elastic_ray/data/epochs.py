@@ -84,8 +84,7 @@ class FollowsEpochs:
     """
 
     def __init__(self, dataset: Any, hook: EpochHook | None, *, sets_epoch: bool, seed: int | None = None) -> None:
-        self.dataset = dataset
-        self._hook = hook
+        self.dataset, self._hook = dataset, hook
         self._sets_epoch = sets_epoch and callable(getattr(dataset, "set_epoch", None))
         self._epoch: int | None = None
         self._seed = seed

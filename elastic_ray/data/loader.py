@@ -66,12 +66,7 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
     if not given.whole_batches:
         return MapBatches(given.dataset, make_order, seed=seed, fetching=fetching)
     return WholeBatches(
-        given.dataset,
-        make_order,
-        seed=seed,
-        fetching=fetching,
-        batch_size=given.batch_size,
-        drop_last=drop_last,
+        given.dataset, make_order, seed=seed, fetching=fetching, batch_size=given.batch_size, drop_last=drop_last
     )
 
 
@@ -102,12 +97,7 @@ class PlanFacts:
         """Return facts about a pass, as plain values by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
-        return {
-            "batch_size": batch.pop("init_batch_size"),
-            **batch,
-            **self._options,
-            **still_facts(items, self._first),
-        }
+        return {"batch_size": batch.pop("init_batch_size"), **batch, **self._options, **still_facts(items, self._first)}
 
 
 class AdaptiveDataLoader(ResumableLoader):

@@ -43,17 +43,11 @@ class EpochOrder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexOrder:
-    """Order of the indices 0..samples-1, shuffled or ascending.
+    """Order of the indices 0..samples-1, shuffled or ascending."""
 
-    Attributes:
-        samples: length of the dataset, >= 1.
-        shuffle: a new permutation for each epoch; otherwise ascending.
-        own_seed: used instead of the job's seed where the user has set one with a sampler.
-    """
-
-    samples: int
-    shuffle: bool = True
-    own_seed: int | None = None
+    samples: int  # length of the dataset, >= 1
+    shuffle: bool = True  # a new permutation for each epoch; otherwise ascending
+    own_seed: int | None = None  # used instead of the job's seed where the user has set one with a sampler
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -92,8 +86,7 @@ class SamplerOrder:
                 f"{type(sampler).__name__} cuts the order up among a fixed number of ranks; pass "
                 "the sampler of the whole order: elastic_ray shares it out, whatever the size of the group"
             )
-        self._sampler = sampler
-        self._samples = samples
+        self._sampler, self._samples = sampler, samples
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
         """Return the order of an epoch; see `EpochOrder`.
@@ -178,17 +171,11 @@ def digest(order: Order) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStep(Generic[Item]):
-    """Part of a global batch from a stream for one rank.
+    """Part of a global batch from a stream for one rank."""
 
-    Attributes:
-        items: this rank's items, one list per micro-step, none empty.
-        count: items in the global batch, over all ranks.
-        tag: of its first item; the same on all ranks.
-    """
-
-    items: list[list[Item]]
-    count: int
-    tag: int = 0
+    items: list[list[Item]]  # this rank's items, one list per micro-step, none empty
+    count: int  # items in the global batch, over all ranks
+    tag: int = 0  # of its first item; the same on all ranks
 
 
 class StreamSharder(Generic[Item]):
@@ -208,12 +195,7 @@ class StreamSharder(Generic[Item]):
     """
 
     def __init__(
-        self,
-        source: Iterable[Item] | Callable[[], Iterable[Item]],
-        *,
-        seed: int,
-        epoch: int = 0,
-        position: int = 0,
+        self, source: Iterable[Item] | Callable[[], Iterable[Item]], *, seed: int, epoch: int = 0, position: int = 0
     ) -> None:
         """Read `source`, or what calling it gives, in `epoch` from `position` on."""
         if isinstance(source, Iterator):
@@ -223,8 +205,7 @@ class StreamSharder(Generic[Item]):
             )
         if not isinstance(source, Iterable) and not callable(source):
             raise TypeError(f"a stream must be iterable or a function, but got {type(source).__name__}")
-        self._source = source
-        self._seed = seed
+        self._source, self._seed = source, seed
         self.start_epoch(epoch, position=position)
 
     @property

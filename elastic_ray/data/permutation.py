@@ -41,15 +41,12 @@ class Order(Protocol):
 class Permutation:
     """Indices 0..samples-1 in an order that depends on ``key`` alone; computed as they are asked for.
 
-    Attributes:
-        key: any text; equal texts give equal orders. Empty: they ascend.
-
     >>> Permutation(samples=10**12, key="0 0")[7:10].tolist()
     [488436971634, 693908669537, 664861892677]
     """
 
     samples: int
-    key: str = ""
+    key: str = ""  # any text; equal texts give equal orders. Empty: they ascend.
     _keys: npt.NDArray[np.uint64] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -18,17 +18,13 @@ _LEAST = 2  # samples of a micro-batch: BatchNorm cannot do with one
 class Shares:
     """Weights of ranks for unequal shares of a step, with the least and most samples of a rank.
 
-    Attributes:
-        weights: of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1.
-        least: fewest samples of a micro-batch, where an equal split has so many.
-        most: most samples of a micro-batch, where an equal split has no more; None for no bound.
-
     Raises ValueError: a weight is not above 0 and finite, or a bound is below 1.
     """
 
+    # of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1
     weights: tuple[float, ...]
-    least: int = 1
-    most: int | None = None
+    least: int = 1  # fewest samples of a micro-batch, where an equal split has so many
+    most: int | None = None  # most samples of a micro-batch, where an equal split has no more; None for no bound
 
     def __post_init__(self) -> None:
         if not self.weights or any(not (weight > 0 and math.isfinite(weight)) for weight in self.weights):

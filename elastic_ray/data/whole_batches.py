@@ -29,8 +29,7 @@ class BatchSamplerOrder:
                 "batch_sampler must be an iterable that each epoch can read again (a list of lists of indices, a "
                 f"BatchSampler), but got {type(batch_sampler).__name__}"
             )
-        self._batch_sampler = batch_sampler
-        self._samples = samples
+        self._batch_sampler, self._samples = batch_sampler, samples
         self.ends: list[int] = []
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
@@ -75,8 +74,7 @@ class WholeBatches(MapBatches):
         drop_last: bool,
     ) -> None:
         super().__init__(dataset, make_order, seed=seed, fetching=fetching)
-        self._batch_size = batch_size
-        self._drop_last = drop_last
+        self._batch_size, self._drop_last = batch_size, drop_last
         self._ends: tuple[Order, Sequence[int]] | None = None
 
     def ends(self, epoch: int) -> Sequence[int]:

@@ -129,8 +129,7 @@ class JobDisplay:
             clock: seconds, monotonic.
         """
         self._stream = sys.stdout if stream is None else stream
-        self._interval_s = interval_s
-        self._clock = clock
+        self._interval_s, self._clock = interval_s, clock
         self._shown: tuple[float, str] | None = None
         self._epochs_shown = 0
         self._works = True

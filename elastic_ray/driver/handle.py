@@ -125,8 +125,7 @@ class JobHandle:
             controller: handle of the job's controller.
             spec: the job as submitted (``train_loop`` is not used).
         """
-        self._controller = controller
-        self._spec = spec
+        self._controller, self._spec = controller, spec
         self._reports: tuple[Report, ...] | None = None  # of a job that has ended with more than its outcome holds
         self._lease = LeaseKeeper(
             spec.job, controller, lease_s=spec.elastic.lease_s, away_s=spec.elastic.controller_timeout_s

@@ -28,20 +28,13 @@ _COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJob:
-    """Remains of a job that has ended.
-
-    Attributes:
-        events: everything that happened to it.
-        outcome: how it ended; None if its controller was lost before it could say.
-        before: the last status that a lost controller gave; None if it was not lost.
-        lost: why the controller counts as lost; empty if it does not.
-    """
+    """Remains of a job that has ended."""
 
     status: JobStatus
-    events: tuple[JobEvent, ...] = ()
-    outcome: JobOutcome | None = None
-    before: JobStatus | None = None
-    lost: str = ""
+    events: tuple[JobEvent, ...] = ()  # everything that happened to it
+    outcome: JobOutcome | None = None  # how it ended; None if its controller was lost before it could say
+    before: JobStatus | None = None  # the last status that a lost controller gave; None if it was not lost
+    lost: str = ""  # why the controller counts as lost; empty if it does not
 
 
 class LeaseKeeper:
@@ -61,10 +54,7 @@ class LeaseKeeper:
             lease_s: the job's ``ElasticConfig.lease_s``.
             away_s: its ``ElasticConfig.controller_timeout_s``.
         """
-        self._away_s = away_s
-        self._job = job
-        self._controller = controller
-        self._lease_s = lease_s
+        self._away_s, self._job, self._controller, self._lease_s = away_s, job, controller, lease_s
         self._ended = threading.Event()
         self._wake = threading.Event()
         self._leaving = threading.Event()

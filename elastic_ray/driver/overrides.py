@@ -66,27 +66,17 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Overrides that the environment asks for.
+    """Overrides that the environment asks for."""
 
-    Attributes:
-        workers: (min, max); None leaves it to the script.
-        use_gpu: None leaves it to the script.
-        scheduling: fields of ``SchedulingConfig``, in place of the script's.
-        name: for a job that has none; empty for a fresh one.
-        submission: id of Ray's submission; empty outside of one.
-        user: owner of the jobs; empty for the user of the script's process.
-        command: arguments of ``elastic-ray submit``; empty outside of a submission.
-        replay: steps after which a replay of the script's job pauses; 0 where it is none.
-    """
-
-    workers: tuple[int, int] | None = None
-    use_gpu: bool | None = None
+    workers: tuple[int, int] | None = None  # (min, max); None leaves it to the script
+    use_gpu: bool | None = None  # None leaves it to the script
+    # fields of ``SchedulingConfig``, in place of the script's
     scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    name: str = ""
-    submission: str = ""
-    user: str = ""
-    command: tuple[str, ...] = ()
-    replay: int = 0
+    name: str = ""  # for a job that has none; empty for a fresh one
+    submission: str = ""  # id of Ray's submission; empty outside of one
+    user: str = ""  # owner of the jobs; empty for the user of the script's process
+    command: tuple[str, ...] = ()  # arguments of ``elastic-ray submit``; empty outside of a submission
+    replay: int = 0  # steps after which a replay of the script's job pauses; 0 where it is none
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of these overrides."""
@@ -146,11 +136,7 @@ def as_field(value: Any) -> Any:
 
 
 def read_overrides(environment: Mapping[str, str]) -> Overrides:
-    """Read the overrides from environment variables.
-
-    Raises:
-        ValueError: a value is wrong; names the variable.
-    """
+    """Read the overrides from environment variables. Raises ValueError: a value is wrong; names the variable."""
     for unknown in sorted(name for name in environment if name.startswith(_PREFIX) and name not in _KNOWN):
         logger.warning("environment variable %s has no effect%s", unknown, meant(unknown, _KNOWN))
     workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")

@@ -24,26 +24,18 @@ _END_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Steps of a run between two of its checkpoints.
-
-    Attributes:
-        run: the run.
-        before: checkpoint to start from; None for the beginning of training.
-        after: checkpoint to compare with.
-        name: of the job that trains them again, whose directory is beside the run's.
-    """
+    """Steps of a run between two of its checkpoints."""
 
     run: RunStorage
-    before: StateFile | None
-    after: StateFile
-    name: str
+    before: StateFile | None  # checkpoint to start from; None for the beginning of training
+    after: StateFile  # checkpoint to compare with
+    name: str  # of the job that trains them again, whose directory is beside the run's
 
     @classmethod
     def around(cls, run: str, step: int) -> Window:
         """Find the steps between the checkpoints on both sides of ``step``.
 
-        Raises:
-            ValueError: no checkpoint lies behind it. OSError: storage cannot be read.
+        Raises ValueError: no checkpoint lies behind it. OSError: storage cannot be read.
         """
         storage = RunStorage(run)
         states = state_files(storage)  # newest first
@@ -96,15 +88,10 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What has come of a replay.
+    """What has come of a replay."""
 
-    Attributes:
-        steps: which steps, in words.
-        differences: by tensor, the largest difference over the largest value.
-    """
-
-    steps: str
-    differences: Mapping[str, float]
+    steps: str  # which steps, in words
+    differences: Mapping[str, float]  # by tensor, the largest difference over the largest value
 
     @property
     def equal(self) -> bool:
@@ -158,9 +145,7 @@ def replay(
         train_loop_per_worker,
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
-            name=window.name,
-            storage_path=posixpath.dirname(window.run.path),
-            storage_filesystem=window.run.filesystem,
+            name=window.name, storage_path=posixpath.dirname(window.run.path), storage_filesystem=window.run.filesystem
         ),
         adaptation=[*policies, PauseAt(window.after.steps)],
         **options,

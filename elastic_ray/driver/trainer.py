@@ -327,8 +327,7 @@ class ElasticTrainer:
 def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
     """Sizes, and what one of them takes, by units.
 
-    Raises:
-        ValueError: the numbers of workers are no multiples of a unit's.
+    Raises ValueError: the numbers of workers are no multiples of a unit's.
     """
     size, limits = scheduling.unit_size, (scaling.min_workers, scaling.max_workers)
     if any(workers % size for workers in limits):
@@ -360,11 +359,7 @@ def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig, *, dataset
 
 
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """Restrict the sizes to those from the smallest to the largest that is allowed.
-
-    Raises:
-        ValueError: none is.
-    """
+    """Restrict the sizes to those from the smallest to the largest that is allowed. Raises ValueError: none is."""
     low, high = scaling.min_workers, scaling.max_workers
     try:
         low, high = scheduling.allowed_sizes.within(low, high)

@@ -21,19 +21,15 @@ logger = logging.getLogger(__name__)
 class BatchOptions:
     """Arguments of ``AdaptiveDataLoader.autoscale_batch_size``.
 
-    Attributes:
-        max_batch_size: largest global batch [samples]; the batch stays where it is None.
-        local_bsz_bounds: least and largest samples that one worker takes at once.
-        gradient_accumulation: allow several micro-batches a step.
-        accumulated: micro-batches a step as the framework's own argument says it: the loader's batch is so many times
-            the user's, and no worker takes more than the user's at once. The job may cut it in another way.
-
     Raises ValueError: limits of a batch that has none; no whole number of micro-batches.
     """
 
-    max_batch_size: int | None = None
+    max_batch_size: int | None = None  # largest global batch [samples]; the batch stays where it is None
+    # least and largest samples that one worker takes at once
     local_bsz_bounds: tuple[int | None, int | None] | None = None
-    gradient_accumulation: bool = False
+    gradient_accumulation: bool = False  # allow several micro-batches a step
+    # micro-batches a step as the framework's own argument says it: the loader's batch is so many times the user's, and
+    # no worker takes more than the user's at once. The job may cut it in another way.
     accumulated: int = 1
 
     def __post_init__(self) -> None:

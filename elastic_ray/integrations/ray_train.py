@@ -142,12 +142,7 @@ _WAY_OUT = (
 def check(function: str, given: Mapping[str, Any]) -> None:
     """Check that an elastic job can keep the arguments of Ray Train's function.
 
-    Args:
-        function: its name.
-        given: its arguments.
-
-    Raises:
-        RuntimeError: not so; the message says the way out.
+    Raises RuntimeError: not so; the message says the way out.
     """
     if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
         raise RuntimeError(

@@ -34,19 +34,13 @@ class AllocatorClient:
         controller: handle of its controller.
         view: the job as the allocator is to see it now.
         hear: takes the allocator's answers: what others have measured of the job's model, and what to tell its user.
-
-    Attributes:
-        nodes: how many nodes there are that could run a worker of the job, as the allocator said last.
     """
 
     def __init__(
         self, spec: JobSpec, controller: Any, view: Callable[[], JobView], hear: Callable[[HeartbeatReply], None]
     ) -> None:
-        self._spec = spec
-        self._controller = controller
-        self._view = view
-        self._hear = hear
-        self.nodes = 1
+        self._spec, self._controller, self._view, self._hear = spec, controller, view, hear
+        self.nodes = 1  # how many nodes there are that could run a worker of the job, as the allocator said last
         filesystem, path = resolve(spec.storage_path, spec.storage_filesystem)
         root = posixpath.dirname(path) if spec.trial is None else spec.trial.knowledge_path
         self._root = StorageRoot(path=root, filesystem=filesystem, private=spec.elastic.private_files)

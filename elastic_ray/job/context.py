@@ -19,26 +19,16 @@ from elastic_ray.worker_group.group import WorkerGroup
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """Parts of one job under its controller.
+    """Parts of one job under its controller."""
 
-    Attributes:
-        spec: as it was submitted.
-        record: what is known of it.
-        events: what happens to it.
-        background: what runs beside the controller's loop, and may outlast the job.
-        trackers: that its user looks at.
-        metrics: that operators look at.
-        allocator: hears how the job stands.
-    """
-
-    spec: JobSpec
-    record: JobRecord
-    events: EventLog
+    spec: JobSpec  # as it was submitted
+    record: JobRecord  # what is known of it
+    events: EventLog  # what happens to it
     writer: RecordWriter
     planner: BatchPlanner
     reports: ReportIntake
     group: WorkerGroup
-    background: Background
-    trackers: RunTrackers
-    metrics: JobMetrics
-    allocator: AllocatorClient
+    background: Background  # what runs beside the controller's loop, and may outlast the job
+    trackers: RunTrackers  # that its user looks at
+    metrics: JobMetrics  # that operators look at
+    allocator: AllocatorClient  # hears how the job stands

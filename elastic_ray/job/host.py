@@ -73,11 +73,7 @@ class ControllerHost:
         return True
 
     async def call(self, name: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of a controller.
-
-        Raises:
-            HostedGoneError: it has ended.
-        """
+        """Call a method of a controller. Raises HostedGoneError: it has ended."""
         controller = self._controllers.get(name.partition(":")[2])
         if controller is None:
             raise HostedGoneError(name)
@@ -110,11 +106,7 @@ class ControllerHost:
 
 
 class ControllerHosts:
-    """The hosts of a sweep's controllers; the first starts at once.
-
-    Args:
-        sweep: its name.
-    """
+    """The hosts of a sweep's controllers; the first starts at once."""
 
     def __init__(self, sweep: str) -> None:
         self._sweep = sweep
@@ -124,8 +116,7 @@ class ControllerHosts:
     async def open(self, spec: JobSpec) -> Any:
         """Return the handle of a controller that runs this trial from now on.
 
-        Raises:
-            TimeoutError: a host does not answer. RayError: none can be started.
+        Raises TimeoutError: a host does not answer. RayError: none can be started.
         """
         assert spec.trial is not None, "only trials are hosted"
         name = f"job:{spec.trial.controller}"

@@ -27,10 +27,6 @@ class JobShutdown:
         parts: of the job; the end is reported to the allocator.
         status: the job as others see it.
         notifier: tells people of the end.
-
-    Attributes:
-        return_value: what rank 0's train function has returned.
-        vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
     def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
@@ -40,7 +36,8 @@ class JobShutdown:
         self._trackers, self._metrics = parts.trackers, parts.metrics
         self._error: BaseException | Raised | None = None
         self._written: asyncio.Task[None] | None = None
-        self.return_value: Sealed | None = None
+        self.return_value: Sealed | None = None  # what rank 0's train function has returned
+        # the task that makes processes ready for another trial; None for a job whose processes end with it
         self.vacated: asyncio.Task[None] | None = None
 
     def returned(self, value: Sealed | None) -> None:

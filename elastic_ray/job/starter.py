@@ -24,9 +24,6 @@ class JobStarter:
 
     Args:
         job: the job, which acts on what was found.
-
-    Attributes:
-        looking: whether all workers were lost, and storage is being looked at.
     """
 
     def __init__(self, job: JobSupervisor, parts: JobContext) -> None:
@@ -34,7 +31,7 @@ class JobStarter:
         self._events, self._reports, self._group = parts.events, parts.reports, parts.group
         self._planner = parts.planner
         self._background, self._trackers = parts.background, parts.trackers
-        self.looking = False
+        self.looking = False  # whether all workers were lost, and storage is being looked at
         self._opened = False
         self._first_report: int | None = None
         self._caught_up = False

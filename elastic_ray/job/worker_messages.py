@@ -52,10 +52,6 @@ class WorkerMessages:
 
     Args:
         errors: judges the exceptions of its workers.
-
-    Attributes:
-        stragglers: workers that are slow.
-        torn: whether a worker is starting over that was inside an optimizer step, so that its state is of no step.
     """
 
     def __init__(self, job: JobSupervisor, parts: JobContext, errors: WorkerErrors) -> None:
@@ -65,8 +61,9 @@ class WorkerMessages:
         self._allocator = parts.allocator
         self._resumed = ""
         self._notices = collections.deque[tuple[Any, str]](maxlen=_NOTICES)
+        # whether a worker is starting over that was inside an optimizer step, so that its state is of no step
         self.torn = False
-        self.stragglers = StragglerReplacement(parts)
+        self.stragglers = StragglerReplacement(parts)  # workers that are slow
 
     async def hear(self, message: WorkerMessage) -> None:
         """Handle a worker's message; a trial's report is answered when training may continue."""

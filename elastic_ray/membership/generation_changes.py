@@ -15,33 +15,22 @@ from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    """Configuration of the membership machine; times in seconds.
+    """Configuration of the membership machine; times in seconds."""
 
-    Attributes:
-        min_workers: fewest workers that the first generation begins with.
-        sizes: of groups that are planned.
-        reserve_timeout_s: an unfulfilled reservation is given back after this.
-        join_timeout_s: a started worker that is not ready after this is given up; the next ones have twice as long
-            each time, up to eight times, until one is ready.
-        switch_timeout_s: members of an announced forced generation that are silent this long count as hung.
-        patience_s: how long a change waits for further joiners that are starting.
-        notice_s: how long a failed collective waits for news of who died before a generation of all is tried.
-        backoff_s: pause before resources are asked for again after a reservation or a joiner failed; twice as long with
-            each joiner that fails within ``remember_s`` of the pause before, up to ``remember_s``.
-        remember_s: so long after such a pause, the next joiner that fails is the first again.
-        replace_again_s: pause before a member is replaced again after no other worker was to be had.
-    """
-
-    min_workers: int = 1
-    sizes: AllowedSizes = ANY_SIZE
-    reserve_timeout_s: float = 60.0
+    min_workers: int = 1  # fewest workers that the first generation begins with
+    sizes: AllowedSizes = ANY_SIZE  # of groups that are planned
+    reserve_timeout_s: float = 60.0  # an unfulfilled reservation is given back after this
+    # a started worker that is not ready after this is given up; the next ones have twice as long each time, up to eight
+    # times, until one is ready
     join_timeout_s: float = 120.0
-    switch_timeout_s: float = 20.0
-    patience_s: float = 5.0
-    notice_s: float = 1.0
+    switch_timeout_s: float = 20.0  # members of an announced forced generation that are silent this long count as hung
+    patience_s: float = 5.0  # how long a change waits for further joiners that are starting
+    notice_s: float = 1.0  # how long a failed collective waits for news of who died before a generation of all is tried
+    # pause before resources are asked for again after a reservation or a joiner failed; twice as long with each joiner
+    # that fails within ``remember_s`` of the pause before, up to ``remember_s``
     backoff_s: float = 5.0
-    remember_s: float = 600.0
-    replace_again_s: float = 600.0
+    remember_s: float = 600.0  # so long after such a pause, the next joiner that fails is the first again
+    replace_again_s: float = 600.0  # pause before a member is replaced again after no other worker was to be had
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,21 +48,15 @@ class GenerationChanges(Roster):
     Args:
         config: times.
         named: number of the last worker of a job that the same controller ran before.
-
-    Attributes:
-        issued: number of the latest generation that was announced.
-        named: number of the latest worker that was asked for.
-        announced: members of the latest generation that was announced since the last start.
-        trained: whether one has taken effect since then.
     """
 
     def __init__(self, config: MembershipConfig, *, named: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.issued = 0
-        self.named = named
-        self.announced: tuple[str, ...] = ()
-        self.trained = False
+        self.issued = 0  # number of the latest generation that was announced
+        self.named = named  # number of the latest worker that was asked for
+        self.announced: tuple[str, ...] = ()  # members of the latest generation that was announced since the last start
+        self.trained = False  # whether one has taken effect since then
         self._short = 0  # workers of the announced generation, if that has fewer than the job's memory asks for
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._losses: tuple[int, tuple[str, ...]] = 0, ()  # a generation, and members that it has lost

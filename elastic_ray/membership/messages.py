@@ -9,71 +9,46 @@ from elastic_ray.batch.limits import BatchChoice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
-
-    Attributes:
-        gpu_type: of the node's GPUs, in a job whose shares follow the types' speeds; else empty.
-        speed: of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known.
-    """
+    """Worker of a generation; its rank is its index in :attr:`GenerationSpec.members`."""
 
     worker: str
     node: str
-    gpu_type: str = ""
-    speed: float = 0.0
+    gpu_type: str = ""  # of the node's GPUs, in a job whose shares follow the types' speeds; else empty
+    speed: float = 0.0  # of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Position of a worker in its group; the defaults are those of a worker alone.
-
-    Attributes:
-        world_size: workers of the group.
-        local_rank: its rank among those on its node.
-        local_world_size: workers on its node.
-        node_rank: index of its node.
-    """
+    """Position of a worker in its group; the defaults are those of a worker alone."""
 
     rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
+    world_size: int = 1  # workers of the group
+    local_rank: int = 0  # its rank among those on its node
+    local_world_size: int = 1  # workers on its node
+    node_rank: int = 0  # index of its node
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """Return value and place of a worker whose train function has returned.
-
-    Attributes:
-        steps: committed steps of all loaders.
-    """
+    """Return value and place of a worker whose train function has returned."""
 
     rank: int
-    steps: int
+    steps: int  # committed steps of all loaders
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
-    """A generation, as the controller announces it. Numbers only ever grow.
+    """A generation, as the controller announces it. Numbers only ever grow."""
 
-    Attributes:
-        generation: number of the generation, from 1.
-        members: its workers in rank order: those that stay first, so that rank 0 always holds state.
-        void_below: generations under this number are broken; a worker that waits in one gives up at once. 0 announces a
-            planned change, which takes effect when all ranks agree on the step.
-        batch: batch shape from the first step on; None keeps the loader's own choice.
-        equal_shares: no rank takes more of a step than others from now on, however slow they are.
-        reason: why, as a sentence.
-        returned: workers of earlier generations whose train function has returned.
-    """
-
-    generation: int
-    members: tuple[Member, ...]
+    generation: int  # number of the generation, from 1
+    members: tuple[Member, ...]  # its workers in rank order: those that stay first, so that rank 0 always holds state
+    # generations under this number are broken; a worker that waits in one gives up at once. 0 announces a planned
+    # change, which takes effect when all ranks agree on the step.
     void_below: int = 0
-    batch: BatchChoice | None = None
-    equal_shares: bool = False
-    reason: str = ""
-    returned: tuple[Returned, ...] = ()
+    batch: BatchChoice | None = None  # batch shape from the first step on; None keeps the loader's own choice
+    equal_shares: bool = False  # no rank takes more of a step than others from now on, however slow they are
+    reason: str = ""  # why, as a sentence
+    returned: tuple[Returned, ...] = ()  # workers of earlier generations whose train function has returned
 
     @property
     def world_size(self) -> int:
@@ -150,25 +125,19 @@ ControllerMessage = GenerationSpec | Cancel | BatchProposal | StopJob
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """Version of a worker's training state; a larger one is further in the training.
+    """Version of a worker's training state; a larger one is further in the training."""
 
-    Attributes:
-        step: committed optimizer steps (loader iterations).
-        optimizers_stepped: optimizers already stepped within the step in progress (a GAN has two).
-        averaged: which average of models was the last that it has been through, where ranks train by themselves between
-            averages; larger is later, and 0 is none. It tells whose models count, not who is further.
-        lineage: generation of the last commit: of two groups that continued from the same step without knowing of
-            each other, the later one counts.
-        passes: ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
-        has_state: whether the worker holds a trained state at all; a newcomer does not.
-    """
-
-    step: int = 0
-    optimizers_stepped: int = 0
+    step: int = 0  # committed optimizer steps (loader iterations)
+    optimizers_stepped: int = 0  # optimizers already stepped within the step in progress (a GAN has two)
+    # which average of models was the last that it has been through, where ranks train by themselves between averages;
+    # larger is later, and 0 is none. It tells whose models count, not who is further.
     averaged: int = 0
+    # generation of the last commit: of two groups that continued from the same step without knowing of each other, the
+    # later one counts
     lineage: int = 0
+    # ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
     passes: int = 0
-    has_state: bool = False
+    has_state: bool = False  # whether the worker holds a trained state at all; a newcomer does not
 
     def order(self) -> tuple[int, int, int, int]:
         """Sort key: a worker with state beats one without."""

@@ -18,31 +18,20 @@ from elastic_ray.membership.signals import Signal, StepFailed, Switched
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivingWorker:
-    """A living worker.
-
-    Attributes:
-        spec: the generation that it has taken up, or left as no member of it; None before its first.
-        switched: the latest generation in which it has exchanged state; 0 before its first.
-        ready: whether it has built its model.
-        has_state: whether it holds a trained state that is nowhere else.
-        loaded: steps of the automatic checkpoint that it has loaded, before its first generation; 0 without one.
-        failed: generation whose collective failed on it, where it waits for the one after that; -1 elsewhere.
-        cause: why that failed.
-        pause: that of its last change.
-        starts_over: it ran out of memory, and builds its model anew.
-    """
+    """A living worker."""
 
     worker: str
     node: str
+    # the generation that it has taken up, or left as no member of it; None before its first
     spec: GenerationSpec | None = None
-    switched: int = 0
-    ready: bool = False
-    has_state: bool = False
-    loaded: int = 0
-    failed: int = -1
-    cause: str = ""
-    pause: Pause = dataclasses.field(default_factory=Pause)
-    starts_over: bool = False
+    switched: int = 0  # the latest generation in which it has exchanged state; 0 before its first
+    ready: bool = False  # whether it has built its model
+    has_state: bool = False  # whether it holds a trained state that is nowhere else
+    loaded: int = 0  # steps of the automatic checkpoint that it has loaded, before its first generation; 0 without one
+    failed: int = -1  # generation whose collective failed on it, where it waits for the one after that; -1 elsewhere
+    cause: str = ""  # why that failed
+    pause: Pause = dataclasses.field(default_factory=Pause)  # that of its last change
+    starts_over: bool = False  # it ran out of memory, and builds its model anew
 
     @property
     def leaving(self) -> bool:
@@ -60,23 +49,14 @@ class SurvivingWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """A roster to begin with, and what has happened since.
+    """A roster to begin with, and what has happened since."""
 
-    Attributes:
-        workers: the living, by id.
-        current: the generation in effect.
-        in_flight: the one that some of them have entered, and not all.
-        issued: the latest generation that one of them has entered.
-        gone: members of that which do not live any more.
-        since: what the living have to tell, in order.
-    """
-
-    workers: dict[str, WorkerRecord]
-    current: GenerationSpec | None
-    in_flight: InFlight | None
-    issued: int
-    gone: tuple[str, ...]
-    since: tuple[Signal, ...]
+    workers: dict[str, WorkerRecord]  # the living, by id
+    current: GenerationSpec | None  # the generation in effect
+    in_flight: InFlight | None  # the one that some of them have entered, and not all
+    issued: int  # the latest generation that one of them has entered
+    gone: tuple[str, ...]  # members of that which do not live any more
+    since: tuple[Signal, ...]  # what the living have to tell, in order
 
 
 def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: float) -> Recovered:

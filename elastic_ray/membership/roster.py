@@ -26,35 +26,20 @@ class WorkerPhase(enum.Enum):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class WorkerRecord:
-    """Record of one worker in the membership machine.
+    """Record of one worker in the membership machine."""
 
-    Attributes:
-        worker: its id, "w" and a number that grows.
-        node: the node that its resources are on.
-        phase: where it is in its life.
-        since_s: when it came into this phase.
-        has_state: whether it is known to hold a trained state; true of every member.
-        loaded: steps of the automatic checkpoint that it has loaded; 0 without one.
-        failed_in: latest generation that failed on it; it waits for a newer one.
-        state_generation: generation in which it ran out of memory, with the state that it keeps.
-        rebuilt: its ``Ready`` overtook its ``Rerun``.
-        failures: planned generations in a row that could not be formed with it as a joiner.
-        replaced: it is to go once another is ready in its place.
-        joined_others: it is a member of a group that had trained before it came.
-    """
-
-    worker: str
-    node: str
-    phase: WorkerPhase
-    since_s: float
-    has_state: bool = False
-    loaded: int = 0
-    failed_in: int = -1
-    state_generation: int = 0
-    rebuilt: bool = False
-    failures: int = 0
-    replaced: bool = False
-    joined_others: bool = False
+    worker: str  # its id, "w" and a number that grows
+    node: str  # the node that its resources are on
+    phase: WorkerPhase  # where it is in its life
+    since_s: float  # when it came into this phase
+    has_state: bool = False  # whether it is known to hold a trained state; true of every member
+    loaded: int = 0  # steps of the automatic checkpoint that it has loaded; 0 without one
+    failed_in: int = -1  # latest generation that failed on it; it waits for a newer one
+    state_generation: int = 0  # generation in which it ran out of memory, with the state that it keeps
+    rebuilt: bool = False  # its ``Ready`` overtook its ``Rerun``
+    failures: int = 0  # planned generations in a row that could not be formed with it as a joiner
+    replaced: bool = False  # it is to go once another is ready in its place
+    joined_others: bool = False  # it is a member of a group that had trained before it came
     returned: Returned | None = None
 
     @property
@@ -113,30 +98,19 @@ class WorkerRecord:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class InFlight:
-    """An announced generation that not all members have entered yet.
-
-    Attributes:
-        forced: it replaces a broken one: a worker that hears of it goes there at once.
-        since_s: when it was announced.
-        from_workers: workers of the generation before.
-        from_state: whether some member was known to hold a trained state; without one, training begins.
-        loaded: steps of the furthest automatic checkpoint that a member has loaded; training continues from there.
-        pauses: pause of each worker that has entered.
-        failed: workers that could not form its group.
-        effective_s: when the first worker was known to have entered.
-        proof: what the first one reported of its state.
-    """
+    """An announced generation that not all members have entered yet."""
 
     spec: GenerationSpec
-    forced: bool
-    since_s: float
-    from_workers: int
-    from_state: bool
+    forced: bool  # it replaces a broken one: a worker that hears of it goes there at once
+    since_s: float  # when it was announced
+    from_workers: int  # workers of the generation before
+    from_state: bool  # whether some member was known to hold a trained state; without one, training begins
+    # steps of the furthest automatic checkpoint that a member has loaded; training continues from there
     loaded: int = 0
-    pauses: dict[str, Pause] = dataclasses.field(default_factory=dict)
-    failed: set[str] = dataclasses.field(default_factory=set)
-    effective_s: float | None = None
-    proof: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pauses: dict[str, Pause] = dataclasses.field(default_factory=dict)  # pause of each worker that has entered
+    failed: set[str] = dataclasses.field(default_factory=set)  # workers that could not form its group
+    effective_s: float | None = None  # when the first worker was known to have entered
+    proof: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the first one reported of its state
 
     @property
     def begun(self) -> bool:
@@ -169,18 +143,12 @@ def number(worker: str) -> int:
 
 
 class Roster:
-    """Workers of a job with their present and next generations; it has queries only.
-
-    Attributes:
-        workers: every worker that exists or is asked for, by id.
-        current: the generation in effect, None before the first.
-        in_flight: the announced generation, None when all have entered.
-    """
+    """Workers of a job with their present and next generations; it has queries only."""
 
     def __init__(self) -> None:
-        self.workers: dict[str, WorkerRecord] = {}
-        self.current: GenerationSpec | None = None
-        self.in_flight: InFlight | None = None
+        self.workers: dict[str, WorkerRecord] = {}  # every worker that exists or is asked for, by id
+        self.current: GenerationSpec | None = None  # the generation in effect, None before the first
+        self.in_flight: InFlight | None = None  # the announced generation, None when all have entered
 
     @property
     def world_size(self) -> int:

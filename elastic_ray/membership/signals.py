@@ -26,14 +26,10 @@ class Left(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Signal):
-    """Signal: the worker's train function has returned, so training is complete for this rank.
-
-    Attributes:
-        steps: committed steps of all loaders.
-    """
+    """Signal: the worker's train function has returned, so training is complete for this rank."""
 
     rank: int = 0
-    steps: int = 0
+    steps: int = 0  # committed steps of all loaders
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +41,18 @@ class Rerun(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Signal):
-    """Signal: the worker has built everything and waits for a generation.
+    """Signal: the worker has built everything and waits for a generation."""
 
-    Attributes:
-        has_state: it kept a trained state in memory, which is lost with it.
-        loaded: steps of the automatic checkpoint that it has loaded, as all others can; 0 without one.
-    """
-
-    has_state: bool = False
-    loaded: int = 0
+    has_state: bool = False  # it kept a trained state in memory, which is lost with it
+    loaded: int = 0  # steps of the automatic checkpoint that it has loaded, as all others can; 0 without one
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(Signal):
-    """Signal: the worker died or hung; its process is, or will be, gone.
+    """Signal: the worker died or hung; its process is, or will be, gone."""
 
-    Attributes:
-        cause: why, as a sentence.
-        newcomer: it is given up as a joiner that is of no use, so that the next one waits.
-    """
-
-    cause: str
-    newcomer: bool = False
+    cause: str  # why, as a sentence
+    newcomer: bool = False  # it is given up as a joiner that is of no use, so that the next one waits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,31 +73,21 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """Signal: the worker trains in ``generation`` now.
-
-    Attributes:
-        pause: the time since its last committed step.
-        proof: that its state is that of the others, as an event's ``detail`` has it.
-    """
+    """Signal: the worker trains in ``generation`` now."""
 
     generation: int
-    pause: Pause
+    pause: Pause  # the time since its last committed step
+    # that its state is that of the others, as an event's ``detail`` has it
     proof: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """Signal: the allocator's decision on how many workers run on which node, and why.
+    """Signal: the allocator's decision on how many workers run on which node, and why."""
 
-    Attributes:
-        nodes: workers by node.
-        reason: why, as a sentence.
-        draining: nodes that are about to go: who leaves them waits for nobody.
-    """
-
-    nodes: Mapping[str, int]
-    reason: str
-    draining: tuple[str, ...] = ()
+    nodes: Mapping[str, int]  # workers by node
+    reason: str  # why, as a sentence
+    draining: tuple[str, ...] = ()  # nodes that are about to go: who leaves them waits for nobody
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,9 +58,7 @@ class WorkerMembership:
         on_prepare_failed: Callable[[int, str], None],
         retired: RetiredCommunicators | None = None,
     ) -> None:
-        self.worker = worker
-        self._form = form
-        self._on_prepare_failed = on_prepare_failed
+        self.worker, self._form, self._on_prepare_failed = worker, form, on_prepare_failed
         self._news = threading.Condition()
         self._spec: GenerationSpec | None = None
         self._prepared: tuple[GenerationSpec, Communicator | None] | None = None

@@ -27,16 +27,13 @@ class Monitoring:
     Args:
         traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
         sending_s: time in which its connections were sending [s].
-
-    Attributes:
-        meter: times, memory and bytes of this rank's steps.
-        loss: the latest metric of that name that the loop has reported on rank 0, after the report's number.
     """
 
     def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict, sending_s: Callable[[], float] = float) -> None:
-        self.meter = StepMeter(traffic=traffic, sending_s=sending_s)
+        self.meter = StepMeter(traffic=traffic, sending_s=sending_s)  # times, memory and bytes of this rank's steps
         self._request = Monitor()
         self._models: list[Callable[[], StepMeasures]] = []
+        # the latest metric of that name that the loop has reported on rank 0, after the report's number
         self.loss: tuple[int, float] | None = None
 
     @property
@@ -78,10 +75,6 @@ class StepMeter:
         clock: the time [s]; only differences of it count.
         traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
         sending_s: time in which the present group's connections were sending, since it was formed [s].
-
-    Attributes:
-        on: whether it measures.
-        workers: of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
     """
 
     def __init__(
@@ -90,12 +83,12 @@ class StepMeter:
         traffic: Callable[[], Mapping[str, int]] = dict,
         sending_s: Callable[[], float] = float,
     ) -> None:
-        self._clock = clock
-        self._traffic = traffic
+        self._clock, self._traffic = clock, traffic
         self._sending = _Looks(clock, sending_s)
         self._faults = 0
         self._used, self._used_at_s = 0.0, -math.inf
-        self.on = False
+        self.on = False  # whether it measures
+        # of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
         self.workers: tuple[WorkerMeasures, ...] = ()
         self._began_s: float | None = None
         self._ended_s: float | None = None

@@ -29,8 +29,7 @@ class LookRefusedError(Exception):
 def look_at(worker: WorkerInfo, what: str) -> str:
     """Return the last lines that a worker's process has printed (``logs``), or the stacks of its threads (``stack``).
 
-    Raises:
-        LookRefusedError: its node does not answer in time, or does not allow it.
+    Raises LookRefusedError: its node does not answer in time, or does not allow it.
     """
     look = {"logs": _logs, "stack": read_stack}[what]
     there = NodeAffinitySchedulingStrategy(worker.node, soft=False)

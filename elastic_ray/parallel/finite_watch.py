@@ -32,10 +32,7 @@ class FiniteWatch:
     """
 
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
-        self._context = context
-        self._module = module
-        self._model = model
-        self._nonfinite = nonfinite
+        self._context, self._module, self._model, self._nonfinite = context, module, model, nonfinite
         self.looks, self.skips = nonfinite != "ignore", nonfinite == "skip"
         self._streak = False
         self._lagging = LaggingLook()
@@ -102,8 +99,7 @@ class FiniteWatch:
     def check_parameters(self) -> None:
         """Check the parameters and buffers at the end of the train function.
 
-        Raises:
-            NonFiniteParametersError: parameters are NaN or infinite.
+        Raises NonFiniteParametersError: parameters are NaN or infinite.
         """
         if not self.looks:
             return

@@ -29,8 +29,7 @@ class ModelCopy(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, training: bool) -> None:
         super().__init__()
-        self.module = module
-        self.training = training
+        self.module, self.training = module, training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""

@@ -103,12 +103,7 @@ class ModelParts:
         run.registry.add_hook(HookPoint.REPLACED, sync.let_go)
         states = [
             TrainedState(
-                each,
-                self._trainable,
-                sync.rebuild,
-                None if number else sync,
-                tiles,
-                in_unit=run.unit is not None,
+                each, self._trainable, sync.rebuild, None if number else sync, tiles, in_unit=run.unit is not None
             )
             for number, (each, tiles) in enumerate(zip(optimizers, parts, strict=True))
         ]

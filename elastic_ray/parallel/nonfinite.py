@@ -18,8 +18,7 @@ class NonFiniteParametersError(FloatingPointError):
 def check_choice(nonfinite: object) -> str:
     """Check the user's choice for non-finite gradients and return it.
 
-    Raises:
-        ValueError: it is none of ``NONFINITE``.
+    Raises ValueError: it is none of ``NONFINITE``.
     """
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, but got {nonfinite!r}")

@@ -147,9 +147,6 @@ class LearningRates:
         held: factors of the step before where they follow the noise, which all ranks share; changed in place.
         adam_steps: as of ``NoiseTracker``, likewise.
 
-    Attributes:
-        factor: what the latest step has multiplied them by; the mean over the parameter groups.
-
     Raises TypeError, ValueError: there is no such rule.
     """
 
@@ -168,14 +165,11 @@ class LearningRates:
         self._rule = resolve(rule, adam_like=is_adam_like(optimizer))
         self._by_default = rule is None
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
-        self._noise = noise
-        self._epochs_done = epochs_done
-        self._policies = policies
-        self._held = held
+        self._noise, self._epochs_done, self._policies, self._held = noise, epochs_done, policies, held
         self._by_noise = isinstance(self._rule, (AdaScale, AdamScale)) or self._rule == Adam()
         self._adam = adam_steps if isinstance(self._rule, Adam) and has_second_moments(optimizer) else None
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
-        self.factor = 1.0
+        self.factor = 1.0  # what the latest step has multiplied them by; the mean over the parameter groups
 
     @property
     def wants_statistics(self) -> str:
@@ -251,8 +245,7 @@ def rules_of(
 ) -> list[ScalingRule | str | None]:
     """Return the rule of each optimizer.
 
-    Raises:
-        ValueError: the schedule sets the rates and so does the rule, or no optimizer has what it is about.
+    Raises ValueError: the schedule sets the rates and so does the rule, or no optimizer has what it is about.
     """
     if schedule == SEESAW:
         if rule is not None:
@@ -274,8 +267,7 @@ def rules_of(
 def check_readable(scheduler: Any) -> None:
     """Refuse a scheduler whose factor is no pure function of progress.
 
-    Raises:
-        ValueError: it goes by a metric, or gives another factor each time it is asked.
+    Raises ValueError: it goes by a metric, or gives another factor each time it is asked.
     """
     for each in _with_inner(scheduler):
         why = ""

@@ -86,20 +86,14 @@ _ADDED_UP = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSteps:
-    """Optimizer of a model, with the helpers of its steps.
-
-    Attributes:
-        groups: places of its parameter groups among those of all.
-        finite: sees gradients that are not finite.
-        tiles: votes on updates and makes them.
-        measured: carries out an update, and tells the statistics how far it moves the parameters.
-    """
+    """Optimizer of a model, with the helpers of its steps."""
 
     optimizer: torch.optim.Optimizer
-    groups: slice
+    groups: slice  # places of its parameter groups among those of all
     rates: LearningRates
-    finite: FiniteWatch
-    tiles: Any
+    finite: FiniteWatch  # sees gradients that are not finite
+    tiles: Any  # votes on updates and makes them
+    # carries out an update, and tells the statistics how far it moves the parameters
     measured: Callable[[Callable[[], Any]], Any]
 
 

@@ -14,20 +14,15 @@ class BoundedLog(Generic[T]):
     """Log of numbered items, of which only the last ones are kept.
 
     Numbers grow by one, but for this: they may come in another order, and a restart goes back and repeats some.
-
-    Attributes:
-        first: smallest number that there ever was; 0 before the first.
-        last: largest one.
-        low: below it nothing is kept.
     """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._things: dict[int, T] = {}
-        self.low = 0
+        self.low = 0  # below it nothing is kept
         self._full = False
-        self.first = 0
-        self.last = 0
+        self.first = 0  # smallest number that there ever was; 0 before the first
+        self.last = 0  # largest one
 
     def __contains__(self, number: int) -> bool:
         return number in self._things
@@ -67,17 +62,13 @@ _MOST_LINES = 20_000
 
 
 class Backlog:
-    """Lines that wait to be written; of too many, the oldest are dropped, and counted.
-
-    Attributes:
-        dropped: lines that had to go since that was last told.
-    """
+    """Lines that wait to be written; of too many, the oldest are dropped, and counted."""
 
     def __init__(self, most: int = _MOST_LINES) -> None:
         self._most = most
         self._lines: collections.deque[str] = collections.deque()
         self._taken = 0  # of the first lines: they are being written
-        self.dropped = 0
+        self.dropped = 0  # lines that had to go since that was last told
 
     def __len__(self) -> int:
         return len(self._lines)

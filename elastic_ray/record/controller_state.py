@@ -18,84 +18,47 @@ _MOST_VALUE = 1 << 16  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """A job as its controller knew it.
-
-    Attributes:
-        job: its name.
-        run: its run (:func:`run_of`); a trial that is paused and continues has another one.
-        phase: value of its ``JobPhase``.
-        message: of its status.
-        submitted_s: when it was submitted [s since the epoch].
-        issued: number of its latest generation.
-        announced: members of the latest generation that was announced since its last start.
-        trained: whether one has taken effect since then.
-        world_size: workers of the generation in effect.
-        named: number of its latest worker.
-        nodes: workers on each node that it is heading for.
-        reason: why.
-        held_at: number of workers that its driver holds it at.
-        weight: what its speed counts.
-        failures: restarts from a checkpoint.
-        raised: workers that were lost to an exception of their own.
-        lost: losses so far, in whole jobs.
-        fruitless: restarts since it had a new checkpoint.
-        saved_steps: steps of its newest checkpoint at its last restart.
-        most_workers: largest group that it has had.
-        resizes: how often it has changed size.
-        resize_cost_s: pause of a change [s].
-        start_s: time from a start of processes to the group that they form [s].
-        launched_at_s: when the processes began that start now [s since the epoch]; None where none start.
-        saved: whether it has saved itself.
-        stopping: whether it was told to stop.
-        paused: why it is paused; empty where it is not.
-        preempted: why it is being preempted; None where it is not.
-        processes: name of each worker's process, by worker.
-        homes: node of each worker's process.
-        pids: number of each worker's process on its node.
-        revivals: when controllers were restarted [s since the epoch].
-        claimed: scripted faults that were carried out.
-        first_report: number of its first report; 0 before it.
-        return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
-        trackers: what its trackers have to know to continue with their runs.
-        format: of the note.
-    """
+    """A job as its controller knew it."""
 
     job: str
-    run: str
-    phase: str
+    run: str  # its run (:func:`run_of`); a trial that is paused and continues has another one
+    phase: str  # value of its ``JobPhase``
     message: str
-    submitted_s: float
-    issued: int
-    announced: tuple[str, ...]
-    trained: bool
-    world_size: int
-    named: int
-    nodes: Mapping[str, int]
-    reason: str
-    held_at: int | None
-    weight: float
-    failures: int
-    lost: float
-    fruitless: int
-    saved_steps: int
-    most_workers: int
-    resizes: int
-    resize_cost_s: float
-    start_s: float
-    saved: bool
-    stopping: bool
-    preempted: str | None
-    processes: Mapping[str, str]
-    homes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    pids: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    revivals: tuple[float, ...] = ()
-    claimed: tuple[int, ...] = ()
-    first_report: int = 0
+    submitted_s: float  # when it was submitted [s since the epoch]
+    issued: int  # number of its latest generation
+    announced: tuple[str, ...]  # members of the latest generation that was announced since its last start
+    trained: bool  # whether one has taken effect since then
+    world_size: int  # workers of the generation in effect
+    named: int  # number of its latest worker
+    nodes: Mapping[str, int]  # workers on each node that it is heading for
+    reason: str  # why
+    held_at: int | None  # number of workers that its driver holds it at
+    weight: float  # what its speed counts
+    failures: int  # restarts from a checkpoint
+    lost: float  # losses so far, in whole jobs
+    fruitless: int  # restarts since it had a new checkpoint
+    saved_steps: int  # steps of its newest checkpoint at its last restart
+    most_workers: int  # largest group that it has had
+    resizes: int  # how often it has changed size
+    resize_cost_s: float  # pause of a change [s]
+    start_s: float  # time from a start of processes to the group that they form [s]
+    saved: bool  # whether it has saved itself
+    stopping: bool  # whether it was told to stop
+    preempted: str | None  # why it is being preempted; None where it is not
+    processes: Mapping[str, str]  # name of each worker's process, by worker
+    homes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # node of each worker's process
+    pids: Mapping[str, int] = dataclasses.field(default_factory=dict)  # number of each worker's process on its node
+    revivals: tuple[float, ...] = ()  # when controllers were restarted [s since the epoch]
+    claimed: tuple[int, ...] = ()  # scripted faults that were carried out
+    first_report: int = 0  # number of its first report; 0 before it
+    # what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`)
     return_value: str | None = None
+    # what its trackers have to know to continue with their runs
     trackers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # when the processes began that start now [s since the epoch]; None where none start
     launched_at_s: float | None = None
-    raised: int = 0
-    paused: str = ""
+    raised: int = 0  # workers that were lost to an exception of their own
+    paused: str = ""  # why it is paused; empty where it is not
     format: int = FORMAT
 
     @classmethod

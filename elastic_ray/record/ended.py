@@ -18,22 +18,15 @@ _LEFT_OUT = ("last_pause", "metrics", "trial")  # of a status: read apart
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJobNote:
-    """Note on a job at its end.
-
-    Attributes:
-        ended_s: when [s since the epoch].
-        cause: last line of the traceback that ended it, or else the status' message.
-        storage_path: where its results are.
-        submission: Ray's submission that it came from; empty if it was started otherwise.
-    """
+    """Note on a job at its end."""
 
     status: JobStatus
-    ended_s: float
-    cause: str
+    ended_s: float  # when [s since the epoch]
+    cause: str  # last line of the traceback that ended it, or else the status' message
     user: str
     tenant: str
-    storage_path: str
-    submission: str
+    storage_path: str  # where its results are
+    submission: str  # Ray's submission that it came from; empty if it was started otherwise
 
     @classmethod
     def of(

@@ -35,8 +35,7 @@ class Losses:
     """
 
     def __init__(self, max_failures: int, *, restart: bool = True) -> None:
-        self._max_failures = max_failures
-        self._restart = restart
+        self._max_failures, self._restart = max_failures, restart
         self.lost = 0.0
         self.failures = self.raised = self.fruitless = self.saved_steps = 0
         self._just_raised = False  # since a group has trained last

@@ -23,19 +23,12 @@ _LEAST_EFFICIENCY = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Parts of the time since a job's submission; they sum to the whole [s, each >= 0].
+    """Parts of the time since a job's submission; they sum to the whole [s, each >= 0]."""
 
-    Attributes:
-        waiting_s: for resources, without processes.
-        starting_s: from the start of its processes until a group trained.
-        pausing_s: of groups that trained, the pauses of their changes.
-        catching_up_s: training after a restart, until the job was as far as before it.
-    """
-
-    waiting_s: float = 0.0
-    starting_s: float = 0.0
-    pausing_s: float = 0.0
-    catching_up_s: float = 0.0
+    waiting_s: float = 0.0  # for resources, without processes
+    starting_s: float = 0.0  # from the start of its processes until a group trained
+    pausing_s: float = 0.0  # of groups that trained, the pauses of their changes
+    catching_up_s: float = 0.0  # training after a restart, until the job was as far as before it
     training_s: float = 0.0
 
     @property

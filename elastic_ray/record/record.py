@@ -23,16 +23,6 @@ class JobRecord:
 
     What it has to write waits in its backlogs for the job's ``RecordWriter``. What it has to write waits in its
     backlogs for the job's ``RecordWriter``.
-
-    Attributes:
-        note: what the allocator has to tell the job's user.
-        told: what its workers had to, last.
-        cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
-        start_s: when it reckons that the job has workers [s from then]; None where that cannot be told.
-        needs_node: whether no node that there is could ever hold one of its workers.
-        unwritten_events: lines of ``events.jsonl``.
-        unwritten_reports: lines of ``reports.jsonl``.
-        looked: whether it is known what storage has.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -46,14 +36,16 @@ class JobRecord:
         self._resume: ResumePoint | None = None
         self.phase = JobPhase.WAITING
         self.message = "waiting for resources"
-        self.note = ""
-        self.told = ""
+        self.note = ""  # what the allocator has to tell the job's user
+        self.told = ""  # what its workers had to, last
+        # what the allocator reckons that the job has cost so far [USD]; None without prices
         self.cost_usd: float | None = None
+        # when it reckons that the job has workers [s from then]; None where that cannot be told
         self.start_s: float | None = None
-        self.needs_node = False
+        self.needs_node = False  # whether no node that there is could ever hold one of its workers
         self.events: list[JobEvent] = []
-        self.unwritten_events = Backlog()
-        self.unwritten_reports = Backlog()
+        self.unwritten_events = Backlog()  # lines of ``events.jsonl``
+        self.unwritten_reports = Backlog()  # lines of ``reports.jsonl``
         self.metrics: Mapping[str, Any] = {}
         self.batch_reason = ""
         self._states: tuple[StateFile, ...] = ()
@@ -63,7 +55,7 @@ class JobRecord:
         self._start = spec.trial.start_from if spec.trial is not None else None
         self._waits: dict[str, str] = {}
         self.gpu_memory: dict[str, tuple[int, int]] = {}  # by worker: used at most, and reserved
-        self.looked = False
+        self.looked = False  # whether it is known what storage has
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
         """Take what storage has of an earlier run or of this one; return the checkpoints that are not kept.

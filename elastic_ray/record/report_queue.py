@@ -25,8 +25,7 @@ class ReportQueue:
     """
 
     def __init__(self, *, taken: int = 0, ahead: int | None = None, keep: int = MOST) -> None:
-        self._taken = taken
-        self._ahead = ahead
+        self._taken, self._ahead = taken, ahead
         self._reports: BoundedLog[Report] = BoundedLog(keep if ahead is None else max(keep, ahead + 2))
         self._open = True
         self._hole: tuple[int, float] | None = None

@@ -16,31 +16,19 @@ _RESUMED = ".resumed-"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedJob:
-    """A submission of a job, as its driver has made it.
-
-    Attributes:
-        job: its name.
-        storage: directory of the run.
-        session: Ray's name of the session of the cluster's head, which each head has of its own.
-        address: HOST:PORT of that cluster's control store.
-        submitted_s: [s since the epoch], on the driver's clock.
-        submission: id of Ray's submission that the script was; empty of a script that was run by hand.
-        command: arguments of ``elastic-ray submit`` that submit the script again, paths absolute; empty as above.
-        user: owner of the job.
-        named: whether the script, submitted again, gives the job the same name.
-        script: the script, for messages.
-    """
+    """A submission of a job, as its driver has made it."""
 
     job: str
-    storage: str
-    session: str
-    address: str
-    submitted_s: float
-    submission: str = ""
+    storage: str  # directory of the run
+    session: str  # Ray's name of the session of the cluster's head, which each head has of its own
+    address: str  # HOST:PORT of that cluster's control store
+    submitted_s: float  # [s since the epoch], on the driver's clock
+    submission: str = ""  # id of Ray's submission that the script was; empty of a script that was run by hand
+    # arguments of ``elastic-ray submit`` that submit the script again, paths absolute; empty as above
     command: tuple[str, ...] = ()
-    user: str = ""
-    named: bool = True
-    script: str = ""
+    user: str = ""  # owner of the job
+    named: bool = True  # whether the script, submitted again, gives the job the same name
+    script: str = ""  # the script, for messages
     format: int = _FORMAT
 
     def to_json(self) -> str:
@@ -49,11 +37,7 @@ class SubmittedJob:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SubmittedJob:
-        """Read what :meth:`to_json` has written.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Read what :meth:`to_json` has written. Raises ValueError: it is something else."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a submission must be a JSON object, but got {values!r:.80}")

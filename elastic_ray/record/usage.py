@@ -18,26 +18,16 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """Row of usage; the fields of ``--json``.
+    """Row of usage; the fields of ``--json``."""
 
-    Attributes:
-        user: owner of the jobs; None where the row stands for several, as in the next three.
-        job: name of its directory.
-        week: ISO week of UTC, such as ``2026-W48``.
-        gpu_hours: GPUs times hours that workers trained or stood ready.
-        cpu_hours: likewise of CPUs.
-        worker_hours: workers times hours.
-        cost_usd: None where no prices were known.
-    """
-
-    user: str | None = None
+    user: str | None = None  # owner of the jobs; None where the row stands for several, as in the next three
     tenant: str | None = None
-    job: str | None = None
-    week: str | None = None
-    gpu_hours: float = 0.0
-    cpu_hours: float = 0.0
-    worker_hours: float = 0.0
-    cost_usd: float | None = None
+    job: str | None = None  # name of its directory
+    week: str | None = None  # ISO week of UTC, such as ``2026-W48``
+    gpu_hours: float = 0.0  # GPUs times hours that workers trained or stood ready
+    cpu_hours: float = 0.0  # likewise of CPUs
+    worker_hours: float = 0.0  # workers times hours
+    cost_usd: float | None = None  # None where no prices were known
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,19 +23,12 @@ _sum_of_all = functools.lru_cache(maxsize=8)(hash_of_all)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Finding of one check.
+    """Finding of one check."""
 
-    Attributes:
-        line: of the events' file, from 1; 0 for the whole.
-        what: "group", "epoch", "steps", "line" or "checkpoint".
-        proven: True; False where it is not proven; None for what there is nothing to prove of.
-        text: a sentence.
-    """
-
-    line: int
-    what: str
-    proven: bool | None
-    text: str
+    line: int  # of the events' file, from 1; 0 for the whole
+    what: str  # "group", "epoch", "steps", "line" or "checkpoint"
+    proven: bool | None  # True; False where it is not proven; None for what there is nothing to prove of
+    text: str  # a sentence
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -35,17 +35,12 @@ _CAUSE = 120  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerError:
-    """Exception of one worker.
-
-    Attributes:
-        steps: steps of all loaders that were committed by then.
-        origin: type and place; None where elastic_ray failed beside the train function.
-    """
+    """Exception of one worker."""
 
     worker: str
     node: str
-    steps: int
-    origin: ErrorOrigin | None
+    steps: int  # steps of all loaders that were committed by then
+    origin: ErrorOrigin | None  # type and place; None where elastic_ray failed beside the train function
     raised: BaseException | Raised | None
 
     def is_like(self, other: WorkerError) -> bool:
@@ -56,17 +51,11 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on what an exception means for its job.
+    """Verdict on what an exception means for its job."""
 
-    Attributes:
-        ends: the error that ends the job; None where only the worker is lost.
-        reason: why, a sentence.
-        blames_node: the worker's node may be the cause.
-    """
-
-    ends: BaseException | Raised | None
-    reason: str
-    blames_node: bool = True
+    ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
+    reason: str  # why, a sentence
+    blames_node: bool = True  # the worker's node may be the cause
 
 
 class WorkerErrors:

@@ -12,13 +12,9 @@ from elastic_ray.state.resume_point import ResumePoint
 
 
 class ControllerClient(Protocol):
-    """Protocol of a training session's calls to its controller. All return at once unless they say otherwise.
+    """Protocol of a training session's calls to its controller. All return at once unless they say otherwise."""
 
-    Attributes:
-        paced: whether ``report`` waits until a sweep's scheduler has decided.
-    """
-
-    paced: bool
+    paced: bool  # whether ``report`` waits until a sweep's scheduler has decided
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         """Report that this worker has built its model and waits for its first generation.

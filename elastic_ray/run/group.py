@@ -18,7 +18,6 @@ class Group:
 
     Args:
         worker: id of this worker.
-        membership: knows the generation.
         expected: where this worker will stand in the first one, as far as that is known.
         most_workers: that there may ever be; None in a group of fixed size.
 
@@ -38,9 +37,7 @@ class Group:
     def __init__(
         self, worker: str, membership: WorkerMembership, expected: RankInfo, most_workers: int | None = None
     ) -> None:
-        self._worker = worker
-        self._membership = membership
-        self._expected = expected
+        self._worker, self._membership, self._expected = worker, membership, expected
         self._most_workers = most_workers
         self.follow()
 

@@ -59,8 +59,7 @@ class OptimizerWatch:
     """
 
     def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:
-        self._group = group
-        self._tell = tell
+        self._group, self._tell = group, tell
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._schedulers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]
@@ -69,8 +68,7 @@ class OptimizerWatch:
     def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
         """Check a scheduler that was made; ``late`` if training has begun in a group that may change.
 
-        Raises:
-            RuntimeError: so late, and for the optimizer of a wrapped model.
+        Raises RuntimeError: so late, and for the optimizer of a wrapped model.
         """
         if late and optimizer in self._known:
             raise RuntimeError(
@@ -91,11 +89,7 @@ class OptimizerWatch:
         self._known.add(optimizer)
 
     def look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step.
-
-        Raises:
-            RuntimeError: no model was wrapped at all.
-        """
+        """Check an optimizer that is about to step. Raises RuntimeError: no model was wrapped at all."""
         world_size = self._group.world_size
         if world_size == 1 or optimizer in self._known or optimizer in self._warned:
             return

@@ -144,15 +144,13 @@ class Participant:
         Args:
             stays: whether each rank is in the next group as well; what only others hold is handed over.
 
-        Raises:
-            CommunicationFailedError: the present group broke meanwhile.
+        Raises CommunicationFailedError: the present group broke meanwhile.
         """
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
         """Make models one in a new group, before its ranks exchange state, among those that hold a trained one.
 
         Args:
-            communicator: the group.
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.

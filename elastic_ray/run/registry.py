@@ -114,14 +114,11 @@ class LoaderRegistry:
 
     Args:
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
-
-    Attributes:
-        info: what it tells the job, None before there is one.
     """
 
     def __init__(self, *, fixed_batch: bool = False) -> None:
         self._fixed_batch = fixed_batch
-        self.info: LoaderInfo | None = None
+        self.info: LoaderInfo | None = None  # what it tells the job, None before there is one
         self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
         self._failed = False
@@ -179,14 +176,6 @@ class Registry:
     Args:
         monitoring: what is measured of the run's steps.
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
-
-    Attributes:
-        models: the wrapped models.
-        loaders: the loaders.
-        monitoring: as given.
-        saving: what the ranks agree on of checkpoints that all of them write.
-        halving_changes: how often it has changed which steps are halved, but for changes of group and batch.
-        folds_random: torch's generators become each rank's own with the first epoch.
     """
 
     def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
@@ -197,12 +186,12 @@ class Registry:
         self._buffers: list[BufferSync] = []
         self._gradients: list[Participant] = []
         self._efforts: list[Callable[[], float | None]] = []
-        self.saving = SaveAgreement()
+        self.saving = SaveAgreement()  # what the ranks agree on of checkpoints that all of them write
         self._least_share = 1
-        self.halving_changes = 0
+        self.halving_changes = 0  # how often it has changed which steps are halved, but for changes of group and batch
         self._adds_up = False  # gradients over several steps
         self._saves: Callable[[], bool] = lambda: False
-        self.folds_random = True
+        self.folds_random = True  # torch's generators become each rank's own with the first epoch
 
     def keep_random(self) -> None:
         """Leave torch's generators as user code has seeded them."""
@@ -283,8 +272,7 @@ class Registry:
     def set_strategy(self, model: int, strategy: object) -> None:
         """Have a model continue with another strategy; all ranks ask for the same between the same two steps.
 
-        Raises:
-            ValueError, TypeError: there is no such model or strategy, or the model cannot have it.
+        Raises ValueError, TypeError: there is no such model or strategy, or the model cannot have it.
         """
         if model >= len(self._gradients):
             raise ValueError(f"there is no model {model}: the loop has wrapped {len(self._gradients)}")
@@ -426,8 +414,7 @@ class Registry:
         Args:
             stays: whether each of its ranks is in the next one.
 
-        Raises:
-            CommunicationFailedError: it broke meanwhile.
+        Raises CommunicationFailedError: it broke meanwhile.
         """
         for each in self._gradients:
             each.before_change(stays)

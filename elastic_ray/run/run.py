@@ -46,14 +46,12 @@ class Run:
         elastic: whether the group may change.
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
         faults: scripted faults, None outside tests.
-        job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         most_workers: that there may ever be; None in a group of fixed size.
         unit: of which this worker is one; None where each is a rank by itself.
         stragglers: what is done about slow workers.
 
     Attributes:
-        group: the present group.
         states: what all ranks share.
         registry: what the train function has built.
         ledger: which step this rank is in.
@@ -236,13 +234,11 @@ class Run:
         """Take part in the training of a newly wrapped model; returns its number, in the order of wrapping.
 
         Args:
-            module: the model.
             optimizer: steps its parameters.
             info: what it tells the job.
             noise: gives its noise scale.
 
-        Raises:
-            RuntimeError: training has begun. ValueError: the model shares parameters with another one.
+        Raises RuntimeError: training has begun. ValueError: the model shares parameters with another one.
         """
         if self.synced:
             raise RuntimeError(

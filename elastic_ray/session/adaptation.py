@@ -34,28 +34,20 @@ class Adaptation:
     Args:
         run: the run that policies look at, and change.
         sizes: fewest and most workers of the job; None where the group cannot change.
-
-    Attributes:
-        runner: the policies.
-        active: whether there are any.
     """
 
     def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:
         self._run, self._sizes = run, sizes
         self.runner = PolicyRunner(self, run.tell, run.controller.tell)
         self._step: LoaderStep | None = None
-        self.active = False
+        self.active = False  # whether there are any
 
     @property
     def _progress(self) -> RunProgress:
         return self._run.states.progress
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Ask these policies as well.
-
-        Raises:
-            PolicyError: the state of one is not plain.
-        """
+        """Ask these policies as well. Raises PolicyError: the state of one is not plain."""
         self.runner.add(policies)
         self.active = bool(self.runner)
         if self.active:
@@ -64,8 +56,7 @@ class Adaptation:
     def register(self, states: SharedState) -> None:
         """Have what policies keep travel, and be undone with a lost step.
 
-        Raises:
-            PolicyError: it cannot be sent to other ranks.
+        Raises PolicyError: it cannot be sent to other ranks.
         """
         if self.runner:
             self.runner.check_plain()
@@ -126,8 +117,7 @@ class Adaptation:
     def after_step(self, step: LoaderStep) -> None:
         """Apply what all ranks agreed on with a committed training step, and ask the policies again.
 
-        Raises:
-            PolicyError: of a strict policy, on every rank.
+        Raises PolicyError: of a strict policy, on every rank.
         """
         values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:

@@ -88,11 +88,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup:
-        """Return another object for the same group.
-
-        Raises:
-            ValueError: it is to have some of the ranks only.
-        """
+        """Return another object for the same group. Raises ValueError: it is to have some of the ranks only."""
         if len(ranks) != self.size():
             raise ValueError(_SUBGROUP.format(what="new_group()"))
         return _made(str(options["group_name"]))
@@ -312,12 +308,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class Transfer(EndedWork):
-    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received.
-
-    Args:
-        start: starts it.
-        come: it has come.
-    """
+    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received."""
 
     def __init__(self, start: Callable[[Communicator], Any], come: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -367,9 +358,7 @@ def _call(
     """Return the result of a collective; in a step as tensors where they are, between steps by what is kept of it.
 
     Args:
-        what: its name.
         detail: what all ranks must have in common.
-        tensors: that it is given.
         perform: carries it out in a group of several, with tensors on a device.
         alone: its result for this rank alone.
     """
@@ -406,8 +395,7 @@ def _session() -> Session:
 def _of_bytes(content: bytes) -> Any:
     """Return the size of the group that a result is of, and the result.
 
-    Raises:
-        RuntimeError: the others have made another collective here.
+    Raises RuntimeError: the others have made another collective here.
     """
     found = from_bytes(content)
     if not isinstance(found, list) or not found or not isinstance(found[0], int):

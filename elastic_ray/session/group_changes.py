@@ -35,14 +35,10 @@ class GroupChanges:
     Every method returns in a group, or raises ``WorkerDismissed`` or ``LostGroupError``.
 
     Args:
-        run: the run.
         adaptation: policies of the user's, whose batch goes first.
         results: of user code's own collectives, which ranks that are behind in a new group receive.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
         regroup_timeout_s: longest wait for a generation to continue with.
-
-    Attributes:
-        furthest_passes: loader passes that the present group's furthest rank had ended when it was formed.
     """
 
     def __init__(
@@ -56,16 +52,14 @@ class GroupChanges:
     ) -> None:
         self._run, self._adaptation, self._results = run, adaptation, results
         self._membership, self._controller = run.membership, run.controller
-        self._explain = explain
-        self._regroup_timeout_s = regroup_timeout_s
+        self._explain, self._regroup_timeout_s = explain, regroup_timeout_s
         self._steps_waited = 0  # for gradients that differ from rank to rank
-        self.furthest_passes = 0
+        self.furthest_passes = 0  # loader passes that the present group's furthest rank had ended when it was formed
 
     def join(self, *, timeout_s: float) -> None:
         """Join a group for the first time.
 
-        Raises:
-            WorkerDismissed: the job ended or shrank before this worker's turn came.
+        Raises WorkerDismissed: the job ended or shrank before this worker's turn came.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -84,8 +78,7 @@ class GroupChanges:
         Args:
             can_switch: whether a group of a given size may begin here.
 
-        Raises:
-            WorkerDismissed: this worker leaves, or the job stops.
+        Raises WorkerDismissed: this worker leaves, or the job stops.
         """
         run, agreed = self._run, self._run.agreed
         if agreed.preempted and not agreed.stop:
@@ -141,8 +134,7 @@ class GroupChanges:
 
         All ranks come here. They answer alike, though one may have left out an update that others have made.
 
-        Raises:
-            CommunicationFailedError: the group broke.
+        Raises CommunicationFailedError: the group broke.
         """
         ranks = float(self._run.registry.gradients_are_local)
         if self._run.group.world_size > 1:
@@ -154,8 +146,7 @@ class GroupChanges:
     def regroup(self, cause: str) -> int:
         """Find a group to continue with; returns the loader passes that its furthest rank has ended.
 
-        Raises:
-            CommunicationFailedError: the group is one that cannot change.
+        Raises CommunicationFailedError: the group is one that cannot change.
         """
         if not self._run.elastic:
             raise CommunicationFailedError(self._explain(cause))
@@ -307,9 +298,6 @@ class GroupChanges:
         """Have all ranks hold the same model, those of another group if this one breaks.
 
         Then it is saved: by all ranks, where each has a part of it, or by the first one, which gets the whole.
-
-        Args:
-            ends: no step follows.
         """
         try:
             self._ready_to_save(ends=ends)
@@ -320,8 +308,7 @@ class GroupChanges:
     def _ready_to_save(self, *, ends: bool) -> None:
         """Prepare the ranks to save as they agree: together, alone or later.
 
-        Raises:
-            CommunicationFailedError: the group broke.
+        Raises CommunicationFailedError: the group broke.
         """
         saving = self._agree_on_saving(ends=ends)
         if saving is Saving.LATER:
@@ -342,11 +329,7 @@ class GroupChanges:
         return True
 
     def _agree_on_saving(self, *, ends: bool) -> Saving:
-        """Agree on how to save; called on every rank.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Agree on how to save; called on every rank. Raises CommunicationFailedError: the group broke."""
         registry, group = self._run.registry, self._run.group
         if group.world_size == 1:
             return Saving.ALONE

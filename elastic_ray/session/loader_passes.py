@@ -32,7 +32,6 @@ class LoaderPasses:
     """Passes of a run's loaders, and their steps.
 
     Args:
-        run: the run.
         changes: of group and batch.
         adaptation: policies of the user's, asked between steps.
     """
@@ -79,8 +78,7 @@ class LoaderPasses:
             loader_pass: the pass, whose next step all ranks are about to begin.
             facts: tells what the ranks must have in common.
 
-        Returns:
-            False if the group broke meanwhile and another one was entered: the step must be cut anew.
+        Returns False if the group broke meanwhile and another one was entered: the step must be cut anew.
 
         Raises:
             ReplicasDifferError: the ranks would use other samples, or in another order; raised on every rank.
@@ -163,8 +161,7 @@ class LoaderPasses:
     def enter(self) -> PassProgress:
         """Enter the next loader pass of this epoch, with the position that it has already reached.
 
-        Raises:
-            RuntimeError: a pass over whole batches is in progress.
+        Raises RuntimeError: a pass over whole batches is in progress.
         """
         self.settle()
         ordinal = self._run.ledger.begin_pass()
@@ -190,8 +187,7 @@ class LoaderPasses:
             ends_pass: the pass ends with this step, and what happens between two steps is put off.
             abandoned: its loop was left, so that nobody can draw it again.
 
-        Returns:
-            Whether the step was committed (by this rank, or by a survivor whose state it took over).
+        Returns whether the step was committed (by this rank, or by a survivor whose state it took over).
 
         Raises:
             RuntimeError: another pass was begun within the step and has not ended.
@@ -276,15 +272,13 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            loader_pass: the pass.
             total: its samples.
             put_off: the user's code after the loop has run already. What happens between two steps waits until the
                 progress says so; a joiner, or the job when it continues later, does not run that code again.
             abandoned: its loop was left before its end.
             rest: hashes of the samples that it leaves out; None where it is not to use each of its samples once.
 
-        Raises:
-            WorkerDismissed: as in :meth:`edge`.
+        Raises WorkerDismissed: as in :meth:`edge`.
         """
         self._follow(loader_pass)
         if loader_pass.done:  # another rank has ended it, and this one has taken over its state

@@ -98,7 +98,6 @@ class Session:
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
         regroup_timeout_s: longest wait for a generation to continue with.
         faults: scripted faults, None outside tests.
-        job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         unit: of which this worker is one; None where each is a rank by itself.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
@@ -230,8 +229,7 @@ class Session:
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Ask these policies between steps.
 
-        Raises:
-            RuntimeError: training has begun. PolicyError: the state of one is not plain.
+        Raises RuntimeError: training has begun. PolicyError: the state of one is not plain.
         """
         if policies and self.synced:
             raise RuntimeError("policies must be given before the first epoch, so that all workers have the same")
@@ -301,8 +299,7 @@ class Session:
     def begin_epochs(self, epochs: int | None) -> None:
         """Begin the loop's remaining epochs; None if it counts them by itself.
 
-        Raises:
-            WorkerDismissed, UnsafeStateError: as :meth:`sync_point`.
+        Raises WorkerDismissed, UnsafeStateError: as :meth:`sync_point`.
         """
         self._in_epochs = True
         self.sync_point()
@@ -316,8 +313,7 @@ class Session:
     def enter_loop(self) -> PassProgress:
         """Enter the next loader pass of this epoch, with the position that it has already reached.
 
-        Raises:
-            RuntimeError: an elastic job whose loop does not use ``remaining_epochs_until``.
+        Raises RuntimeError: an elastic job whose loop does not use ``remaining_epochs_until``.
         """
         if not self.synced:
             if self.elastic and not self._in_epochs:
@@ -388,8 +384,7 @@ class Session:
         Args:
             saves: what the run ends with is to be saved; the same on all ranks.
 
-        Returns:
-            True if this rank can save its part of that now, or all of it.
+        Returns True if this rank can save its part of that now, or all of it.
 
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.

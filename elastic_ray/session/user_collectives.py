@@ -28,17 +28,11 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Results of collectives since all ranks were last known to be at one place, in order.
-
-    Attributes:
-        first: number of the first of them.
-        contents: of each, as bytes.
-        place: committed steps and ended passes then.
-    """
+    """Results of collectives since all ranks were last known to be at one place, in order."""
 
     first: int = 0
     contents: list[bytes] = dataclasses.field(default_factory=list)
-    place: tuple[int, int] = (0, 0)
+    place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
         """Drop older results, because all ranks are at ``place``, after the first ``number`` collectives."""
@@ -85,7 +79,6 @@ class UserCollectives:
     """Collectives of the train function, whose results survive changes of the group.
 
     Args:
-        run: the run.
         changes: of group, which find another one where a collective between two steps fails.
         passes: of its loaders, which commit steps that were left by ``break`` before a collective.
         results: what is kept of results.
@@ -111,7 +104,6 @@ class UserCollectives:
         """Carry out a collective and return its result, as bytes.
 
         Args:
-            what: its name.
             detail: what all ranks must have in common besides.
             perform: carries it out in a group of several.
             alone: its result for this rank alone: before it has joined, while it catches up, and in a step that is

@@ -121,8 +121,7 @@ class StandaloneController:
     paced = False
 
     def __init__(self, replicas: int, post: Callable[[ControllerMessage], None]) -> None:
-        self._replicas = replicas
-        self._post = post
+        self._replicas, self._post = replicas, post
         self._planner = BatchPlanner(fit_every_s=0.0)
         self._choice: BatchChoice | None = None
         self._session: weakref.ref[Session] | None = None
@@ -344,8 +343,7 @@ class Departures:
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
         self._key = f"{prefix}/left"
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self._store: Any = None
         self._follows = False
         self._group: weakref.ref[Communicator] | None = None

@@ -22,15 +22,10 @@ _RELATIVE, _ABSOLUTE = 1e-2, 1e-4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts of one rank.
+    """Facts of one rank."""
 
-    Attributes:
-        facts: by name; plain values. None is no fact: it agrees with any other.
-        joined: True if this rank has just joined the job.
-    """
-
-    facts: Mapping[str, Any]
-    joined: bool = False
+    facts: Mapping[str, Any]  # by name; plain values. None is no fact: it agrees with any other.
+    joined: bool = False  # True if this rank has just joined the job
 
     @property
     def fingerprint(self) -> int:

@@ -21,16 +21,13 @@ Path = tuple[Any, ...]
 class Pieces:
     """Stand-in in a tree for a tensor of which this rank writes some elements.
 
-    Attributes:
-        shape: of the whole tensor.
-        held: pieces of consecutive elements: the place of the first one in the flattened tensor, and the elements, in
-            any shape. They do not overlap, also not with those of other ranks.
-
     Raises ValueError: a piece has another type, or lies beyond the tensor's end.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
+    # pieces of consecutive elements: the place of the first one in the flattened tensor, and the elements, in any
+    # shape. They do not overlap, also not with those of other ranks.
     held: tuple[tuple[int, Tensor], ...] = ()
 
     def __post_init__(self) -> None:

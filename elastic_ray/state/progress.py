@@ -15,16 +15,11 @@ from placement.cluster.progress import Progress
 
 @dataclasses.dataclass(slots=True)
 class PassProgress:
-    """Progress of one pass of a loader within an epoch.
+    """Progress of one pass of a loader within an epoch."""
 
-    Attributes:
-        position: samples used so far.
-        done: whether it has ended.
-        hashed: sum of the hashes of these samples' indices, modulo 2^32; None where not all of them are known.
-    """
-
-    position: int = 0
-    done: bool = False
+    position: int = 0  # samples used so far
+    done: bool = False  # whether it has ended
+    # sum of the hashes of these samples' indices, modulo 2^32; None where not all of them are known
     hashed: int | None = 0
 
     def advance(self, samples: int, hashes: int | None = None) -> None:
@@ -50,61 +45,41 @@ _STORED_AS = {"passes": "loops", "loader_steps": "ticks", "optimizers_stepped": 
 
 @dataclasses.dataclass(slots=True)
 class RunProgress:
-    """Progress of a run: everything except tensors that a rank must share with the others.
+    """Progress of a run: everything except tensors that a rank must share with the others."""
 
-    Attributes:
-        epoch: epoch in progress, from 0.
-        epochs: declared number of epochs, None before it is known.
-        passes: the loader passes of this epoch in the order the user's code started them.
-        loader_steps: committed steps of any loader since the start; orders the states of ranks.
-        steps: committed optimizer steps of the training loader.
-        lineage: generation in which the last step was committed.
-        ended_passes: loader passes that ended, counted when all ranks agreed on the end.
-        optimizers_stepped: optimizers stepped within the step in progress.
-        sums: what accumulators hold, by accumulator and name.
-        reports: calls of ``report`` that the run has made.
-        done: statistical progress of the committed steps, the sum of their gains: scale-invariant iterations, each
-            worth one step at the initial batch.
-        epoch_ends: ``done`` at the end of every ``stride``-th epoch.
-        stride: 1; doubled whenever there would be too many ends.
-        collectives: those that user code made between steps and this rank has the results of.
-        collectives_before: the same at the last place from which a worker that joins runs the code.
-        meeting: user code is in a collective between steps now.
-        joined_at: that collective's number, of the rank whose state a worker that joins has got: what the code does up
-            to there is in it. None where it was in none.
-        proof: latest link of the run's chain of proofs; 0 before the first.
-        last_pass: facts of the training pass that ended last, with its link; empty before the first.
-        memory_bound: most samples that a worker may take at once, since one ran out of memory with more; None for none.
-        fits: most that one has taken at once in a committed step of training.
-        weighed: what the loop has weighed samples by (``loader.weigh``), their tokens, in steps that trained.
-        weighed_samples: how many samples these were.
-        tokens_per_sample: their mean as batches go by it, which follows once it has moved by a part.
-    """
-
-    epoch: int = 0
-    epochs: int | None = None
+    epoch: int = 0  # epoch in progress, from 0
+    epochs: int | None = None  # declared number of epochs, None before it is known
+    # the loader passes of this epoch in the order the user's code started them
     passes: list[PassProgress] = dataclasses.field(default_factory=list)
-    loader_steps: int = 0
-    steps: int = 0
-    lineage: int = 0
-    ended_passes: int = 0
-    optimizers_stepped: int = 0
+    loader_steps: int = 0  # committed steps of any loader since the start; orders the states of ranks
+    steps: int = 0  # committed optimizer steps of the training loader
+    lineage: int = 0  # generation in which the last step was committed
+    ended_passes: int = 0  # loader passes that ended, counted when all ranks agreed on the end
+    optimizers_stepped: int = 0  # optimizers stepped within the step in progress
+    # what accumulators hold, by accumulator and name
     sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
-    reports: int = 0
+    reports: int = 0  # calls of ``report`` that the run has made
+    # statistical progress of the committed steps, the sum of their gains: scale-invariant iterations, each worth one
+    # step at the initial batch
     done: float = 0.0
+    # ``done`` at the end of every ``stride``-th epoch
     epoch_ends: list[float] = dataclasses.field(default_factory=list)
-    stride: int = 1
-    collectives: int = 0
-    collectives_before: int = 0
-    meeting: bool = False
+    stride: int = 1  # 1; doubled whenever there would be too many ends
+    collectives: int = 0  # those that user code made between steps and this rank has the results of
+    collectives_before: int = 0  # the same at the last place from which a worker that joins runs the code
+    meeting: bool = False  # user code is in a collective between steps now
+    # that collective's number, of the rank whose state a worker that joins has got: what the code does up to there is
+    # in it. None where it was in none.
     joined_at: int | None = None
-    proof: int = 0
+    proof: int = 0  # latest link of the run's chain of proofs; 0 before the first
+    # facts of the training pass that ended last, with its link; empty before the first
     last_pass: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    # most samples that a worker may take at once, since one ran out of memory with more; None for none
     memory_bound: int | None = None
-    fits: int = 0
-    weighed: float = 0.0
-    weighed_samples: int = 0
-    tokens_per_sample: float = 0.0
+    fits: int = 0  # most that one has taken at once in a committed step of training
+    weighed: float = 0.0  # what the loop has weighed samples by (``loader.weigh``), their tokens, in steps that trained
+    weighed_samples: int = 0  # how many samples these were
+    tokens_per_sample: float = 0.0  # their mean as batches go by it, which follows once it has moved by a part
 
     def declare_epochs(self, epochs: int | None) -> None:
         """Declare the number of epochs that the loop wants; None if it does not say."""

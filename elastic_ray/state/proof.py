@@ -19,17 +19,11 @@ BITS = (1 << 32) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Link of a run's chain of proofs: a changed, added or missing line breaks it.
+    """Link of a run's chain of proofs: a changed, added or missing line breaks it."""
 
-    Attributes:
-        before: the link that it follows; 0 for the first of a run, and after a checkpoint that does not know it.
-        link: its own number, from that and its facts; never 0.
-        facts: what it proves, as plain values.
-    """
-
-    before: int
-    link: int
-    facts: Mapping[str, Any]
+    before: int  # the link that it follows; 0 for the first of a run, and after a checkpoint that does not know it
+    link: int  # its own number, from that and its facts; never 0
+    facts: Mapping[str, Any]  # what it proves, as plain values
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:

@@ -44,8 +44,7 @@ class Replicas:
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add a model and the optimizer that steps it.
 
-        Raises:
-            ValueError: one that was added before has some of its parameters.
+        Raises ValueError: one that was added before has some of its parameters.
         """
         known = {id(p): number for number, other in enumerate(self._modules) for p in other.parameters()}
         for name, p in module.named_parameters():

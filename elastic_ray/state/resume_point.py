@@ -17,28 +17,19 @@ class ResumePoint:
     """Position of a checkpoint in its run.
 
     It is written as JSON beside every checkpoint, by the names of the first version.
-
-    Attributes:
-        epoch: epoch to continue in, from 0.
-        epochs: declared number of epochs, None where it was not known.
-        passes: position [samples], and whether it has ended, of each loader pass that the epoch has begun.
-        steps: optimizer steps that the checkpoint holds.
-        reports: reports made until then.
-        done: statistical progress, see ``RunProgress``.
-        epoch_ends: ``done`` at the end of every ``stride``-th epoch.
-        stride: see ``RunProgress``.
-        samples_left: samples left in the pass that it was taken in; no more workers than that can continue from there.
-            0 where none was in progress.
     """
 
-    epoch: int
-    epochs: int | None = None
+    epoch: int  # epoch to continue in, from 0
+    epochs: int | None = None  # declared number of epochs, None where it was not known
+    # position [samples], and whether it has ended, of each loader pass that the epoch has begun
     passes: tuple[tuple[int, bool], ...] = ()
-    steps: int = 0
-    reports: int = 0
-    done: float = 0.0
-    epoch_ends: tuple[float, ...] = ()
-    stride: int = 1
+    steps: int = 0  # optimizer steps that the checkpoint holds
+    reports: int = 0  # reports made until then
+    done: float = 0.0  # statistical progress, see ``RunProgress``
+    epoch_ends: tuple[float, ...] = ()  # ``done`` at the end of every ``stride``-th epoch
+    stride: int = 1  # see ``RunProgress``
+    # samples left in the pass that it was taken in; no more workers than that can continue from there. 0 where none was
+    # in progress.
     samples_left: int = 0
 
     def to_json(self) -> dict[str, Any]:

@@ -45,15 +45,10 @@ _SAME_STATES = "train_loop_per_worker must register the same state on every work
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Result of an exchange of state.
+    """Result of an exchange of state."""
 
-    Attributes:
-        received: this rank was behind and took over another's state.
-        passes: ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``).
-    """
-
-    received: bool
-    passes: int
+    received: bool  # this rank was behind and took over another's state
+    passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,7 @@ class StartingPoint:
     def __init__(
         self, checkpoint: Any = None, *, epoch: int = 0, others_at: int | None = None, has_state: bool = False
     ) -> None:
-        self._checkpoint = checkpoint
-        self._epoch = epoch
-        self._others_at = others_at
+        self._checkpoint, self._epoch, self._others_at = checkpoint, epoch, others_at
         self._has_state = has_state
         self._taken = False
 
@@ -33,8 +31,8 @@ class StartingPoint:
     def first_epoch(self) -> int:
         """Return the epoch that code begins with which counts epochs by itself.
 
-        Raises:
-            RuntimeError: there is a checkpoint, and nothing else to continue from, but the code has not asked for it.
+        Raises RuntimeError: there is a checkpoint, and nothing else to continue from, but the code has not asked for
+        it.
         """
         if self._checkpoint is None:
             return 0
@@ -56,12 +54,7 @@ class StartingPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Captured states that a worker starts with, and that make it a holder of state.
+    """Captured states that a worker starts with, and that make it a holder of state."""
 
-    Attributes:
-        states: from before a rerun in this process, or of an automatic checkpoint.
-        path: of that automatic checkpoint; empty for a rerun.
-    """
-
-    states: dict[str, Any]
-    path: str = ""
+    states: dict[str, Any]  # from before a rerun in this process, or of an automatic checkpoint
+    path: str = ""  # of that automatic checkpoint; empty for a rerun

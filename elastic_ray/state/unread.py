@@ -17,20 +17,15 @@ _CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnreadTensor:
-    """Stand-in in a captured tree for a tensor of a checkpoint.
-
-    Attributes:
-        elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
-            their own on the CPU.
-        device: where :meth:`rows`, :meth:`part` and :meth:`whole` put them.
-        rows_dtype: as what, None for as they are.
-    """
+    """Stand-in in a captured tree for a tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # reads the elements between two places of the flattened tensor, the second one left out, into memory of their own
+    # on the CPU
     elements: Callable[[int, int], Tensor]
-    device: torch.device = _CPU
-    rows_dtype: torch.dtype | None = None
+    device: torch.device = _CPU  # where :meth:`rows`, :meth:`part` and :meth:`whole` put them
+    rows_dtype: torch.dtype | None = None  # as what, None for as they are
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> UnreadTensor:
         """Return the tensor for rows on another device or of another dtype."""

@@ -15,19 +15,15 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Collects step and micro-step times [s] of one batch shape and strategy; starts afresh at every change.
-
-    Attributes:
-        generation: of the group that the steps were made in; 0 before the first.
-        first_step_s: of the first step after the last change of group; None before it was committed.
-    """
+    """Collects step and micro-step times [s] of one batch shape and strategy; starts afresh at every change."""
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
         self._change_s: float | None = None
         self._stands_s: float | None = None
         self._resumed_s: float | None = None
-        self.generation = 0
+        self.generation = 0  # of the group that the steps were made in; 0 before the first
+        # of the first step after the last change of group; None before it was committed
         self.first_step_s: float | None = None
         self._last_micro_s: float | None = None
         self._shape: BatchChoice | None = None
@@ -39,20 +35,12 @@ class StepClock:
         self._micros: deque[float] = deque(maxlen=_KEPT)
 
     def edge(
-        self,
-        shape: BatchChoice | None,
-        micro_steps: int,
-        samples: int,
-        strategy: str | None,
-        *,
-        uneven: bool = False,
+        self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None, *, uneven: bool = False
     ) -> None:
         """Record the end of a committed step.
 
         Args:
             shape: of the batch; None when it trained nothing (evaluation).
-            micro_steps: that it had.
-            samples: that it had.
             strategy: tells ways of synchronising apart; None while one is being chosen, for such steps do not count.
             uneven: its ranks had unequal shares; such times are not mixed with others.
         """

@@ -69,16 +69,11 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LostStep:
-    """Facts of a lost step that matter once a new group has been found.
+    """Facts of a lost step that matter once a new group has been found."""
 
-    Attributes:
-        nested: whether it lies within a step of another pass.
-        outer_lost: whether that one has failed as well, or its gradients wait for an update: they may be gone.
-        before: where the outermost pass is, and optimizers stepped in its step; a pass within it may be a step behind.
-    """
-
-    nested: bool
-    outer_lost: bool
+    nested: bool  # whether it lies within a step of another pass
+    outer_lost: bool  # whether that one has failed as well, or its gradients wait for an update: they may be gone
+    # where the outermost pass is, and optimizers stepped in its step; a pass within it may be a step behind
     before: tuple[int, int]
 
 
@@ -86,32 +81,21 @@ class StepLedger:
     """Tracks the current step: what is committed and what to undo if the step is lost.
 
     Args:
-        state: of the run.
         moment: a named moment of the run, for scripted faults; None without any.
-
-    Attributes:
-        state: as given.
-        step: the innermost step in progress, None between steps.
-        outermost: the training step in progress, also while an evaluation pass runs inside it.
-        depth: loader passes that are in the middle of a step (a nested evaluation makes it 2).
-        failure: why the step in progress is lost; None where it is not.
-        failed: whether the step in progress is lost and will be drawn again.
-        next_ordinal: ordinal that the next loader pass of this epoch would get.
-        abandoned: steps that user code has left, and that are to be committed.
     """
 
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
-        self.state = state
-        self._moment = moment
-        self.step: LoaderStep | None = None
+        self.state, self._moment = state, moment
+        self.step: LoaderStep | None = None  # the innermost step in progress, None between steps
+        # the training step in progress, also while an evaluation pass runs inside it
         self.outermost: LoaderStep | None = None
-        self.depth = 0
-        self.failure: str | None = None
-        self.failed = False
+        self.depth = 0  # loader passes that are in the middle of a step (a nested evaluation makes it 2)
+        self.failure: str | None = None  # why the step in progress is lost; None where it is not
+        self.failed = False  # whether the step in progress is lost and will be drawn again
         self._outer: list[LoaderStep] = []
-        self.next_ordinal = 0
+        self.next_ordinal = 0  # ordinal that the next loader pass of this epoch would get
         self._in_epoch = False
-        self.abandoned = 0
+        self.abandoned = 0  # steps that user code has left, and that are to be committed
         self._samples_left = 0
         self._failure: str | None = None
         # Why outer steps are lost while a pass within them continues, and how many are.
@@ -196,8 +180,7 @@ class StepLedger:
     def begin_pass(self) -> int:
         """Begin the epoch's next loader pass; return its number in the epoch.
 
-        Raises:
-            RuntimeError: a pass over whole batches is in progress.
+        Raises RuntimeError: a pass over whole batches is in progress.
         """
         if self.step is not None and self.step.whole:
             raise RuntimeError(
@@ -260,9 +243,8 @@ class StepLedger:
         Args:
             expected: the pass whose step it is; None for the innermost one's.
 
-        Raises:
-            RuntimeError: another pass was begun within the step and has not ended; or an optimizer step was not
-                completed.
+        Raises RuntimeError: another pass was begun within the step and has not ended; or an optimizer step was not
+        completed.
         """
         if self._updating:
             self._check_updated()
@@ -298,13 +280,10 @@ class StepLedger:
         """Count a step that has ended.
 
         Args:
-            step: it.
-            generation: the present one.
             gain: statistical progress of a step at a scale.
             hashes: sum of the hashes of its samples' indices; None where that is not known.
 
-        Returns:
-            Whether it trained; never, if it was nested in another.
+        Returns whether it trained; never, if it was nested in another.
         """
         step.loader_pass.advance(step.count, hashes)
         self.state.progress.commit(generation)
@@ -326,7 +305,6 @@ class StepLedger:
         """Undo a step that was lost: take back what user code moved on in it. :meth:`resume` follows.
 
         Args:
-            step: it.
             gradients_wait: gradients of the step around it wait for an update.
         """
         nested, outer_lost = self.step is not None, gradients_wait or self._around[1] > 0
@@ -357,8 +335,7 @@ class StepLedger:
     def mark_training(self) -> None:
         """Mark the step as training, once backward begins, even if AMP leaves its update out.
 
-        Raises:
-            RuntimeError: in a pass that only evaluates.
+        Raises RuntimeError: in a pass that only evaluates.
         """
         if self.step is not None and self.step.whole:
             raise RuntimeError(

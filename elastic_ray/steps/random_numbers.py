@@ -42,7 +42,6 @@ def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> 
 
     Args:
         rank: of this worker in the first group that it enters.
-        generation: of that group.
         steps: of all loaders that are committed; more than 0 for a run that continues.
         joined: the group was there before.
     """

@@ -14,7 +14,6 @@ class LoaderStep:
     """The step in progress of one loader pass.
 
     Attributes:
-        loader_pass: the pass.
         total: samples in the pass.
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
         scale: global / initial batch size, by the loader's setting (a short last step does not change it).
@@ -74,8 +73,7 @@ class LoaderStep:
     def weigh(self, count: float) -> None:
         """Give the present micro-batch this weight in the step's mean gradient, in place of its samples.
 
-        Raises:
-            RuntimeError: it has one already, or an earlier one of the step has none, or its gradient is there.
+        Raises RuntimeError: it has one already, or an earlier one of the step has none, or its gradient is there.
         """
         if self._backward == self.micro:
             raise RuntimeError(

@@ -42,24 +42,15 @@ class SpeedTrace:
     A rank's time t is compared with the median's as it would be for as much work. Steps have a part that does not grow
     with their work, of unknown size, so that of a healthy rank with q times the median's work only this is known:
     t <= max(1, q) x the median's t. Times are divided by that bound: unequal work alone never makes a rank slow.
-
-    Attributes:
-        skipped: steps that were left out at the beginning.
-        steps: steps that count.
-        busy: average time of each rank over the mean of all ranks in the same step.
-        data: the part of it that is waiting for data.
-        deviation: average over steps of the ranks' median distance from their averages.
-        recent: for each rank, which of the last ten steps were slow, one bit a step.
-        last: times of the ranks in the last five steps, each over the mean of all.
     """
 
-    skipped: int = 0
-    steps: int = 0
-    busy: tuple[float, ...] = ()
-    data: tuple[float, ...] = ()
-    deviation: float = 0.0
-    recent: tuple[int, ...] = ()
-    last: tuple[tuple[float, ...], ...] = ()
+    skipped: int = 0  # steps that were left out at the beginning
+    steps: int = 0  # steps that count
+    busy: tuple[float, ...] = ()  # average time of each rank over the mean of all ranks in the same step
+    data: tuple[float, ...] = ()  # the part of it that is waiting for data
+    deviation: float = 0.0  # average over steps of the ranks' median distance from their averages
+    recent: tuple[int, ...] = ()  # for each rank, which of the last ten steps were slow, one bit a step
+    last: tuple[tuple[float, ...], ...] = ()  # times of the ranks in the last five steps, each over the mean of all
 
     def add(
         self, *, work: Sequence[float], busy_s: Sequence[float], data_s: Sequence[float], among: Sequence[int]

@@ -24,17 +24,11 @@ _LEAST_WEIGHT = 1.0 / 64.0
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Sums:
-    """Medians of the workers of one type, summed over steps.
+    """Medians of the workers of one type, summed over steps."""
 
-    Attributes:
-        busy_s: until their gradients were complete [s].
-        samples: of one worker.
-        steps: how many.
-    """
-
-    busy_s: float = 0.0
-    samples: float = 0.0
-    steps: int = 0
+    busy_s: float = 0.0  # until their gradients were complete [s]
+    samples: float = 0.0  # of one worker
+    steps: int = 0  # how many
 
 
 class TypeShares:
@@ -57,9 +51,7 @@ class TypeShares:
         measured: Callable[[], Sequence[WorkerMeasures]],
         equal: Callable[[], bool] = bool,
     ) -> None:
-        self._members = members
-        self._equal = equal
-        self._measured = measured
+        self._members, self._equal, self._measured = members, equal, measured
         self._seen: tuple[str, ...] = ()
         self._weights: dict[str, float] = {}
         self._sums: dict[str, _Sums] = {}

@@ -24,23 +24,15 @@ class SendTrace:
 
     In a ring each rank sends as many bytes as any other, and all of them wait for the slowest connection: only the
     sender's kernel knows which one that is. It cannot tell a slow sender from a slow receiver at its other end.
-
-    Attributes:
-        seconds: of the look in progress [s].
-        sending_s: in which each rank was sending, in the look in progress [s].
-        mib: that each rank has handed to collectives, in the look in progress [MiB].
-        recent: for each rank, which of the last ten looks were slow, one bit a look.
-        ratios: how many times as long as the others each took for as many bytes, in the last look.
-        slow: the present verdict, ranks in order.
     """
 
-    seconds: float = 0.0
-    sending_s: tuple[float, ...] = ()
-    mib: tuple[float, ...] = ()
+    seconds: float = 0.0  # of the look in progress [s]
+    sending_s: tuple[float, ...] = ()  # in which each rank was sending, in the look in progress [s]
+    mib: tuple[float, ...] = ()  # that each rank has handed to collectives, in the look in progress [MiB]
     looks: int = 0
-    recent: tuple[int, ...] = ()
-    ratios: tuple[float, ...] = ()
-    slow: tuple[int, ...] = ()
+    recent: tuple[int, ...] = ()  # for each rank, which of the last ten looks were slow, one bit a look
+    ratios: tuple[float, ...] = ()  # how many times as long as the others each took for as many bytes, in the last look
+    slow: tuple[int, ...] = ()  # the present verdict, ranks in order
 
     def add(self, *, sending_s: Sequence[float], mib: Sequence[float], seconds: float) -> SendTrace:
         """Return the trace after one more step of all ranks.

@@ -38,15 +38,11 @@ class StragglerCause(str, enum.Enum):
 class StragglerConfig:
     """Configuration of the response to stragglers.
 
-    Attributes:
-        response: see :data:`Response`.
-        patience_s: how long a worker must have been slow before it is replaced [s].
-
     Raises ValueError: no such response, or a time that is not above 0.
     """
 
-    response: Response = "ignore"
-    patience_s: float = 60.0
+    response: Response = "ignore"  # see :data:`Response`
+    patience_s: float = 60.0  # how long a worker must have been slow before it is replaced [s]
 
     def __post_init__(self) -> None:
         if self.response not in RESPONSES:
@@ -76,27 +72,19 @@ class StragglerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWorker:
-    """A worker that holds up its group.
-
-    Attributes:
-        ratio: how many times as long as the others it takes for the same work, above 1; of a slow network, to send as
-            many bytes.
-        cause: why, as far as that can be told.
-        weight: its share of a step's samples, that of a worker that is not slow being 1.
-        fixed: part of its time at weight 1 that did not shrink with its samples, from 0 to 1; None before its first
-            steps at another weight.
-        slow_s: for how long it has been slow [s].
-        replace: whether it is to be replaced.
-    """
+    """A worker that holds up its group."""
 
     worker: str
     node: str
+    # how many times as long as the others it takes for the same work, above 1; of a slow network, to send as many bytes
     ratio: float
-    cause: StragglerCause
-    weight: float = 1.0
+    cause: StragglerCause  # why, as far as that can be told
+    weight: float = 1.0  # its share of a step's samples, that of a worker that is not slow being 1
+    # part of its time at weight 1 that did not shrink with its samples, from 0 to 1; None before its first steps at
+    # another weight
     fixed: float | None = None
-    slow_s: float = 0.0
-    replace: bool = False
+    slow_s: float = 0.0  # for how long it has been slow [s]
+    replace: bool = False  # whether it is to be replaced
 
     def __str__(self) -> str:
         what = " to send as much" if self.cause is StragglerCause.NETWORK else ""

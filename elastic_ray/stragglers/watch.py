@@ -45,11 +45,6 @@ class StragglerWatch:
         measured: gives what they have measured of the latest step.
         tell: tells the job's user something.
         measure: has steps measured from now on.
-
-    Attributes:
-        slow: the present stragglers, by rank.
-        senders: workers that are not slow but send slowly, by rank; nothing but telling is done about them.
-        changes: how often the shares have changed.
     """
 
     def __init__(
@@ -63,21 +58,19 @@ class StragglerWatch:
         measure: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = StragglerConfig()
-        self._measure = measure
-        self._members = members
-        self._equal = equal
+        self._measure, self._members, self._equal = measure, members, equal
         self._withdrawn = False
-        self._measured = measured
-        self._tell = tell
+        self._measured, self._tell = measured, tell
         self._workers: tuple[str, ...] = ()
         self._seen: Sequence[Member] = ()
         self._recent = RecentSteps()
         self._trace, self._memory, self._sends = SpeedTrace(), MemoryTrace(), SendTrace()
         self._rest = MIN_STEPS
         self._rising: bool | None = None
-        self.slow: tuple[SlowWorker, ...] = ()
+        self.slow: tuple[SlowWorker, ...] = ()  # the present stragglers, by rank
+        # workers that are not slow but send slowly, by rank; nothing but telling is done about them
         self.senders: tuple[SlowWorker, ...] = ()
-        self.changes = 0
+        self.changes = 0  # how often the shares have changed
         self.ask(config)
 
     def ask(self, config: StragglerConfig) -> None:
@@ -336,25 +329,16 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSteps:
-    """Sums over the latest steps, as long as they are short.
+    """Sums over the latest steps, as long as they are short."""
 
-    Attributes:
-        work: samples of each rank.
-        busy_s: time of each rank until its gradients were complete [s].
-        data_s: the part of it that was waiting for data [s].
-        faults: pages that each rank fetched from a disk.
-        sending_s: time in which each rank was sending [s].
-        mib: what each rank handed to collectives [MiB].
-        seconds: of the steps, by the slowest rank's clock [s].
-    """
-
-    work: list[float] = dataclasses.field(default_factory=list)
+    work: list[float] = dataclasses.field(default_factory=list)  # samples of each rank
+    # time of each rank until its gradients were complete [s]
     busy_s: list[float] = dataclasses.field(default_factory=list)
-    data_s: list[float] = dataclasses.field(default_factory=list)
-    faults: list[float] = dataclasses.field(default_factory=list)
-    sending_s: list[float] = dataclasses.field(default_factory=list)
-    mib: list[float] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
+    data_s: list[float] = dataclasses.field(default_factory=list)  # the part of it that was waiting for data [s]
+    faults: list[float] = dataclasses.field(default_factory=list)  # pages that each rank fetched from a disk
+    sending_s: list[float] = dataclasses.field(default_factory=list)  # time in which each rank was sending [s]
+    mib: list[float] = dataclasses.field(default_factory=list)  # what each rank handed to collectives [MiB]
+    seconds: float = 0.0  # of the steps, by the slowest rank's clock [s]
 
     def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
         """Return the sums with another step."""
@@ -375,17 +359,12 @@ def _added(before: Sequence[float], now: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrace:
-    """Memory measures of the ranks of one group, step by step.
+    """Memory measures of the ranks of one group, step by step."""
 
-    Attributes:
-        faults_s: by rank, the least time that its pages from disks have taken, moving average over steps [s].
-        compute_s: by rank, moving average of its compute time [s].
-        used: by rank, the part of its memory that was taken last.
-    """
-
+    # by rank, the least time that its pages from disks have taken, moving average over steps [s]
     faults_s: tuple[float, ...] = ()
-    compute_s: tuple[float, ...] = ()
-    used: tuple[float, ...] = ()
+    compute_s: tuple[float, ...] = ()  # by rank, moving average of its compute time [s]
+    used: tuple[float, ...] = ()  # by rank, the part of its memory that was taken last
 
     def add(self, *, faults: Sequence[float], compute_s: Sequence[float], used: Sequence[float]) -> MemoryTrace:
         """Return the trace after one more step."""

@@ -19,35 +19,23 @@ _MOST_OF_MODEL = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """Plan of one bucket: its parameters, their parameter group, and their synchronisation.
+    """Plan of one bucket: its parameters, their parameter group, and their synchronisation."""
 
-    Attributes:
-        params: positions in ``ModelProfile.params``, in the bucket's order.
-        sync: what is done with it.
-        owner: the rank that collects it, of an ``Owner``; else 0.
-        nodes: the node of each rank, as a number, where the way through the group depends on it; else empty.
-    """
-
-    params: tuple[int, ...]
+    params: tuple[int, ...]  # positions in ``ModelProfile.params``, in the bucket's order
     group: int
-    sync: Sync
-    owner: int = 0
+    sync: Sync  # what is done with it
+    owner: int = 0  # the rank that collects it, of an ``Owner``; else 0
+    # the node of each rank, as a number, where the way through the group depends on it; else empty
     nodes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """Parameters whose optimizer state is kept in tiles.
+    """Parameters whose optimizer state is kept in tiles."""
 
-    Attributes:
-        params: positions in ``ModelProfile.params``, in its order.
-        owner: how.
-        divided: whether the group has more ranks than each tile has owners; else every rank holds the whole state.
-    """
-
-    params: tuple[int, ...]
-    owner: Owner
-    divided: bool
+    params: tuple[int, ...]  # positions in ``ModelProfile.params``, in its order
+    owner: Owner  # how
+    divided: bool  # whether the group has more ranks than each tile has owners; else every rank holds the whole state
 
     def holds(self, params: Sequence[int]) -> bool:
         """True if the optimizer state of all `params` is in tiles."""
@@ -56,16 +44,11 @@ class TilePlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """Plan of all buckets in reduction order, which is that of a backward pass: last parameters first.
+    """Plan of all buckets in reduction order, which is that of a backward pass: last parameters first."""
 
-    Attributes:
-        buckets: of at least one parameter each.
-        tiles: of the optimizer state; None where every rank holds all of it under any group.
-    """
-
-    buckets: tuple[BucketPlan, ...]
+    buckets: tuple[BucketPlan, ...]  # of at least one parameter each
     strategy: Strategy
-    tiles: TilePlan | None = None
+    tiles: TilePlan | None = None  # of the optimizer state; None where every rank holds all of it under any group
 
     @property
     def digest(self) -> int:

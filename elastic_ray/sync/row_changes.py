@@ -27,17 +27,12 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows that are part of an update in progress.
+    """Rows that are part of an update in progress."""
 
-    Attributes:
-        places: position of each of the model's parameters, by ``id``.
-        shards: of each shard that this rank holds the rows by that position; without parameters of which it has none.
-        by_hand: is not to take what is changed here for changes by hand.
-    """
-
-    places: Mapping[int, int]
+    places: Mapping[int, int]  # position of each of the model's parameters, by ``id``
+    # of each shard that this rank holds the rows by that position; without parameters of which it has none
     shards: Sequence[Mapping[int, Tensor]]
-    by_hand: HandChanges
+    by_hand: HandChanges  # is not to take what is changed here for changes by hand
 
     @contextmanager
     def shown(self) -> Iterator[None]:

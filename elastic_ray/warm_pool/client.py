@@ -39,8 +39,7 @@ class PoolClient:
 
     def __init__(self, owner: ProcessOwner, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
         self.on = read_config(os.environ).on
-        self._owner = owner
-        self._start = start
+        self._owner, self._start = owner, start
         self._environment = environment_key(environment) if self.on else ""
         self._asked = False
         self._witnesses: dict[str, Any] = {}

@@ -17,22 +17,14 @@ _ESTIMATE_BYTES = 512 << 20  # of a process that has not told its size yet: Ray,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Bounds of the cluster's pool of warm processes, for all jobs together.
+    """Bounds of the cluster's pool of warm processes, for all jobs together."""
 
-    Attributes:
-        per_node: most warm processes on one node; 0 turns the pool off.
-        total: most of them on the whole cluster.
-        memory_share: most of a node's memory, as Ray counts it, that they may use together.
-        environments: most runtime environments that there are warm processes for; the last ones asked for stay.
-        idle_s: time without any job after which all of them, and the pool itself, end [s].
-        quiet_s: time after a job has begun on a node, and after its first step, before a process is started there [s].
-    """
-
-    per_node: int = 4
-    total: int = 32
-    memory_share: float = 0.1
-    environments: int = 4
-    idle_s: float = 300.0
+    per_node: int = 4  # most warm processes on one node; 0 turns the pool off
+    total: int = 32  # most of them on the whole cluster
+    memory_share: float = 0.1  # most of a node's memory, as Ray counts it, that they may use together
+    environments: int = 4  # most runtime environments that there are warm processes for; the last ones asked for stay
+    idle_s: float = 300.0  # time without any job after which all of them, and the pool itself, end [s]
+    # time after a job has begun on a node, and after its first step, before a process is started there [s]
     quiet_s: float = 20.0
 
     def __post_init__(self) -> None:
@@ -92,41 +84,25 @@ class PoolNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledProcess:
-    """Process of the pool that no job has.
+    """Process of the pool that no job has."""
 
-    Attributes:
-        name: its actor's.
-        node: where it runs.
-        environment: key of its runtime environment.
-        ready: whether it has imported everything.
-        memory_bytes: resident memory; 0 while it is not known.
-    """
-
-    name: str
-    node: str
-    environment: str
-    ready: bool
-    memory_bytes: int = 0
+    name: str  # its actor's
+    node: str  # where it runs
+    environment: str  # key of its runtime environment
+    ready: bool  # whether it has imported everything
+    memory_bytes: int = 0  # resident memory; 0 while it is not known
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRequest:
-    """Request of one job for processes.
-
-    Attributes:
-        environment: key of the runtime environment of its processes.
-        nodes: how many processes it would use, by node.
-        since_s: when it asked first [s].
-        asked_s: when it asked last [s].
-        over: whether it has said that it has ended.
-    """
+    """Request of one job for processes."""
 
     job: str
-    environment: str
-    nodes: Mapping[str, int]
-    since_s: float
-    asked_s: float
-    over: bool = False
+    environment: str  # key of the runtime environment of its processes
+    nodes: Mapping[str, int]  # how many processes it would use, by node
+    since_s: float  # when it asked first [s]
+    asked_s: float  # when it asked last [s]
+    over: bool = False  # whether it has said that it has ended
 
     def lives(self, now_s: float) -> bool:
         """True if the job runs, as far as known."""

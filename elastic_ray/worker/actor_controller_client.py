@@ -56,10 +56,6 @@ _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the late
 class ActorControllerClient:
     """A session's link to its job controller. Calls return at once, but for those that must not be lost: they wait
     where too many are under way, or the controller is away.
-
-    Attributes:
-        stored: path of the checkpoint of the last report; None if it had none, or storage has not taken it.
-        gone: why the controller will never answer again, so that nothing waits for it; empty while it may.
     """
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
@@ -88,7 +84,8 @@ class ActorControllerClient:
         self.last_switched = 0
         self.pause = Pause()
         self.starts_over = False
-        self.gone = ""
+        self.gone = ""  # why the controller will never answer again, so that nothing waits for it; empty while it may
+        # path of the checkpoint of the last report; None if it had none, or storage has not taken it
         self.stored: str | None = None
 
     @property
@@ -291,9 +288,7 @@ class HeartbeatThread:
     """Beats to the controller from a thread of its own while a run lasts."""
 
     def __init__(self, link: ActorControllerClient, session: Session, *, interval_s: float, report_s: float) -> None:
-        self._link = link
-        self._session = session
-        self._interval_s = interval_s
+        self._link, self._session, self._interval_s = link, session, interval_s
         self._every = max(1, round(report_s / interval_s))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)

@@ -58,11 +58,8 @@ class ControllerWatchdog:
         *,
         timeout_s: float,
     ) -> None:
-        self._introduce = introduce
-        self._introduced = introduced
-        self._give_back = give_back
-        self._save = save
-        self._timeout_s = timeout_s
+        self._introduce, self._introduced, self._give_back = introduce, introduced, give_back
+        self._save, self._timeout_s = save, timeout_s
         self._registration: Registration | None = None
         self._heard_s = time.monotonic()
         threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()

@@ -27,19 +27,12 @@ _NODE_TEXTS = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorOrigin:
-    """Type and place of an exception.
+    """Type and place of an exception."""
 
-    Attributes:
-        kind: module and name of its type.
-        place: file and line of the innermost frame of the user's code.
-        refusal: elastic_ray itself raised it, as it does on every rank.
-        of_node: a disk, a GPU or a killed process of the node is the cause, as far as the exception says.
-    """
-
-    kind: str
-    place: str
-    refusal: bool = False
-    of_node: bool = False
+    kind: str  # module and name of its type
+    place: str  # file and line of the innermost frame of the user's code
+    refusal: bool = False  # elastic_ray itself raised it, as it does on every rank
+    of_node: bool = False  # a disk, a GPU or a killed process of the node is the cause, as far as the exception says
 
 
 def origin_of(error: BaseException) -> ErrorOrigin:

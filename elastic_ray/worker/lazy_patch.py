@@ -43,8 +43,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     """Hook that runs once a module has been imported."""
 
     def __init__(self, home: str, then: Callable[[ModuleType], None]) -> None:
-        self._home = home
-        self.then = then
+        self._home, self.then = home, then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -24,31 +24,20 @@ from elastic_ray.worker.setup import ProcessInfo
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved:
-    """Message: an automatic checkpoint was written.
-
-    Attributes:
-        pause_s: for how long training stood still [s].
-        cost_s: that, and the processor's time that writing took [s].
-        write_s: how long writing took [s].
-    """
+    """Message: an automatic checkpoint was written."""
 
     state: StateFile
-    pause_s: float
-    cost_s: float
-    write_s: float
+    pause_s: float  # for how long training stood still [s]
+    cost_s: float  # that, and the processor's time that writing took [s]
+    write_s: float  # how long writing took [s]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Ready):
-    """Signal: the worker waits for its first generation.
+    """Signal: the worker waits for its first generation."""
 
-    Attributes:
-        loader: limits of the training loader.
-        resumed: which automatic checkpoint it continues from, or why it could not.
-    """
-
-    loader: LoaderInfo | None
-    resumed: str = ""
+    loader: LoaderInfo | None  # limits of the training loader
+    resumed: str = ""  # which automatic checkpoint it continues from, or why it could not
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,23 +84,16 @@ class WorkerReport(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHeartbeat(Signal):
-    """Sign of life of a worker.
+    """Sign of life of a worker."""
 
-    Attributes:
-        report: rank 0's measurements.
-        at: generation and number of committed edges that the worker has reached, None before its first generation.
-        ending: the last one, for the run is over.
-        waits: what it waits for storage for, as a sentence; empty where storage answers.
-        gpu_memory: bytes of its GPU that it has used at most, and reserved; None without one.
-        position: of the process in the worker's unit.
-    """
-
-    report: StepReport | None = None
+    report: StepReport | None = None  # rank 0's measurements
+    # generation and number of committed edges that the worker has reached, None before its first generation
     at: tuple[int, int] | None = None
-    ending: bool = False
-    waits: str = ""
+    ending: bool = False  # the last one, for the run is over
+    waits: str = ""  # what it waits for storage for, as a sentence; empty where storage answers
+    # bytes of its GPU that it has used at most, and reserved; None without one
     gpu_memory: tuple[int, int] | None = None
-    position: int = 0
+    position: int = 0  # of the process in the worker's unit
 
 
 class ControllerAnswer(enum.Enum):
@@ -124,36 +106,23 @@ class ControllerAnswer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReregistration:
-    """Registration of a worker with a restarted controller: all that the controller had known of it.
-
-    Attributes:
-        token: what messages to its run carry.
-        node: node id it runs on.
-        group: hex id of its placement group.
-        actor: handle of its process.
-        lent: whether a sweep has lent it.
-        spec: the generation that it has taken up, None before its first; it leaves where it is no member of it.
-        switched: the latest generation in which it has exchanged state, 0 before its first.
-        pause: that of its last change.
-        ready: what it told when it had built its model; None before.
-        failed: its failed collective, where it waits for the generation after that; else None.
-        starts_over: it ran out of memory, and builds its model anew with the state that it keeps.
-    """
+    """Registration of a worker with a restarted controller: all that the controller had known of it."""
 
     worker: str
-    token: str
-    node: str
-    group: str
-    actor: Any
+    token: str  # what messages to its run carry
+    node: str  # node id it runs on
+    group: str  # hex id of its placement group
+    actor: Any  # handle of its process
     process: str
-    lent: bool
+    lent: bool  # whether a sweep has lent it
     process_info: ProcessInfo
+    # the generation that it has taken up, None before its first; it leaves where it is no member of it
     spec: GenerationSpec | None = None
-    switched: int = 0
-    pause: Pause = dataclasses.field(default_factory=Pause)
-    ready: WorkerReady | None = None
-    failed: StepFailed | None = None
-    starts_over: bool = False
+    switched: int = 0  # the latest generation in which it has exchanged state, 0 before its first
+    pause: Pause = dataclasses.field(default_factory=Pause)  # that of its last change
+    ready: WorkerReady | None = None  # what it told when it had built its model; None before
+    failed: StepFailed | None = None  # its failed collective, where it waits for the generation after that; else None
+    starts_over: bool = False  # it ran out of memory, and builds its model anew with the state that it keeps
 
 
 WorkerMessage = (
@@ -171,15 +140,10 @@ WorkerMessage = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """End of a run of the train function, with facts of the process.
+    """End of a run of the train function, with facts of the process."""
 
-    Attributes:
-        memory_bytes: resident memory of the process afterwards.
-        cuda_used: whether the process holds a CUDA context.
-    """
-
-    memory_bytes: int = 0
-    cuda_used: bool = False
+    memory_bytes: int = 0  # resident memory of the process afterwards
+    cuda_used: bool = False  # whether the process holds a CUDA context
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,20 +176,13 @@ class RunSaved(RunEnd):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFailed(RunEnd):
-    """End of a run: the train function has raised ``error``, or something failed beside it.
-
-    Attributes:
-        origin: where that comes from; None of what went wrong beside the train function.
-        trained: whether this worker has committed a step by then.
-        steps: committed steps of all loaders by then.
-        reused: the process had run the job's train function before.
-    """
+    """End of a run: the train function has raised ``error``, or something failed beside it."""
 
     error: BaseException | Raised | None = None
-    origin: ErrorOrigin | None = None
-    trained: bool = False
-    steps: int = 0
-    reused: bool = False
+    origin: ErrorOrigin | None = None  # where that comes from; None of what went wrong beside the train function
+    trained: bool = False  # whether this worker has committed a step by then
+    steps: int = 0  # committed steps of all loaders by then
+    reused: bool = False  # the process had run the job's train function before
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

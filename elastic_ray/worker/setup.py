@@ -37,65 +37,45 @@ class ProcessOwner:
     """Owner of a worker process.
 
     One that was started before is made like a process of that owner's own.
-
-    Attributes:
-        holder: the job, or the sweep whose trials share the process; no other is ever given it.
-        actor: handle of the actor that ends the process; when that actor is gone for good, the process ends itself.
-            None for a driver.
-        ray_job: id of Ray's job, whose driver shows what the process prints.
-        namespace: Ray's namespace in which named actors are looked up.
-        search_path: directories in which the driver's modules are, as Ray adds them to a worker's ``sys.path``.
     """
 
-    holder: str
+    holder: str  # the job, or the sweep whose trials share the process; no other is ever given it
+    # handle of the actor that ends the process; when that actor is gone for good, the process ends itself. None for a
+    # driver.
     actor: Any
-    ray_job: str
-    namespace: str
+    ray_job: str  # id of Ray's job, whose driver shows what the process prints
+    namespace: str  # Ray's namespace in which named actors are looked up
+    # directories in which the driver's modules are, as Ray adds them to a worker's ``sys.path``
     search_path: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Assignment of one run of a train function to a worker process.
+    """Assignment of one run of a train function to a worker process."""
 
-    Attributes:
-        worker: id of the worker for this run.
-        train_loop: the pickled train function and its config.
-        storage_path: directory of the job's results.
-        node: node id it runs on.
-        controller: handle of the job's controller.
-        secret: the job's, by which its workers know each other and their controller knows them; never shown.
-        checkpoint: path of the checkpoint to start from, None at the beginning.
-        checkpoint_ref: the same in the cluster's memory, as far as it is still there; None for storage only.
-        resume_point: where that checkpoint stands.
-        states: automatic checkpoints further than that, newest first, the first good one of which is taken.
-        token: what messages to this run carry.
-        gpu_ids: GPUs of its reservation; empty without CUDA.
-        group: hex id of the placement group that is its reservation.
-        sizes: fewest and most workers that the job may have.
-        expected: where it will stand in the group that it is to join.
-        others_at: epoch that the others are in, by their latest account; None where it starts with them.
-        unit: where the process stands among those of the worker, which are several where units are; else None.
-    """
-
-    worker: str
+    worker: str  # id of the worker for this run
     job: str
-    train_loop: bytes
+    train_loop: bytes  # the pickled train function and its config
     stored_train_loop: str = ""
-    storage_path: str
-    node: str
-    controller: Any
+    storage_path: str  # directory of the job's results
+    node: str  # node id it runs on
+    controller: Any  # handle of the job's controller
+    # the job's, by which its workers know each other and their controller knows them; never shown
     secret: str = dataclasses.field(repr=False)
-    checkpoint: str | None = None
-    checkpoint_ref: Any = None
-    resume_point: ResumePoint | None = None
+    checkpoint: str | None = None  # path of the checkpoint to start from, None at the beginning
+    checkpoint_ref: Any = None  # the same in the cluster's memory, as far as it is still there; None for storage only
+    resume_point: ResumePoint | None = None  # where that checkpoint stands
+    # automatic checkpoints further than that, newest first, the first good one of which is taken
     states: tuple[StateFile, ...] = ()
-    token: str = ""
-    gpu_ids: tuple[int, ...] = ()
-    group: str = ""
-    sizes: tuple[int, int] | None = None
+    token: str = ""  # what messages to this run carry
+    gpu_ids: tuple[int, ...] = ()  # GPUs of its reservation; empty without CUDA
+    group: str = ""  # hex id of the placement group that is its reservation
+    sizes: tuple[int, int] | None = None  # fewest and most workers that the job may have
+    # where it will stand in the group that it is to join
     expected: RankInfo = dataclasses.field(default_factory=RankInfo)
+    # epoch that the others are in, by their latest account; None where it starts with them
     others_at: int | None = None
+    # where the process stands among those of the worker, which are several where units are; else None
     unit: UnitPlace | None = None
 
 

@@ -62,10 +62,7 @@ class StateSaver:
         workers: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self._calls = calls or StorageCalls(storage.where)
-        self._timeout_s = timeout_s
-        self._session = session
-        self._storage = storage
-        self._told = told
+        self._timeout_s, self._session, self._storage, self._told = timeout_s, session, storage, told
         self._keep = keep
         self._fixed_s = interval_s
         self._interval_s = min(interval_s, FIRST_INTERVAL_S) if interval_s is not None else FIRST_INTERVAL_S
@@ -108,11 +105,7 @@ class StateSaver:
         self._begin(None)
 
     def _unit_order(self, *, ends: bool = False) -> SaveOrder | None:
-        """What the workers of the first rank's unit write together, each its position's; None where nothing is due.
-
-        Args:
-            ends: no step follows.
-        """
+        """What the workers of the first rank's unit write together, each its position's; None where nothing is due."""
         run = self._session.run
         if run.wishes is None or run.unit is None or self._off or self._session.rank != 0:
             return None

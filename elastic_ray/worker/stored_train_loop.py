@@ -40,8 +40,7 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
     """The train function and the callbacks that :func:`store_train_loop` has kept.
 
-    Raises:
-        LookupError: it is not there (any more).
+    Raises LookupError: it is not there (any more).
     """
     packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:

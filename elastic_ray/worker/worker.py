@@ -77,9 +77,6 @@ class Worker:
 
     Args:
         setup: what all workers of the job share.
-
-    Attributes:
-        saves_alone: whether a run saves itself whose controller is gone for good.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -96,7 +93,7 @@ class Worker:
         self._runs = 0
         self._unit: UnitGroup | None = None
         self._retired = RetiredCommunicators()
-        self.saves_alone = False
+        self.saves_alone = False  # whether a run saves itself whose controller is gone for good
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._watchdog = ControllerWatchdog(
             self._introduce,

@@ -57,10 +57,7 @@ class WorkerActors:
         on_result: Callable[[str, RunResult], None],
         on_refusal: Callable[[str, Exception, bool], None],
     ) -> None:
-        self._spec = spec
-        self._tell = tell
-        self._on_refusal = on_refusal
-        self._on_result = on_result
+        self._spec, self._tell, self._on_refusal, self._on_result = spec, tell, on_refusal, on_result
         self._token = secrets.token_hex(8)  # of two jobs that a process serves one after the other, both have a "w1"
         self._processes = Processes(spec, controller, self._token)
         self._tokens: dict[str, str] = {}

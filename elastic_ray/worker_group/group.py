@@ -77,12 +77,6 @@ class WorkerGroup:
         record: what is known of the job.
         background: what runs beside the controller's loop.
         named: workers of the trial that the controller ran before; their messages come too late.
-
-    Attributes:
-        machine: who is a member, and what is to become of that.
-        history: sizes and costs so far.
-        returned: workers whose train function has come back.
-        goal: where it is heading.
     """
 
     def __init__(
@@ -95,12 +89,9 @@ class WorkerGroup:
         observer: GroupObserver,
     ) -> None:
         elastic = spec.elastic
-        self._spec = spec
-        self._controller = controller
-        self._record = record
-        self._planner = planner
-        self._background = background
-        self._observer = observer
+        self._spec, self._controller, self._record, self._planner = spec, controller, record, planner
+        self._background, self._observer = background, observer
+        # who is a member, and what is to become of that
         self.machine = JobMembership(
             MembershipConfig(
                 min_workers=spec.min_workers,
@@ -116,9 +107,9 @@ class WorkerGroup:
         self._detector = FailureDetector(
             elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER
         )
-        self.history = SizeHistory(time.monotonic())
-        self.returned: set[str] = set()
-        self.goal = Allocated(nodes={}, reason="")
+        self.history = SizeHistory(time.monotonic())  # sizes and costs so far
+        self.returned: set[str] = set()  # workers whose train function has come back
+        self.goal = Allocated(nodes={}, reason="")  # where it is heading
         self._furthest = (0, 0)
         self._places = ExpectedRanks()
         self._given_up: set[str] = set()

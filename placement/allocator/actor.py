@@ -268,11 +268,7 @@ class Allocator:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """Check the version of a controller or a driver, before anything else.
-
-        Raises:
-            VersionError: something else.
-        """
+        """Check the version of a controller or a driver, before anything else. Raises VersionError: something else."""
         check_spoken(theirs, "a job", "the cluster's allocator")
 
     async def heartbeat(

@@ -68,8 +68,7 @@ class AllocatorCore:
         settling: bool = False,
         knowledge: Knowledge | None = None,
     ) -> None:
-        self._policy = policy
-        self._knowledge = knowledge
+        self._policy, self._knowledge = policy, knowledge
         self._config = config or AllocatorConfig()
         self._constraints = self._config.constraints
         self._guaranteed: frozenset[str] = frozenset()

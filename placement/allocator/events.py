@@ -27,15 +27,11 @@ class JobHeartbeat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """Event: a job is over and releases everything.
-
-    Attributes:
-        view: how it stood at last, None where it is not known.
-        cluster: the cluster with what the job's workers still hold counted as others' use; None if it is as it was.
-    """
+    """Event: a job is over and releases everything."""
 
     job: str
-    view: JobView | None = None
+    view: JobView | None = None  # how it stood at last, None where it is not known
+    # the cluster with what the job's workers still hold counted as others' use; None if it is as it was
     cluster: Cluster | None = None
 
 
@@ -73,13 +69,9 @@ class NodeForgiven:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged:
-    """Event: an operator has changed the settings of the cluster.
+    """Event: an operator has changed the settings of the cluster."""
 
-    Attributes:
-        tenants: as ``AllocatorConfig`` has them.
-    """
-
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[Tenant, ...] = ()  # as ``AllocatorConfig`` has them
     priorities: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 

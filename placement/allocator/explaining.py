@@ -20,27 +20,17 @@ EXTRA = "one-more-worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Explanation for people; ``str()`` of it is a short text.
-
-    Attributes:
-        nodes: workers per node id that it is to have.
-        reason: of the last decision, a sentence.
-        figures: what was weighed in it.
-        speed: on so many workers, relative to its smallest size; 0 while it waits.
-        speed_with_one_more: on one worker more, on as few nodes as they fit; None where it may not grow.
-        taker: the job that would have more workers if the cluster had room for one more of this job's; None if there
-            is none.
-        with_room: what the policy says of this job in that case.
-    """
+    """Explanation for people; ``str()`` of it is a short text."""
 
     job: str
-    nodes: Mapping[str, int]
-    reason: str
-    figures: str
-    speed: float
-    speed_with_one_more: float | None
+    nodes: Mapping[str, int]  # workers per node id that it is to have
+    reason: str  # of the last decision, a sentence
+    figures: str  # what was weighed in it
+    speed: float  # on so many workers, relative to its smallest size; 0 while it waits
+    speed_with_one_more: float | None  # on one worker more, on as few nodes as they fit; None where it may not grow
+    # the job that would have more workers if the cluster had room for one more of this job's; None if there is none
     taker: str | None
-    with_room: str
+    with_room: str  # what the policy says of this job in that case
 
     def __str__(self) -> str:
         workers = sum(self.nodes.values())

@@ -13,18 +13,12 @@ from placement.reasons import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
-    """Tell the job's controller to have these workers on these nodes; idempotent.
-
-    Attributes:
-        nodes: workers per node id; empty lets the job wait.
-        reason: the decision's.
-        draining: nodes of its own that are about to go.
-    """
+    """Tell the job's controller to have these workers on these nodes; idempotent."""
 
     job: str
-    nodes: Mapping[str, int]
-    reason: Reason
-    draining: tuple[str, ...] = ()
+    nodes: Mapping[str, int]  # workers per node id; empty lets the job wait
+    reason: Reason  # the decision's
+    draining: tuple[str, ...] = ()  # nodes of its own that are about to go
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +38,14 @@ Instruction: TypeAlias = Allocate | Unsatisfiable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatReply:
-    """The answer to a heartbeat.
+    """The answer to a heartbeat."""
 
-    Attributes:
-        priors: by GPU type, what others of the job's model have measured where the job has no model of its own.
-        knows_root: whether the allocator knows where the job's results are; if not, the next heartbeat is to say it.
-        bill: what the job has cost so far, for the next heartbeats to say; None where the allocator knows no prices.
-        note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
-        start_s: of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told.
-        nodes: how many nodes there are that could run a worker of the job, were they empty.
-    """
-
+    # by GPU type, what others of the job's model have measured where the job has no model of its own
     priors: Mapping[str, Prior]
-    knows_root: bool
+    knows_root: bool  # whether the allocator knows where the job's results are; if not, the next heartbeat is to say it
+    # what the job has cost so far, for the next heartbeats to say; None where the allocator knows no prices
     bill: Bill | None = None
-    note: str = ""
+    note: str = ""  # what the job's user must be told now, of its deadline, its budget or nodes that cannot be had
+    # of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told
     start_s: float | None = None
-    nodes: int = 1
+    nodes: int = 1  # how many nodes there are that could run a worker of the job, were they empty

@@ -16,16 +16,11 @@ from placement.policies import Policy, make_policy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPolicy:
-    """A policy that any process of the cluster can unpack.
-
-    Attributes:
-        identity: equal for the same code with the same settings, in whichever process it was packed.
-        pickled: the policy; modules of the user's own travel along.
-    """
+    """A policy that any process of the cluster can unpack."""
 
     name: str
-    identity: str
-    pickled: bytes
+    identity: str  # equal for the same code with the same settings, in whichever process it was packed
+    pickled: bytes  # the policy; modules of the user's own travel along
 
     def open(self) -> Policy:
         """Return the policy."""

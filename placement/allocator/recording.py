@@ -52,22 +52,15 @@ _LATE = {"Observation": Observation, "GoodputModel": GoodputModel}  # of annotat
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """Recording of one life of an allocator: its policy, configuration, events and decisions.
-
-    Attributes:
-        settings: of the policy, by name.
-        config: of the core; what only the shell reads has its defaults.
-        settling: whether jobs ran before it was made.
-        events: what it was told, with the time of each [s since the epoch].
-        steady_s: time of each event by the clock for intervals [s]; empty where that is the time of day.
-    """
+    """Recording of one life of an allocator: its policy, configuration, events and decisions."""
 
     policy: str
-    settings: Mapping[str, Any]
-    config: AllocatorConfig
-    settling: bool
-    events: tuple[tuple[float, Event], ...]
+    settings: Mapping[str, Any]  # of the policy, by name
+    config: AllocatorConfig  # of the core; what only the shell reads has its defaults
+    settling: bool  # whether jobs ran before it was made
+    events: tuple[tuple[float, Event], ...]  # what it was told, with the time of each [s since the epoch]
     decided: tuple[DecisionRecord, ...]
+    # time of each event by the clock for intervals [s]; empty where that is the time of day
     steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:

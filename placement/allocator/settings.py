@@ -26,19 +26,13 @@ _AUTOSCALING = ("cluster_file", *(field.name for field in dataclasses.fields(Aut
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """Settings that outrank those of ``AllocatorConfig``; None leaves one as that has it.
+    """Settings that outrank those of ``AllocatorConfig``; None leaves one as that has it."""
 
-    Attributes:
-        tenants: weights and quotas.
-        priorities: priority by name of a job, or by pattern (``prod-*``); ``AllocatorConfig.priorities``.
-        autoscaling: node types on offer, or ``"auto"``, or ``"off"``.
-        page: serve the page from the head node.
-    """
-
-    tenants: tuple[Tenant, ...] | None = None
+    tenants: tuple[Tenant, ...] | None = None  # weights and quotas
+    # priority by name of a job, or by pattern (``prod-*``); ``AllocatorConfig.priorities``
     priorities: Mapping[str, int] | None = None
-    autoscaling: Autoscaling | Literal["auto", "off"] | None = None
-    page: bool | None = None
+    autoscaling: Autoscaling | Literal["auto", "off"] | None = None  # node types on offer, or ``"auto"``, or ``"off"``
+    page: bool | None = None  # serve the page from the head node
 
     @classmethod
     def from_file(cls, path: str | Path) -> OperatorSettings:

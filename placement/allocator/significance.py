@@ -74,27 +74,16 @@ def _differ(old: NDArray[np.float64], new: NDArray[np.float64], relative: float)
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class KnownJob:
-    """Soft state about one job; the controller's next heartbeat could rebuild all of it. Only it changes itself.
+    """Soft state about one job; the controller's next heartbeat could rebuild all of it. Only it changes itself."""
 
-    Attributes:
-        view: the last heartbeat's.
-        decided_on: the view that the last decision saw; news is what differs from it.
-        target: workers by node id that it is to have.
-        reason: why.
-        heard_s: when it was last heard of [s], by the clock for intervals, as all times here.
-        swayed_s: when measured speeds alone changed its size last [s].
-        impossible_since_s: since when no node could hold it [s]; None if some could.
-        told_impossible: whether it was told so.
-    """
-
-    view: JobView
-    decided_on: JobView
-    target: Mapping[str, int]
-    reason: Reason
-    heard_s: float
-    swayed_s: float = -math.inf
-    impossible_since_s: float | None = None
-    told_impossible: bool = False
+    view: JobView  # the last heartbeat's
+    decided_on: JobView  # the view that the last decision saw; news is what differs from it
+    target: Mapping[str, int]  # workers by node id that it is to have
+    reason: Reason  # why
+    heard_s: float  # when it was last heard of [s], by the clock for intervals, as all times here
+    swayed_s: float = -math.inf  # when measured speeds alone changed its size last [s]
+    impossible_since_s: float | None = None  # since when no node could hold it [s]; None if some could
+    told_impossible: bool = False  # whether it was told so
 
     @classmethod
     def arrived(cls, view: JobView, now_s: float) -> KnownJob:

@@ -44,25 +44,15 @@ class Trigger(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """Record of one decision: the change for one job, and its reason.
+    """Record of one decision: the change for one job, and its reason."""
 
-    Attributes:
-        time_s: the ``now_s`` of the event.
-        trigger: what led to the decision.
-        job: the job; of a refusal, empty.
-        from_workers: planned workers before.
-        to_workers: planned workers after.
-        nodes: planned workers per node id after.
-        reason: why.
-    """
-
-    time_s: float
-    trigger: Trigger
-    job: str
-    from_workers: int
-    to_workers: int
-    nodes: Mapping[str, int]
-    reason: Reason
+    time_s: float  # the ``now_s`` of the event
+    trigger: Trigger  # what led to the decision
+    job: str  # the job; of a refusal, empty
+    from_workers: int  # planned workers before
+    to_workers: int  # planned workers after
+    nodes: Mapping[str, int]  # planned workers per node id after
+    reason: Reason  # why
 
     def __str__(self) -> str:
         if not self.job:
@@ -83,40 +73,26 @@ class JobState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSnapshot:
-    """The allocator at one moment, for the CLI, dashboards and tests.
-
-    Attributes:
-        node_failures: living nodes on which workers have failed.
-    """
+    """The allocator at one moment, for the CLI, dashboards and tests."""
 
     policy: str
     settled: bool
     cluster: Cluster
     jobs: Mapping[str, JobState]
     log: tuple[DecisionRecord, ...]
-    node_failures: tuple[NodeHistory, ...] = ()
+    node_failures: tuple[NodeHistory, ...] = ()  # living nodes on which workers have failed
     constraints: Constraints = Constraints()  # noqa: RUF009  # it is frozen
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorLook:
-    """The allocator as the page looks at it, again and again: of the log only what is new.
+    """The allocator as the page looks at it, again and again: of the log only what is new."""
 
-    Attributes:
-        core: its ``log`` holds the records that are new, oldest first.
-        recorded: decision records so far, those that are kept no more included: the number of the last one.
-        life: differs from one allocator to the one after it, whose numbers start anew.
-        scaling: the last decision about the cluster's size; None where it decides none.
-        spot_types: node types whose nodes may be taken away.
-        decision_cpu_s: CPU time of the last decision [s]; None before the first.
-        decided_s: when that was [s since the epoch]; None before the first.
-    """
-
-    core: CoreSnapshot
-    recorded: int
-    life: str
+    core: CoreSnapshot  # its ``log`` holds the records that are new, oldest first
+    recorded: int  # decision records so far, those that are kept no more included: the number of the last one
+    life: str  # differs from one allocator to the one after it, whose numbers start anew
     tenants: tuple[Tenant, ...] = ()
-    scaling: ScalingDecision | None = None
-    spot_types: frozenset[str] = frozenset()
-    decision_cpu_s: float | None = None
-    decided_s: float | None = None
+    scaling: ScalingDecision | None = None  # the last decision about the cluster's size; None where it decides none
+    spot_types: frozenset[str] = frozenset()  # node types whose nodes may be taken away
+    decision_cpu_s: float | None = None  # CPU time of the last decision [s]; None before the first
+    decided_s: float | None = None  # when that was [s since the epoch]; None before the first

@@ -54,27 +54,19 @@ class AutoscalerConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """Decision on the cluster's nodes.
+    """Decision on the cluster's nodes."""
 
-    Attributes:
-        nodes: by type, how many there should be; those that are there and stay included.
-        add: by type, how many of these are not there yet; 0 is left out.
-        release: ids of nodes that are given up: they get no workers, those on them move, and once empty they go.
-        leaving: ids of nodes that will be given up when what replaces them is there, or has not been needed for long.
-        reasons: by type, a sentence for each that changes or is closed.
-        wants: by job, the workers that it should have, and why.
-        notes: by job, what its user must be told now: a deadline or budget that cannot be met, nodes that are short.
-        usd_per_h: price of these nodes [USD/h].
-    """
-
-    nodes: Mapping[str, int]
-    add: Mapping[str, int]
+    nodes: Mapping[str, int]  # by type, how many there should be; those that are there and stay included
+    add: Mapping[str, int]  # by type, how many of these are not there yet; 0 is left out
+    # ids of nodes that are given up: they get no workers, those on them move, and once empty they go
     release: tuple[str, ...]
+    # ids of nodes that will be given up when what replaces them is there, or has not been needed for long
     leaving: tuple[str, ...]
-    reasons: Mapping[str, str]
-    wants: Mapping[str, WantedSize]
+    reasons: Mapping[str, str]  # by type, a sentence for each that changes or is closed
+    wants: Mapping[str, WantedSize]  # by job, the workers that it should have, and why
+    # by job, what its user must be told now: a deadline or budget that cannot be met, nodes that are short
     notes: Mapping[str, str]
-    usd_per_h: float
+    usd_per_h: float  # price of these nodes [USD/h]
 
     def bundles(self, types: Sequence[NodeType]) -> tuple[tuple[Resources, Mapping[str, str]], ...]:
         """Return the nodes as Ray's autoscaler is asked for them: one bundle with a label selector for each."""

@@ -39,18 +39,12 @@ _SPOT_SELECTORS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFile:
-    """Node types and limits of a cluster file.
-
-    Attributes:
-        types: worker types.
-        max_nodes: workers of all types together; None for no such limit.
-        idle_s: time without work after which Ray's autoscaler lets a node go [s].
-    """
+    """Node types and limits of a cluster file."""
 
     path: str
-    types: tuple[NodeType, ...]
-    max_nodes: int | None
-    idle_s: float
+    types: tuple[NodeType, ...]  # worker types
+    max_nodes: int | None  # workers of all types together; None for no such limit
+    idle_s: float  # time without work after which Ray's autoscaler lets a node go [s]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

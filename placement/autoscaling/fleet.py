@@ -18,17 +18,11 @@ _CHANGE = 0.1  # relative gain that is worth a node of another type where one is
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Number of nodes of each type, and the jobs that use them.
+    """Number of nodes of each type, and the jobs that use them."""
 
-    Attributes:
-        nodes: by node type, none left out.
-        users: jobs whose workers each type was counted for.
-        short: workers of each job that find no place within the limits; 0 is left out.
-    """
-
-    nodes: Mapping[str, int]
-    users: Mapping[str, tuple[str, ...]]
-    short: Mapping[str, int]
+    nodes: Mapping[str, int]  # by node type, none left out
+    users: Mapping[str, tuple[str, ...]]  # jobs whose workers each type was counted for
+    short: Mapping[str, int]  # workers of each job that find no place within the limits; 0 is left out
 
 
 @dataclasses.dataclass(slots=True)

@@ -110,8 +110,7 @@ class AllocationError(ValueError):
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}")
-        self.rule = rule
-        self.message = message
+        self.rule, self.message = rule, message
 
     def __reduce__(self) -> tuple[type[AllocationError], tuple[str, str]]:
         return type(self), (self.rule, self.message)

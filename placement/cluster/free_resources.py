@@ -15,21 +15,13 @@ _FEW = 16  # changed nodes up to which they are looked at one by one
 
 @dataclasses.dataclass(slots=True)
 class _KindSlots:
-    """Workers of one bundle and label selector; thousands of jobs share a few.
+    """Workers of one bundle and label selector; thousands of jobs share a few."""
 
-    Attributes:
-        needs: column and amount of each resource; None if no node has one of them.
-        share: dominant share of one worker.
-        matching: nodes with the labels that are asked for; None for all.
-        slots: how many more fit on each node, after ``seen`` of the changes.
-        seen: see there.
-    """
-
-    needs: tuple[tuple[int, float], ...] | None
-    share: float
-    matching: NDArray[np.bool_] | None
-    slots: NDArray[np.int64]
-    seen: int
+    needs: tuple[tuple[int, float], ...] | None  # column and amount of each resource; None if no node has one of them
+    share: float  # dominant share of one worker
+    matching: NDArray[np.bool_] | None  # nodes with the labels that are asked for; None for all
+    slots: NDArray[np.int64]  # how many more fit on each node, after ``seen`` of the changes
+    seen: int  # see there
 
 
 class FreeResources:

@@ -33,17 +33,11 @@ WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Bill of a job: counted by the allocator, kept by the job's controller for the allocator after it.
+    """Bill of a job: counted by the allocator, kept by the job's controller for the allocator after it."""
 
-    Attributes:
-        usd: so far [USD].
-        attained_s: worker-seconds that it counts (``JobView.attained_s``).
-        worker_usd_per_h: price of one of the job's workers when it was last counted [USD/h].
-    """
-
-    usd: float = 0.0
-    attained_s: float = 0.0
-    worker_usd_per_h: float = 0.0
+    usd: float = 0.0  # so far [USD]
+    attained_s: float = 0.0  # worker-seconds that it counts (``JobView.attained_s``)
+    worker_usd_per_h: float = 0.0  # price of one of the job's workers when it was last counted [USD/h]
 
 
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
@@ -371,16 +365,12 @@ def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """True data that no live job knows.
+    """True data that no live job knows."""
 
-    Attributes:
-        step_s: true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes
-            as possible; it ends at the most workers that the batch can be split over.
-        remaining_steps: optimizer steps at the requested batch from the end of the present epoch to the end of the
-            last one; at least 1.
-    """
-
+    # true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes as possible; it
+    # ends at the most workers that the batch can be split over.
     step_s: tuple[float, ...]
+    # optimizer steps at the requested batch from the end of the present epoch to the end of the last one; at least 1
     remaining_steps: float
 
     def __post_init__(self) -> None:
@@ -391,14 +381,10 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJobView(JobView):
-    """A job of a trace.
+    """A job of a trace."""
 
-    Attributes:
-        oracle: what is true of it; None if it is to be measured.
-        requested_workers: what its user asked for; a scheduler of rigid jobs gives exactly that or nothing.
-    """
-
-    oracle: Oracle | None = None
+    oracle: Oracle | None = None  # what is true of it; None if it is to be measured
+    # what its user asked for; a scheduler of rigid jobs gives exactly that or nothing
     requested_workers: int | None = None
 
     def __post_init__(self) -> None:

@@ -32,45 +32,28 @@ _LONGEST_CAUSE = 200
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailure:
-    """Failure of a worker on a node, as its job's controller reports it with each heartbeat.
-
-    Attributes:
-        worker: id of the worker, which no other of the job has.
-        cause: what happened, a few words.
-        age_s: time since [s].
-        starting: it had trained nothing: the job avoids the node at once.
-        of_device: the error names a disk or a GPU of the node.
-    """
+    """Failure of a worker on a node, as its job's controller reports it with each heartbeat."""
 
     node: str
-    worker: str
-    cause: str
-    age_s: float
-    starting: bool = False
-    of_device: bool = False
+    worker: str  # id of the worker, which no other of the job has
+    cause: str  # what happened, a few words
+    age_s: float  # time since [s]
+    starting: bool = False  # it had trained nothing: the job avoids the node at once
+    of_device: bool = False  # the error names a disk or a GPU of the node
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistory:
-    """A node with failures, as it is shown.
-
-    Attributes:
-        failures: how many are remembered.
-        jobs: jobs that had them.
-        cause: of the last one.
-        age_s: time since the last one [s].
-        avoided_by: jobs that avoid it now.
-        rests_s: for how long yet [s]; 0 where nobody avoids it.
-    """
+    """A node with failures, as it is shown."""
 
     node: str
-    failures: int
-    jobs: tuple[str, ...]
-    cause: str
-    age_s: float
-    avoided_by: tuple[str, ...]
+    failures: int  # how many are remembered
+    jobs: tuple[str, ...]  # jobs that had them
+    cause: str  # of the last one
+    age_s: float  # time since the last one [s]
+    avoided_by: tuple[str, ...]  # jobs that avoid it now
     by_all: bool
-    rests_s: float
+    rests_s: float  # for how long yet [s]; 0 where nobody avoids it
 
     def __str__(self) -> str:
         return f"node {self.node[:8]}: {self.short}, {self.age_s:.0f} s ago"

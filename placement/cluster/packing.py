@@ -16,15 +16,10 @@ from placement.cluster.occupancy import Occupancy, best_fit, mask, worst_fit
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Result of packing: the nodes of the workers.
+    """Result of packing: the nodes of the workers."""
 
-    Attributes:
-        allocation: workers per job and node.
-        short: per job, how many of its wanted workers found no place (0 is left out).
-    """
-
-    allocation: Allocation
-    short: Mapping[str, int]
+    allocation: Allocation  # workers per job and node
+    short: Mapping[str, int]  # per job, how many of its wanted workers found no place (0 is left out)
 
 
 def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -> Packing:

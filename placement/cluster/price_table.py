@@ -18,19 +18,12 @@ COLUMNS = ("type", "on_demand", "spot")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """USD per hour of what a row names: one GPU of a type, or a whole instance.
+    """USD per hour of what a row names: one GPU of a type, or a whole instance."""
 
-    Attributes:
-        on_demand: of one that stays.
-        spot: of one that may be taken away.
-        gpu: type of its GPUs, as Ray's label ``ray.io/accelerator-type`` has it; empty for one without.
-        gpus: how many it has.
-    """
-
-    on_demand: float
-    spot: float
-    gpu: str = ""
-    gpus: int = 1
+    on_demand: float  # of one that stays
+    spot: float  # of one that may be taken away
+    gpu: str = ""  # type of its GPUs, as Ray's label ``ray.io/accelerator-type`` has it; empty for one without
+    gpus: int = 1  # how many it has
 
     def __post_init__(self) -> None:
         for field in ("on_demand", "spot"):
@@ -81,14 +74,10 @@ class PriceTable:
     The default ones are rounded and from memory, to be replaced where money counts: on demand near the list
     prices of clouds that rent the card (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 stand for
     cards without one), spot at a third to two fifths of that.
-
-    Attributes:
-        source: the file, for errors.
-        prices: by GPU type, and by instance type.
     """
 
-    source: str = "the default table"
-    prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)
+    source: str = "the default table"  # the file, for errors
+    prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)  # by GPU type, and by instance type
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
         """Return USD per GPU and hour of each GPU type, those in ``spot`` at their spot price.

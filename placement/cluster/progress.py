@@ -13,26 +13,19 @@ class Progress:
     """Progress of a job in scale-invariant iterations: one is the progress of one step at the initial batch M0.
 
     ``GoodputModel`` speaks of samples per second at M0: divided by M0 it is iterations per second.
-
-    Attributes:
-        done: iterations so far, measured.
-        epoch_ends: ``done`` at the end of each finished epoch.
-        epochs: how many epochs the user declared; None if training has no declared end.
-        first_epochs: how many it declared first, in the unit of ``epochs``, as far as that is known.
-        stride: how many epochs each of ``epoch_ends``, and each of ``epochs``, stands for; 1 before any has ended.
-        usual_epoch: iterations that an epoch took other jobs of the same model, until the first one here has ended.
-        usual_ends: iterations after which earlier jobs of the same model ended.
-        usual_parts: parts of the length first declared after which those ended that have the same declarer, above 1
-            where they went on beyond it.
     """
 
-    done: float
-    epoch_ends: tuple[float, ...] = ()
-    epochs: float | None = None
-    first_epochs: float | None = None
+    done: float  # iterations so far, measured
+    epoch_ends: tuple[float, ...] = ()  # ``done`` at the end of each finished epoch
+    epochs: float | None = None  # how many epochs the user declared; None if training has no declared end
+    first_epochs: float | None = None  # how many it declared first, in the unit of ``epochs``, as far as that is known
+    # how many epochs each of ``epoch_ends``, and each of ``epochs``, stands for; 1 before any has ended
     stride: int = 1
+    # iterations that an epoch took other jobs of the same model, until the first one here has ended
     usual_epoch: float | None = None
-    usual_ends: tuple[float, ...] = ()
+    usual_ends: tuple[float, ...] = ()  # iterations after which earlier jobs of the same model ended
+    # parts of the length first declared after which those ended that have the same declarer, above 1 where they went on
+    # beyond it
     usual_parts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:

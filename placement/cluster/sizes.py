@@ -15,16 +15,12 @@ from placement.cluster.memory_need import MemoryNeed
 class AllowedSizes:
     """Sizes that a job can train with: those of groups of shards, of pipelines, of a batch that divides.
 
-    Attributes:
-        sizes: these only, each once and ascending; empty allows any.
-        multiple_of: only multiples of this.
-        memory: what a worker needs and has; only sizes in which it has enough. None where any size fits.
-
     Raises TypeError, ValueError: they are no whole numbers from 1, or exclude each other.
     """
 
-    sizes: tuple[int, ...] = ()
-    multiple_of: int = 1
+    sizes: tuple[int, ...] = ()  # these only, each once and ascending; empty allows any
+    multiple_of: int = 1  # only multiples of this
+    # what a worker needs and has; only sizes in which it has enough. None where any size fits.
     memory: MemoryNeed | None = None
 
     def __post_init__(self) -> None:

@@ -39,29 +39,19 @@ _MOST_DAMPING = 1e12
 class Observation:
     """Measured time of steps at one configuration.
 
-    Attributes:
-        nodes: N >= 1.
-        replicas: R >= N.
-        atomic_bsz: m >= 1, samples per replica and micro-step.
-        accum_steps: s >= 0, micro-steps before the one that synchronises.
-        step_time: Seconds of one optimizer step, s + 1 micro-steps and synchronisation together. > 0.
-        grad_time: Seconds of one micro-step without synchronisation (T_grad), or 0 if not measured.
-        count: Weight, such as how many steps the times are a mean of. > 0.
-        spread: Standard deviation of the logarithms of the reports in ``step_time``; 0 if not measured.
-
     Raises:
         TypeError: a value is not a real number.
         ValueError: a value is outside its range or not finite.
     """
 
-    nodes: int
-    replicas: int
-    atomic_bsz: float
-    accum_steps: int
-    step_time: float
-    grad_time: float = 0.0
-    count: float = 1.0
-    spread: float = 0.0
+    nodes: int  # N >= 1
+    replicas: int  # R >= N
+    atomic_bsz: float  # m >= 1, samples per replica and micro-step
+    accum_steps: int  # s >= 0, micro-steps before the one that synchronises
+    step_time: float  # Seconds of one optimizer step, s + 1 micro-steps and synchronisation together. > 0.
+    grad_time: float = 0.0  # Seconds of one micro-step without synchronisation (T_grad), or 0 if not measured
+    count: float = 1.0  # Weight, such as how many steps the times are a mean of. > 0.
+    spread: float = 0.0  # Standard deviation of the logarithms of the reports in ``step_time``; 0 if not measured
 
     def __post_init__(self) -> None:
         real("nodes", self.nodes, at_least=1)

@@ -22,18 +22,13 @@ _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 class TypePart:
     """The workers of a group that are on GPUs of one type.
 
-    Attributes:
-        workers: how many, 1 or more.
-        model: step times of a group of this type alone.
-        most: most samples of a worker in one micro-step; None for no bound.
-
     Raises ValueError: a number is below 1.
     """
 
     gpu: str
-    workers: int
-    model: ThroughputModel
-    most: int | None = None
+    workers: int  # how many, 1 or more
+    model: ThroughputModel  # step times of a group of this type alone
+    most: int | None = None  # most samples of a worker in one micro-step; None for no bound
 
     def __post_init__(self) -> None:
         check_number("workers", self.workers, least=1)
@@ -43,18 +38,12 @@ class TypePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """The best batch of a group.
+    """The best batch of a group."""
 
-    Attributes:
-        goodput: useful samples per second; 0 where no batch fits, and the rest is 0 or empty then.
-        batch_size: samples of a step.
-        accum_steps: micro-steps before the one that synchronises.
-        shares: samples of each worker in a micro-step, from the largest on, for each part of the group.
-    """
-
-    goodput: float
-    batch_size: int = 0
-    accum_steps: int = 0
+    goodput: float  # useful samples per second; 0 where no batch fits, and the rest is 0 or empty then
+    batch_size: int = 0  # samples of a step
+    accum_steps: int = 0  # micro-steps before the one that synchronises
+    # samples of each worker in a micro-step, from the largest on, for each part of the group
     shares: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -78,15 +67,11 @@ class MixedGroup:
     exactly, but for rounding). A worker whose alpha_c alone is longer than T_grad gets no sample: such a group is
     slower with it than without. With one type this is ``ThroughputModel``.
 
-    Attributes:
-        parts: the workers by type, one or more.
-        nodes: N, nodes that they are on, from 1 to the number of workers.
-
     Raises ValueError: there is no part, or the number of nodes is out of its range.
     """
 
-    parts: tuple[TypePart, ...]
-    nodes: int
+    parts: tuple[TypePart, ...]  # the workers by type, one or more
+    nodes: int  # N, nodes that they are on, from 1 to the number of workers
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -241,18 +226,13 @@ class MixedGroup:
 class MeasuredPart:
     """Measured times of one GPU type's workers in the steps of a mixed group.
 
-    Attributes:
-        workers: how many.
-        atomic_bsz: samples of one of them in a micro-step, above 0.
-        grad_time: seconds of one of its micro-steps without synchronisation, above 0.
-
     Raises ValueError: a number is out of its range.
     """
 
     gpu: str
-    workers: int
-    atomic_bsz: float
-    grad_time: float
+    workers: int  # how many
+    atomic_bsz: float  # samples of one of them in a micro-step, above 0
+    grad_time: float  # seconds of one of its micro-steps without synchronisation, above 0
 
     def __post_init__(self) -> None:
         check_number("workers", self.workers, least=1)
@@ -264,21 +244,14 @@ class MeasuredPart:
 class MixedObservation:
     """Measured time of steps of a group on several types.
 
-    Attributes:
-        parts: what its types took, one or more.
-        nodes: N.
-        accum_steps: s.
-        step_time: seconds of one optimizer step, above 0.
-        count: how many steps the times are a mean of.
-
     Raises ValueError: there is no part, or a number is out of its range.
     """
 
-    parts: tuple[MeasuredPart, ...]
-    nodes: int
-    accum_steps: int
-    step_time: float
-    count: float = 1.0
+    parts: tuple[MeasuredPart, ...]  # what its types took, one or more
+    nodes: int  # N
+    accum_steps: int  # s
+    step_time: float  # seconds of one optimizer step, above 0
+    count: float = 1.0  # how many steps the times are a mean of
 
     def __post_init__(self) -> None:
         if not self.parts:

@@ -33,17 +33,13 @@ class NoiseScale:
     Both estimate quantities that cannot be negative, but the estimates are unbiased and may be: they are kept
     signed, because smoothing must average them as they are, and count as 0 in `gain`.
 
-    Attributes:
-        sqr: Squared norm of the true gradient.
-        var: Trace of the covariance of the gradient of one batch of M0 samples, same unit as `sqr`.
-
     Raises:
         TypeError: one of them is not a real number.
         ValueError: one of them is not finite.
     """
 
-    sqr: float
-    var: float
+    sqr: float  # Squared norm of the true gradient
+    var: float  # Trace of the covariance of the gradient of one batch of M0 samples, same unit as `sqr`
 
     def __post_init__(self) -> None:
         for name in ("sqr", "var"):

@@ -105,7 +105,6 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
     """Return remaining time on the smallest size [s] of each job; NaN where nothing is known of its length.
 
     Args:
-        views: the jobs.
         rate: goodput on the smallest size [samples/s], 0 where no model is known yet.
     """
     left = np.full(len(views), np.nan)
@@ -162,7 +161,6 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
     one without a length, from what it is taken to have left.
 
     Args:
-        views: the jobs.
         left_s: remaining time at speed 1 [s], (J,), NaN where unknown.
         rate: progress at speed 1 [samples/s], (J,).
         fair_speed: of each job on an equal share, (J,).

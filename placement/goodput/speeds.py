@@ -30,17 +30,14 @@ class GoodputCache:
 
     It never changes an answer, only how soon it comes. When full it forgets everything, which costs one slow decision
     and needs no clock.
-
-    Attributes:
-        most: rows, and sets of measured points, that it holds.
-        rows: goodput by model, limits of the batch and shapes, as bytes.
-        ratios: by id of the observations, which are kept so that the id stays their own, and model.
-        prices: dual price of a slot by GPU type, as the last decision found them; for those who look on.
     """
 
-    most: int = 20_000
+    most: int = 20_000  # rows, and sets of measured points, that it holds
+    # goodput by model, limits of the batch and shapes, as bytes
     rows: dict[bytes, Floats] = dataclasses.field(default_factory=dict)
+    # by id of the observations, which are kept so that the id stays their own, and model
     ratios: dict[object, tuple[object, Ratios]] = dataclasses.field(default_factory=dict)
+    # dual price of a slot by GPU type, as the last decision found them; for those who look on
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note_prices(self, prices: Mapping[str, float]) -> None:

@@ -36,29 +36,19 @@ class ThroughputModel:
     Pollux's model has no alpha_s: accumulation can then gain nothing but fewer synchronisations, and nothing at all on
     one replica.
 
-    Attributes:
-        alpha_c: Constant part of one forward and backward pass, s.
-        beta_c: Part of it that grows with the batch, s per sample.
-        alpha_n: Gradient synchronisation between two replicas on different nodes, s.
-        beta_n: What each replica beyond the second adds to it, s.
-        alpha_r: As alpha_n, for replicas that share one node.
-        beta_r: As beta_n, for replicas that share one node.
-        gamma: Overlap of compute and synchronisation: 1 is none (their sum), large is full (their maximum).
-        alpha_s: What a step takes once, however many micro-steps it has, such as the optimizer's update, s.
-
     Raises:
         TypeError: a parameter is not a real number.
         ValueError: a time is negative or not finite, or gamma is below 1 or not finite.
     """
 
-    alpha_c: float
-    beta_c: float
-    alpha_n: float
-    beta_n: float
-    alpha_r: float
-    beta_r: float
-    gamma: float
-    alpha_s: float = 0.0
+    alpha_c: float  # Constant part of one forward and backward pass, s
+    beta_c: float  # Part of it that grows with the batch, s per sample
+    alpha_n: float  # Gradient synchronisation between two replicas on different nodes, s
+    beta_n: float  # What each replica beyond the second adds to it, s
+    alpha_r: float  # As alpha_n, for replicas that share one node
+    beta_r: float  # As beta_n, for replicas that share one node
+    gamma: float  # Overlap of compute and synchronisation: 1 is none (their sum), large is full (their maximum)
+    alpha_s: float = 0.0  # What a step takes once, however many micro-steps it has, such as the optimizer's update, s
 
     def __post_init__(self) -> None:
         for field in fields(self):

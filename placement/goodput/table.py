@@ -28,18 +28,12 @@ _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundedModel:
-    """Model of one job with the limits of its batch.
-
-    Attributes:
-        max_batch_size: largest global batch [samples]; None keeps it at the model's initial one.
-        atomic_bsz_range: least and most samples per worker and micro-step; None for no bounds.
-        accumulation: whether it may accumulate gradients.
-    """
+    """Model of one job with the limits of its batch."""
 
     model: GoodputModel
-    max_batch_size: int | None
-    atomic_bsz_range: tuple[int, int] | None
-    accumulation: bool
+    max_batch_size: int | None  # largest global batch [samples]; None keeps it at the model's initial one
+    atomic_bsz_range: tuple[int, int] | None  # least and most samples per worker and micro-step; None for no bounds
+    accumulation: bool  # whether it may accumulate gradients
 
 
 def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> Floats:

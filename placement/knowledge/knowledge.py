@@ -31,13 +31,9 @@ _CHANGED = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnowledgeConfig:
-    """Settings of how long knowledge is kept.
+    """Settings of how long knowledge is kept."""
 
-    Attributes:
-        forget_s: an observation older than this no longer counts [s]; drivers and libraries change.
-    """
-
-    forget_s: float = 30 * 86400.0
+    forget_s: float = 30 * 86400.0  # an observation older than this no longer counts [s]; drivers and libraries change
 
     def __post_init__(self) -> None:
         check_number("forget_s", self.forget_s, above=0, unit="seconds")
@@ -45,15 +41,10 @@ class KnowledgeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """Prior of a job that has measured nothing yet on a GPU type.
+    """Prior of a job that has measured nothing yet on a GPU type."""
 
-    Attributes:
-        model: fitted to what others measured; its noise is that of the earliest epoch known.
-        largest_batch: largest global batch that any of them ran with [samples].
-    """
-
-    model: GoodputModel
-    largest_batch: int
+    model: GoodputModel  # fitted to what others measured; its noise is that of the earliest epoch known
+    largest_batch: int  # largest global batch that any of them ran with [samples]
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,9 +109,6 @@ class Knowledge:
 
     A job without a fingerprint neither gives nor takes. Of several measurements of one shape the newest counts,
     whosever it is; the job's own are among them, since it is heard before it is decided about.
-
-    Attributes:
-        version: rises whenever there is something new to keep.
     """
 
     def __init__(self, config: KnowledgeConfig | None = None) -> None:
@@ -130,7 +118,7 @@ class Knowledge:
         self._epochs: dict[str, float] = {}
         self._lengths = EndedJobs(self._config.forget_s)
         self._machines: dict[str, frozenset[str]] = {}
-        self.version = 0
+        self.version = 0  # rises whenever there is something new to keep
 
     def machines(self, cluster: Cluster) -> None:
         """Look at the nodes: where those of a GPU type are not what they were, its observations are forgotten.

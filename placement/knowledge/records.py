@@ -28,61 +28,37 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStep:
-    """Stored measurement of one step time.
+    """Stored measurement of one step time."""
 
-    Attributes:
-        fingerprint: of the job's model.
-        gpu_type: of the nodes it ran on, empty without GPUs or label.
-        machines: descriptions of the nodes of that type when it was kept
-            (see ``placement.knowledge.knowledge.machine_of``).
-        seen_s: when [s since the epoch].
-    """
-
-    fingerprint: str
-    gpu_type: str
+    fingerprint: str  # of the job's model
+    gpu_type: str  # of the nodes it ran on, empty without GPUs or label
+    # descriptions of the nodes of that type when it was kept (see ``placement.knowledge.knowledge.machine_of``)
     machines: frozenset[str]
     observation: Observation
-    seen_s: float
+    seen_s: float  # when [s since the epoch]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNoise:
-    """The gradient noise of a job after so many epochs, and what it allowed for its batch, for keeping.
+    """The gradient noise of a job after so many epochs, and what it allowed for its batch, for keeping."""
 
-    Attributes:
-        fingerprint: of the job's model.
-        gpu_type: of the nodes it ran on.
-        epoch: epochs it had finished.
-        noise: at the initial batch size of ``batches``.
-        batches: limits of its batch.
-        seen_s: when [s since the epoch].
-    """
-
-    fingerprint: str
-    gpu_type: str
-    epoch: int
-    noise: NoiseScale
-    batches: Batches
-    seen_s: float
+    fingerprint: str  # of the job's model
+    gpu_type: str  # of the nodes it ran on
+    epoch: int  # epochs it had finished
+    noise: NoiseScale  # at the initial batch size of ``batches``
+    batches: Batches  # limits of its batch
+    seen_s: float  # when [s since the epoch]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownLength:
-    """Stored length of one ended job.
+    """Stored length of one ended job."""
 
-    Attributes:
-        fingerprint: of the job's model.
-        samples: its progress in all: samples that it would have needed at the initial batch.
-        part: of the length that it had declared first; None if it had declared none.
-        seen_s: when it ended [s since the epoch].
-        declarer: who had submitted it, or his tenant; empty where neither is known.
-    """
-
-    fingerprint: str
-    samples: float
-    part: float | None
-    seen_s: float
-    declarer: str = ""
+    fingerprint: str  # of the job's model
+    samples: float  # its progress in all: samples that it would have needed at the initial batch
+    part: float | None  # of the length that it had declared first; None if it had declared none
+    seen_s: float  # when it ended [s since the epoch]
+    declarer: str = ""  # who had submitted it, or his tenant; empty where neither is known
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,17 +103,11 @@ _SCHEMA = pa.schema(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRoot:
-    """Storage root of a cluster's jobs: the parent of their runs' directories.
+    """Storage root of a cluster's jobs: the parent of their runs' directories."""
 
-    Attributes:
-        path: of the directory on ``filesystem``.
-        filesystem: a ``pyarrow.fs.FileSystem``, picklable.
-        private: whether what is kept there is for its user only.
-    """
-
-    path: str
-    filesystem: Any
-    private: bool = True
+    path: str  # of the directory on ``filesystem``
+    filesystem: Any  # a ``pyarrow.fs.FileSystem``, picklable
+    private: bool = True  # whether what is kept there is for its user only
 
     @property
     def key(self) -> tuple[str, str]:

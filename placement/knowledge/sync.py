@@ -79,9 +79,7 @@ class KnowledgeSync:
     """
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
-        self._knowledge = knowledge
-        self._writer = writer
-        self._recall = recall
+        self._knowledge, self._writer, self._recall = knowledge, writer, recall
         self._roots: dict[tuple[str, str], _RootState] = {}
         self._root_of_job: dict[str, _RootState] = {}
         self._saves: set[asyncio.Task[None]] = set()

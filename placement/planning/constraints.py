@@ -148,17 +148,13 @@ _ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Rules of the cluster; those of a job are in its ``JobView``.
+    """Rules of the cluster; those of a job are in its ``JobView``."""
 
-    Attributes:
-        tenants: weights and quotas; a tenant that is not named has weight 1 and no quota.
-        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes; None keeps that
-            rule while links hold two jobs up (``placement.planning.multi_node.held_up``), unless it would stop a job.
-        avoid_slow_nodes: jobs leave nodes on which they have seen slow steps (``placement.planning.failing_nodes``).
-    """
-
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[Tenant, ...] = ()  # weights and quotas; a tenant that is not named has weight 1 and no quota
+    # no node holds workers of two jobs that both span several nodes; None keeps that rule while links hold two jobs up
+    # (``placement.planning.multi_node.held_up``), unless it would stop a job
     one_multi_node_job_per_node: bool | None = False
+    # jobs leave nodes on which they have seen slow steps (``placement.planning.failing_nodes``)
     avoid_slow_nodes: bool = True
 
     def __post_init__(self) -> None:

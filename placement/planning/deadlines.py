@@ -17,16 +17,11 @@ from placement.reasons import Cause, Reason, count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SatisfactoryShare:
-    """Share of workers that a deadline requires.
+    """Share of workers that a deadline requires."""
 
-    Attributes:
-        workers: the minimum satisfactory share: the fewest workers that meet it; None if no number does, or if it is
-            not known yet.
-        why_not: a sentence if it is None.
-    """
-
+    # the minimum satisfactory share: the fewest workers that meet it; None if no number does, or if it is not known yet
     workers: int | None
-    why_not: str = ""
+    why_not: str = ""  # a sentence if it is None
 
 
 def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> SatisfactoryShare:

@@ -109,8 +109,7 @@ class _Placer:
         self._free = FreeResources(cluster)
         self._occupied = Occupancy(self._free)
         self._others = {index for node in multi_node_nodes if (index := self._free.index(node)) is not None}
-        self._present = present
-        self._wanted = wanted
+        self._present, self._wanted = present, wanted
 
     def move_some(self, jobs: Sequence[JobView]) -> None:
         """Move only jobs that stand in another job's way; the others stay."""

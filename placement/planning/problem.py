@@ -20,18 +20,12 @@ from placement.reasons import Cause, Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan of which workers each job has on which nodes, and why.
+    """Plan of which workers each job has on which nodes, and why."""
 
-    Attributes:
-        allocation: workers per job and node.
-        reasons: why, per job.
-        guaranteed: jobs whose deadline will be met.
-        granted: workers per job and node that the jobs' own policies asked for (``placement.planning.wishes``).
-    """
-
-    allocation: Allocation
-    reasons: Mapping[str, Reason]
-    guaranteed: frozenset[str] = frozenset()
+    allocation: Allocation  # workers per job and node
+    reasons: Mapping[str, Reason]  # why, per job
+    guaranteed: frozenset[str] = frozenset()  # jobs whose deadline will be met
+    # workers per job and node that the jobs' own policies asked for (``placement.planning.wishes``)
     granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
@@ -46,22 +40,15 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Jobs, and the room that they are to share.
-
-    Attributes:
-        cluster: the room that is theirs.
-        multi_node_nodes: nodes that carry a job which spans several nodes and is not one of these.
-        guaranteed: those of the jobs whose minimum was raised to what their deadline needs.
-        apart: whether two jobs that span several nodes may share none of them.
-        kept: running jobs that nodes which have come since must not stop.
-    """
+    """Jobs, and the room that they are to share."""
 
     views: Sequence[JobView]
-    cluster: Cluster
+    cluster: Cluster  # the room that is theirs
+    # nodes that carry a job which spans several nodes and is not one of these
     multi_node_nodes: frozenset[str] = frozenset()
-    guaranteed: frozenset[str] = frozenset()
-    apart: bool = False
-    kept: frozenset[str] = frozenset()
+    guaranteed: frozenset[str] = frozenset()  # those of the jobs whose minimum was raised to what their deadline needs
+    apart: bool = False  # whether two jobs that span several nodes may share none of them
+    kept: frozenset[str] = frozenset()  # running jobs that nodes which have come since must not stop
 
     def only(self, jobs: Iterable[str]) -> Problem:
         """Return the problem restricted to some of the jobs."""

@@ -232,8 +232,7 @@ class _Filling:
 
     def __init__(self, problem: Problem, tenants: Mapping[str, Tenant], totals: Resources) -> None:
         self._order = by_precedence(problem)
-        self._tenants = tenants
-        self._totals = totals
+        self._tenants, self._totals = tenants, totals
         self._room = FreeResources(problem.cluster)
         self._counts: dict[str, int] = {}
         self._running: dict[str, int] = {}  # by tenant, running jobs that have not had their turn in a climb

@@ -32,17 +32,12 @@ SHAPE = "a function (jobs, cluster, now_s) -> {job: workers or Target}, or a cla
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPolicy:
-    """A policy made of a function.
+    """A policy made of a function."""
 
-    Attributes:
-        name: see ``Policy``.
-        function: answers with a number of workers, or a ``Target``, for every job.
-        rigid: see ``Policy``.
-    """
-
-    name: str
+    name: str  # see ``Policy``
+    # answers with a number of workers, or a ``Target``, for every job
     function: Callable[[Sequence[JobView], Cluster, float], Mapping[str, Target | int]]
-    rigid: bool = False
+    rigid: bool = False  # see ``Policy``
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Decide on the targets; see ``Policy``."""

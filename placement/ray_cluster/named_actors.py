@@ -49,14 +49,9 @@ class HostedGoneError(ActorDiedError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosted:
-    """Handle of one of the objects that an actor hosts; it is called as that of an actor.
+    """Handle of one of the objects that an actor hosts; it is called as that of an actor."""
 
-    Attributes:
-        host: handle of the actor, which has a method ``call(name, method, *arguments, **options)``.
-        name: of the object.
-    """
-
-    host: Any
+    host: Any  # handle of the actor, which has a method ``call(name, method, *arguments, **options)``
     name: str
 
     def __getattr__(self, method: str) -> _HostedMethod:

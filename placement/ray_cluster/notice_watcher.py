@@ -67,8 +67,7 @@ class NoticeWatcher:
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
-        self._config = config
-        self._node_id = node_id
+        self._config, self._node_id = config, node_id
         self._metadata = Metadata(config)
         self._main = asyncio.get_event_loop().create_task(self._run())
 
@@ -110,8 +109,7 @@ class Metadata:
     """
 
     def __init__(self, config: NoticeConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._token = ""
         self._token_s = -math.inf  # not 0: a clock that counts from boot says less than an hour for an hour
         self._machine = ""

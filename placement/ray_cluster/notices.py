@@ -56,15 +56,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Notice that a node is about to go.
+    """Notice that a node is about to go."""
 
-    Attributes:
-        deadline_s: when, in seconds since the epoch.
-        reason: as a sentence for the log.
-    """
-
-    deadline_s: float
-    reason: str
+    deadline_s: float  # when, in seconds since the epoch
+    reason: str  # as a sentence for the log
 
 
 AWS_TOKEN = Request(path="/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, method="PUT")

@@ -23,7 +23,6 @@ def resume_jobs(storage: str, cluster: str) -> None:
     """Submit what ran when another head ended, and log what is said of it; returns at once.
 
     Args:
-        storage: of the jobs.
         cluster: HOST:PORT of this cluster's control store.
     """
     threading.Thread(target=_run, args=(storage, cluster), name="resume", daemon=True).start()

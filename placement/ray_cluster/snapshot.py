@@ -25,20 +25,13 @@ GROUP_PREFIX = "elastic_ray"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RawNode:
-    """Description of a living node by Ray.
+    """Description of a living node by Ray."""
 
-    Attributes:
-        node_id: hex id.
-        available: what is free, a few hundred milliseconds old.
-        reserved: what fulfilled placement groups of elastic jobs hold, per job.
-        draining: whether it is about to go.
-    """
-
-    node_id: str
+    node_id: str  # hex id
     total: Resources
-    available: Resources
-    reserved: Mapping[str, Resources]
-    draining: bool
+    available: Resources  # what is free, a few hundred milliseconds old
+    reserved: Mapping[str, Resources]  # what fulfilled placement groups of elastic jobs hold, per job
+    draining: bool  # whether it is about to go
     labels: Mapping[str, str]
 
 

@@ -275,10 +275,7 @@ def add_autoscaling(group: argparse._ArgumentGroup) -> None:
         help=f"with cost_per_progress: what an hour less is worth, for each job; {cost.value_usd_per_h:g} by default",
     )
     group.add_argument(
-        "--budget",
-        type=float,
-        metavar="USD",
-        help="with budget or policy boa: average cost of all nodes, an hour",
+        "--budget", type=float, metavar="USD", help="with budget or policy boa: average cost of all nodes, an hour"
     )
     for field, meaning in (
         ("startup_s", "until a node that was asked for can be used"),

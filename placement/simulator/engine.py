@@ -285,11 +285,7 @@ def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
 
 
 def _told(
-    policy: Policy,
-    specs: Sequence[TraceJob],
-    applications: Mapping[str, Application],
-    nodes: Cluster,
-    rules: Rules,
+    policy: Policy, specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> Policy:
     """The policy, told what will arrive if it asks for that: how many jobs an hour, and their time at each size."""
     told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)

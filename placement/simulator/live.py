@@ -35,10 +35,7 @@ class LiveDriver:
         longest_s: float,
         pace: Pace = Pace(),  # noqa: B008
     ) -> None:
-        self._pace = pace
-        self._world = world
-        self._cluster = cluster
-        self._disturbances = disturbances
+        self._pace, self._world, self._cluster, self._disturbances = pace, world, cluster, disturbances
         self._longest_s = longest_s
         self._present: dict[str, SimulatedJob] = {}
         self._version: dict[str, int] = {}
@@ -53,11 +50,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s, happens=happens: self._disturb(happens, now_s))  # type: ignore[misc]
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
-        """Run until all jobs are done.
-
-        Raises:
-            RuntimeError: some job is never done.
-        """
+        """Run until all jobs are done. Raises RuntimeError: some job is never done."""
         for job in jobs:
             self._at(job.trace.time_s, lambda now_s, job=job: self._arrive(job, now_s))  # type: ignore[misc]
         self._at(jobs[0].trace.time_s, self._tick)

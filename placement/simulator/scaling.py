@@ -40,9 +40,7 @@ class ScalingDriver(LiveDriver):
         longest_s: float,
     ) -> None:
         super().__init__(world, Cluster(), dataclasses.replace(disturbances, spot={}), seed, longest_s)
-        self._autoscaler = autoscaler
-        self._provider = provider
-        self._notice_s = notice_s
+        self._autoscaler, self._provider, self._notice_s = autoscaler, provider, notice_s
         self._noticed: set[str] = set()
         self._ending: set[str] = set()
         self._released: frozenset[str] = frozenset()

@@ -29,19 +29,13 @@ class StorageTimeoutError(TimeoutError):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """Call on storage in a thread.
+    """Call on storage in a thread."""
 
-    Attributes:
-        what: what it does, for messages: "writing events".
-        heard_s: when storage has last been heard of [s, monotonic]: each piece of a long copy counts.
-        given_up: its caller does not wait for it any more; a call that continues in pieces ends itself.
-    """
-
-    what: str
+    what: str  # what it does, for messages: "writing events"
     run: Callable[[], Any]
-    heard_s: float
+    heard_s: float  # when storage has last been heard of [s, monotonic]: each piece of a long copy counts
     answer: Future[Any] = dataclasses.field(default_factory=Future)
-    given_up: bool = False
+    given_up: bool = False  # its caller does not wait for it any more; a call that continues in pieces ends itself
 
     def heard(self) -> bool:
         """Note that a piece is done; True if its caller still waits for the others."""

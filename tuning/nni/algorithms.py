@@ -15,26 +15,16 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """Support of one of NNI's algorithms.
+    """Support of one of NNI's algorithms."""
 
-    Attributes:
-        kind: "tuner", "advisor" (a tuner that stops trials itself) or "assessor".
-        optimizes: whether it takes ``optimize_mode``.
-        manager_only: why it cannot be used in Ray Tune; empty if it can.
-        broken: why it does not run on this stack; empty if it does.
-        instead: one that runs and is nearest to it.
-        not_types: types of search spaces that it cannot have.
-        class_name: what is to be used in place of NNI's class.
-    """
-
-    kind: str = "tuner"
-    optimizes: bool = True
-    manager_only: str = ""
-    broken: str = ""
-    instead: str = "TPE"
-    not_types: tuple[str, ...] = ()
+    kind: str = "tuner"  # "tuner", "advisor" (a tuner that stops trials itself) or "assessor"
+    optimizes: bool = True  # whether it takes ``optimize_mode``
+    manager_only: str = ""  # why it cannot be used in Ray Tune; empty if it can
+    broken: str = ""  # why it does not run on this stack; empty if it does
+    instead: str = "TPE"  # one that runs and is nearest to it
+    not_types: tuple[str, ...] = ()  # types of search spaces that it cannot have
     why_not: str = ""
-    class_name: str = ""
+    class_name: str = ""  # what is to be used in place of NNI's class
 
 
 _STEPS = "its trials are generations that NNI's manager starts; use ray.tune.schedulers.PopulationBasedTraining"

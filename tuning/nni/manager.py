@@ -41,17 +41,11 @@ class ExperimentConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentState:
-    """The manager's answer.
+    """The manager's answer."""
 
-    Attributes:
-        status: of the experiment, in NNI's words.
-        trials: NNI's record of every trial, by its id.
-        errors: what the manager has to say about an experiment that is in "ERROR".
-    """
-
-    status: str
-    trials: Mapping[str, Mapping[str, Any]]
-    errors: str
+    status: str  # of the experiment, in NNI's words
+    trials: Mapping[str, Mapping[str, Any]]  # NNI's record of every trial, by its id
+    errors: str  # what the manager has to say about an experiment that is in "ERROR"
 
 
 class Manager:

@@ -42,23 +42,14 @@ _NO_ANSWER_YET = 408
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentContext:
-    """Context of an experiment's trials: its names, paths and file system.
+    """Context of an experiment's trials: its names, paths and file system."""
 
-    Attributes:
-        experiment: NNI's id of it.
-        sweep: name of the sweep that its trials are.
-        path: directory of the trials' events and checkpoints.
-        knowledge_path: directory under which what trials measure is kept, for other experiments too.
-        filesystem: file system that both are on.
-        reachable: whether the Ray cluster answers.
-    """
-
-    experiment: str
-    sweep: str
-    path: str
-    knowledge_path: str
-    filesystem: pyarrow.fs.FileSystem
-    reachable: Callable[[], bool]
+    experiment: str  # NNI's id of it
+    sweep: str  # name of the sweep that its trials are
+    path: str  # directory of the trials' events and checkpoints
+    knowledge_path: str  # directory under which what trials measure is kept, for other experiments too
+    filesystem: pyarrow.fs.FileSystem  # file system that both are on
+    reachable: Callable[[], bool]  # whether the Ray cluster answers
 
 
 class ManagerChannel:
@@ -107,9 +98,7 @@ class TrialServer:
     """
 
     def __init__(self, template: Template, metric: str, context: ExperimentContext) -> None:
-        self._template = template
-        self._metric = metric
-        self._context = context
+        self._template, self._metric, self._context = template, metric, context
         self._lock = threading.Lock()
         self._outcomes: dict[str, Outcome] = {}
         self._connections: set[socket.socket] = set()

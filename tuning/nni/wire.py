@@ -26,19 +26,12 @@ DEFAULT = "default"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialId:
-    """A trial as NNI knows it, and what its tuner chose for it.
+    """A trial as NNI knows it, and what its tuner chose for it."""
 
-    Attributes:
-        experiment: NNI's id of the experiment.
-        trial: NNI's id of the trial.
-        sequence: number of the trial in the experiment, from 0.
-        parameter: the tuner's record, with ``parameter_id`` and ``parameters``.
-    """
-
-    experiment: str
-    trial: str
-    sequence: int
-    parameter: Mapping[str, Any]
+    experiment: str  # NNI's id of the experiment
+    trial: str  # NNI's id of the trial
+    sequence: int  # number of the trial in the experiment, from 0
+    parameter: Mapping[str, Any]  # the tuner's record, with ``parameter_id`` and ``parameters``
 
 
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:

@@ -181,21 +181,13 @@ class UtilityCost(_Scaling):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeSearch:
-    """Settings of a search for the number of workers.
+    """Settings of a search for the number of workers."""
 
-    Attributes:
-        fewest: smallest size [workers].
-        most: largest size [workers].
-        stride: workers added or removed at a time.
-        passes_to_stay: so many smallest pairs of sizes must pass before smaller sizes are left untried.
-        steps_to_stay: steps that a size needs to be rejected.
-    """
-
-    fewest: int
-    most: int
-    stride: int
-    passes_to_stay: int
-    steps_to_stay: int
+    fewest: int  # smallest size [workers]
+    most: int  # largest size [workers]
+    stride: int  # workers added or removed at a time
+    passes_to_stay: int  # so many smallest pairs of sizes must pass before smaller sizes are left untried
+    steps_to_stay: int  # steps that a size needs to be rejected
 
     def next_size(self, measured: Mapping[int, int], passes: Callable[[int, int], bool]) -> int:
         """Return the size to go to, or to stay at.
@@ -238,7 +230,6 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
         old: fewer workers.
         old_rate: their throughput R, in any unit.
         new: more workers.
-        new_rate: their throughput.
 
     Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
     """

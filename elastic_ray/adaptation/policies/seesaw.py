@@ -33,8 +33,7 @@ class Seesaw(ReadyPolicy):
         growth: see ``GROWTH``; above 1.
         deadline_s: see ``Policy`` [s].
 
-    Raises:
-        TypeError, ValueError: an argument is of another type or outside its range.
+    Raises TypeError, ValueError: an argument is of another type or outside its range.
     """
 
     def __init__(self, *, growth: float = GROWTH, deadline_s: float = 2.0) -> None:
@@ -46,8 +45,7 @@ class Seesaw(ReadyPolicy):
     def before_train(self, view: PolicyView) -> Answer:
         """The initial batch, which the job is not to choose from here on.
 
-        Raises:
-            ValueError: the loader's batch may not grow.
+        Raises ValueError: the loader's batch may not grow.
         """
         if view.max_batch_size is None:
             raise ValueError(
@@ -83,8 +81,7 @@ class Seesaw(ReadyPolicy):
     def _decay(self, rates: tuple[float, ...]) -> float:
         """Return what part of the highest rates the present ones are.
 
-        Raises:
-            ValueError: parameter groups do not decay alike.
+        Raises ValueError: parameter groups do not decay alike.
         """
         if len(self.peaks) != len(rates):
             self.peaks = [0.0] * len(rates)

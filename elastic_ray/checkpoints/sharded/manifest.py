@@ -63,41 +63,26 @@ class StoredPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, and its pieces, each with the number of the rank whose part has it.
+    """A tensor, and its pieces, each with the number of the rank whose part has it."""
 
-    Attributes:
-        path: keys that lead to it in the tree of all states.
-        dtype: its name, as "float32".
-        pieces: they cover the tensor.
-    """
-
-    path: Path
+    path: Path  # keys that lead to it in the tree of all states
     shape: tuple[int, ...]
-    dtype: str
-    pieces: tuple[tuple[int, StoredPiece], ...]
+    dtype: str  # its name, as "float32"
+    pieces: tuple[tuple[int, StoredPiece], ...]  # they cover the tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Part of a checkpoint that one rank has written.
-
-    Attributes:
-        steps: optimizer steps that its state holds.
-        sha256: of its file, in hexadecimal.
-        size: of its file [bytes].
-        tensors: pieces that are in it.
-        plain: values that are no tensors, by path; the first rank's are in its tree.
-        tree: the first rank's tree of all states with indices of ``tensors``; None from others.
-        values: of the first rank: where torch's archive of each plain value is in the file.
-    """
+    """Part of a checkpoint that one rank has written."""
 
     rank: int
-    steps: int
-    sha256: str
-    size: int
-    tensors: tuple[StoredTensor, ...]
-    plain: tuple[tuple[Path, Any], ...] = ()
-    tree: Any = None
+    steps: int  # optimizer steps that its state holds
+    sha256: str  # of its file, in hexadecimal
+    size: int  # of its file [bytes]
+    tensors: tuple[StoredTensor, ...]  # pieces that are in it
+    plain: tuple[tuple[Path, Any], ...] = ()  # values that are no tensors, by path; the first rank's are in its tree
+    tree: Any = None  # the first rank's tree of all states with indices of ``tensors``; None from others
+    # of the first rank: where torch's archive of each plain value is in the file
     values: tuple[tuple[Path, tuple[int, int]], ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -130,17 +115,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Manifest of a sharded checkpoint: its files, its tree, and its tensors.
+    """Manifest of a sharded checkpoint: its files, its tree, and its tensors."""
 
-    Attributes:
-        steps: optimizer steps.
-        files: checksum and size [bytes] of each rank's part, by rank.
-        tree: of all states, with indices of tensors.
-    """
-
-    steps: int
-    files: tuple[tuple[str, int], ...]
-    tree: dict[str, Any]
+    steps: int  # optimizer steps
+    files: tuple[tuple[str, int], ...]  # checksum and size [bytes] of each rank's part, by rank
+    tree: dict[str, Any]  # of all states, with indices of tensors
     tensors: tuple[StoredTensor, ...]
 
     def to_bytes(self) -> bytes:
@@ -307,11 +286,7 @@ def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
 
 
 def _read(content: bytes) -> dict[Any, Any]:
-    """Decode the fields of an account or a manifest.
-
-    Raises:
-        ManifestError: it is none of this version.
-    """
+    """Decode the fields of an account or a manifest. Raises ManifestError: it is none of this version."""
     try:
         told = decode(content)
     except ValueError as error:

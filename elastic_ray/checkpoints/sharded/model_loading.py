@@ -78,8 +78,7 @@ def load_model_state(
 def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, StateFile]) -> dict[str, float]:
     """Return how far the models of two automatic checkpoints lie apart: by tensor, max |a - b| / max |a|.
 
-    Raises:
-        ValueError: they hold other tensors.
+    Raises ValueError: they hold other tensors.
     """
     models = [_models(*each) for each in (one, other)]
     if len({tuple(sorted((name, tensor.shape) for name, tensor in each.items())) for each in models}) > 1:

@@ -78,8 +78,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     """Read the manifest of a checkpoint.
 
-    Raises:
-        CorruptStateError, ManifestError, OSError: it is not what was written.
+    Raises CorruptStateError, ManifestError, OSError: it is not what was written.
     """
     path = posixpath.join(state.path, MANIFEST)
     size = _size(storage, path)

@@ -9,17 +9,11 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Elements of a tensor that are consecutive in it and a rectangle.
+    """Elements of a tensor that are consecutive in it and a rectangle."""
 
-    Attributes:
-        start: place of the first one in the flattened tensor.
-        offsets: index of the first one, by dimension.
-        sizes: of the rectangle, by dimension.
-    """
-
-    start: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    start: int  # place of the first one in the flattened tensor
+    offsets: tuple[int, ...]  # index of the first one, by dimension
+    sizes: tuple[int, ...]  # of the rectangle, by dimension
 
     @property
     def length(self) -> int:

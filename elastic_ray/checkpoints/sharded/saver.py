@@ -57,15 +57,11 @@ class PartSaver:
     """Saver of this rank's part of a checkpoint; a ``PartWriter``.
 
     Args:
-        states: of the run.
         storage: where the run's files are.
         calls: the run's calls on storage.
         workers: gives those of the present group by rank; none while it changes.
         busy: whether something is being written.
         timeout_s: longest time without news of a part that the first rank waits for [s].
-
-    Attributes:
-        no_memory: why there is none for a copy; empty while that is not known.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class PartSaver:
         self._states, self._storage, self._calls = states, storage, calls
         self._workers, self._busy, self._timeout_s = workers, busy, timeout_s
         self._buffers = CopyBuffers()
-        self.no_memory = ""
+        self.no_memory = ""  # why there is none for a copy; empty while that is not known
         self._making: Call | None = None
         self._looking: Call | None = None
         self._never = ""

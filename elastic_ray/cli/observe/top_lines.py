@@ -48,15 +48,10 @@ SORTS: dict[str, _Key] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopLine:
-    """Line of ``top`` with its style.
+    """Line of ``top`` with its style."""
 
-    Attributes:
-        text: printable, no wider than the terminal.
-        style: a job's phase, "heading", or empty.
-    """
-
-    text: str
-    style: str = ""
+    text: str  # printable, no wider than the terminal
+    style: str = ""  # a job's phase, "heading", or empty
 
 
 def _phase(row: JobRow) -> int:

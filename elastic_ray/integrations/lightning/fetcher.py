@@ -47,9 +47,7 @@ class ElasticFetcher(_DataFetcher):
         self, loader: er.AdaptiveDataLoader, most: int | None, on_batch: Callable[[ElasticFetcher], None]
     ) -> None:
         super().__init__()
-        self._on_batch = on_batch
-        self.loader = loader
-        self.most = most
+        self._on_batch, self.loader, self.most = on_batch, loader, most
         self._batches: Iterator[Any] | None = None
         self._next: Any = _NOTHING
 

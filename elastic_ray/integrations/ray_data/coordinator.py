@@ -35,24 +35,15 @@ _TALKATIVE = {"ray._private.worker": "inside async actor", "ray.data._internal.p
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsWanted:
-    """Request of a worker for rows.
-
-    Attributes:
-        epoch: which epoch's rows.
-        first: the first row that it does not know yet.
-        end: rows up to this one are to be reported, the last not included, as far as there are so many.
-        ahead: rows up to this one it will ask for soon.
-        last_epoch: whether no epoch is known to follow.
-        reader: who asks, and where it stands.
-    """
+    """Request of a worker for rows."""
 
     dataset: str
-    epoch: int
-    first: int
-    end: int
-    ahead: int
-    last_epoch: bool
-    reader: Reader
+    epoch: int  # which epoch's rows
+    first: int  # the first row that it does not know yet
+    end: int  # rows up to this one are to be reported, the last not included, as far as there are so many
+    ahead: int  # rows up to this one it will ask for soon
+    last_epoch: bool  # whether no epoch is known to follow
+    reader: Reader  # who asks, and where it stands
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,20 +21,14 @@ _MOST_INLINE_BYTES = 32 << 10  # Ray keeps larger arguments in its object store,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDatasets:
-    """Datasets of a job.
+    """Datasets of a job."""
 
-    Attributes:
-        pickled: datasets that can be read from where they are stored, by name, as one pickle.
-        stored: where that is kept instead if it is large, in Ray's control store; else empty.
-        in_memory: datasets whose blocks are in the cluster's memory, which live as long as their owner.
-        seed: for shuffles that have none.
-        left: CPUs and GPUs that are left to the job's workers, as many as it may ever have.
-    """
-
-    pickled: bytes = b""
-    stored: str = ""
+    pickled: bytes = b""  # datasets that can be read from where they are stored, by name, as one pickle
+    stored: str = ""  # where that is kept instead if it is large, in Ray's control store; else empty
+    # datasets whose blocks are in the cluster's memory, which live as long as their owner
     in_memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    seed: int = 0
+    seed: int = 0  # for shuffles that have none
+    # CPUs and GPUs that are left to the job's workers, as many as it may ever have
     left: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

@@ -13,19 +13,12 @@ _PAST = sys.maxsize  # position of a reader that has left
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpan:
-    """Consecutive rows of a stream that lie in one block.
+    """Consecutive rows of a stream that lie in one block."""
 
-    Attributes:
-        first: position of its first row in the stream, from 0.
-        rows: how many, at least 1.
-        block: what holds them: a reference.
-        offset: of the first one within the block.
-    """
-
-    first: int
-    rows: int
-    block: Any
-    offset: int = 0
+    first: int  # position of its first row in the stream, from 0
+    rows: int  # how many, at least 1
+    block: Any  # what holds them: a reference
+    offset: int = 0  # of the first one within the block
 
     @property
     def end(self) -> int:
@@ -42,22 +35,15 @@ class RowSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Position of one rank in a stream.
+    """Position of one rank in a stream."""
 
-    Attributes:
-        client: who asks; unique over all processes of the job.
-        generation: of the group that it belongs to.
-        world_size: ranks of that group.
-        position: rows before this one are not asked for again.
-        run: the train function's run that it belongs to; one such run may have several loaders, and read with all of
-            them in turn.
-    """
-
-    client: str
-    generation: int
-    world_size: int
+    client: str  # who asks; unique over all processes of the job
+    generation: int  # of the group that it belongs to
+    world_size: int  # ranks of that group
     rank: int
-    position: int
+    position: int  # rows before this one are not asked for again
+    # the train function's run that it belongs to; one such run may have several loaders, and read with all of them in
+    # turn
     run: str = ""
 
 

@@ -46,8 +46,7 @@ class RowStream:
     ) -> None:
         self.epoch = epoch
         self._seed, self._left = seed, left
-        self._packed = packed
-        self._changed = changed
+        self._packed, self._changed = packed, changed
         self._window = RowWindow(floor)
         self._wanted = 0
         self._executor: Any = None

@@ -158,16 +158,11 @@ class JobMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLabels:
-    """Labels of a job's metrics.
-
-    Attributes:
-        tenant: of whom; empty without tenants.
-        model: as the user or its loader names it; empty while neither does.
-    """
+    """Labels of a job's metrics."""
 
     job: str
-    tenant: str = ""
-    model: str = ""
+    tenant: str = ""  # of whom; empty without tenants
+    model: str = ""  # as the user or its loader names it; empty while neither does
 
     @property
     def values(self) -> tuple[str, str, str]:

@@ -11,15 +11,7 @@ from typing import Any
 from elastic_ray.events import WorkerInfo
 from elastic_ray.observe.page.history import History
 from elastic_ray.observe.page.job_memory import MARKS, JobMemory, noise_scale, pauses, shares_of_time
-from elastic_ray.observe.page.model import (
-    JobDetail,
-    PageDecision,
-    PageJob,
-    PageNode,
-    PageSnapshot,
-    PageSource,
-    Strip,
-)
+from elastic_ray.observe.page.model import JobDetail, PageDecision, PageJob, PageNode, PageSnapshot, PageSource, Strip
 from elastic_ray.observe.page.overview import strip, tenant_shares, wanted_nodes
 from elastic_ray.observe.page.rows import finite, job_row, node_row, slots_at, slots_of, slots_per_worker
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook

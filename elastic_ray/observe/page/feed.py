@@ -85,10 +85,7 @@ class Feed:
     """
 
     def __init__(
-        self,
-        most_clients: int = MOST_CLIENTS,
-        most_waiting: int = MOST_WAITING,
-        most_bytes: int = MOST_WAITING_BYTES,
+        self, most_clients: int = MOST_CLIENTS, most_waiting: int = MOST_WAITING, most_bytes: int = MOST_WAITING_BYTES
     ) -> None:
         self._most_clients, self._most_waiting, self._most_bytes = most_clients, most_waiting, most_bytes
         self._clients: set[Client] = set()
@@ -99,11 +96,7 @@ class Feed:
         return len(self._clients)
 
     def join(self) -> Client:
-        """Add a client.
-
-        Raises:
-            TooManyClientsError: there are as many as are served.
-        """
+        """Add a client. Raises TooManyClientsError: there are as many as are served."""
         if len(self._clients) >= self._most_clients:
             raise TooManyClientsError(f"{self._most_clients} browsers have this page open already; close one")
         client = Client(self._most_waiting, self._most_bytes)

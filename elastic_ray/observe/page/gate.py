@@ -42,37 +42,26 @@ def is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, as far as it decides whether it is answered.
+    """A request, as far as it decides whether it is answered."""
 
-    Attributes:
-        method: ``GET``...
-        host: its header; empty if there is none. The others likewise.
-        authorization: ``Bearer <token>``.
-        content_type: of the body.
-    """
-
-    method: str
+    method: str  # ``GET``..
     path: str
-    host: str = ""
+    host: str = ""  # its header; empty if there is none. The others likewise.
     origin: str = ""
     fetch_site: str = ""
-    authorization: str = ""
+    authorization: str = ""  # ``Bearer <token>``
     content_type: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """The rules of one page.
+    """The rules of one page."""
 
-    Attributes:
-        host: where it listens.
-        names: further names of this machine, by which a browser may ask for the page where it listens on all addresses.
-        token: for actions, and for everything under ``/api/`` where others than this machine can reach the page; None
-            where no action is allowed.
-    """
-
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where it listens
+    # further names of this machine, by which a browser may ask for the page where it listens on all addresses
     names: tuple[str, ...] = ()
+    # for actions, and for everything under ``/api/`` where others than this machine can reach the page; None where no
+    # action is allowed
     token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:

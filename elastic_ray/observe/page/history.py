@@ -57,8 +57,6 @@ class History:
         """Set the job's slots on each node from now on; unchanged bars continue.
 
         Args:
-            time_s: when.
-            job: its name.
             nodes: slots by node id; empty where it has none any more.
             decision: number of the decision that says so; 0 for none.
         """

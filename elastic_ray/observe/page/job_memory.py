@@ -23,8 +23,6 @@ class JobMemory:
     """Memory of one job with a bound: of a long run every other point of its series is dropped, repeatedly.
 
     Args:
-        job: its name.
-        colour: of its bars.
         first_s: when it was first seen.
     """
 

@@ -12,70 +12,44 @@ from typing import Any, TypeAlias
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:
-    """Source of the page's facts.
+    """Source of the page's facts."""
 
-    Attributes:
-        kind: ``live``, ``files`` or ``simulation``.
-        name: the cluster's address, the path, or the trace.
-        actions: whether jobs can be resized, released, paused, resumed and stopped from the page, with a token.
-        problem: why there are no newer facts; empty while there are.
-    """
-
-    kind: str
-    name: str
+    kind: str  # ``live``, ``files`` or ``simulation``
+    name: str  # the cluster's address, the path, or the trace
+    # whether jobs can be resized, released, paused, resumed and stopped from the page, with a token
     actions: bool = False
-    problem: str = ""
+    problem: str = ""  # why there are no newer facts; empty while there are
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCount:
-    """Slots of one GPU type (``CPU`` for nodes without GPUs): their sum is all that the nodes have.
-
-    Attributes:
-        used: a worker trains there.
-        starting: granted to a worker that does not train yet.
-        draining: on nodes that are about to go, and free.
-        idle: free.
-        other: held by others than elastic jobs.
-    """
+    """Slots of one GPU type (``CPU`` for nodes without GPUs): their sum is all that the nodes have."""
 
     type: str
-    used: int = 0
-    starting: int = 0
-    draining: int = 0
+    used: int = 0  # a worker trains there
+    starting: int = 0  # granted to a worker that does not train yet
+    draining: int = 0  # on nodes that are about to go, and free
     idle: int = 0
-    other: int = 0
+    other: int = 0  # held by others than elastic jobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """The cluster in one line.
+    """The cluster in one line."""
 
-    Attributes:
-        slots: by GPU type.
-        running: jobs that have workers; ``waiting``: jobs that have none; ``held``: at a size set by hand.
-        usd_per_h: price of the nodes that are wanted; None where the allocator knows no prices.
-        speed: sum of the jobs' speeds, each relative to its smallest size; None while no job has a model.
-        speed_one_each: the same if every job had its smallest size, as far as there are slots.
-        speed_equal: the same if all jobs had equal shares of the slots.
-        decided_s: time of the last decision; None before the first.
-        decision_cpu_s: CPU time that it took [s].
-        policy: its name; empty while there is no allocator.
-        settled: False while a new allocator still listens to jobs.
-    """
-
-    slots: tuple[SlotCount, ...] = ()
-    running: int = 0
+    slots: tuple[SlotCount, ...] = ()  # by GPU type
+    running: int = 0  # jobs that have workers; ``waiting``: jobs that have none; ``held``: at a size set by hand
     waiting: int = 0
     held: int = 0
-    usd_per_h: float | None = None
+    usd_per_h: float | None = None  # price of the nodes that are wanted; None where the allocator knows no prices
+    # sum of the jobs' speeds, each relative to its smallest size; None while no job has a model
     speed: float | None = None
-    speed_one_each: float | None = None
-    speed_equal: float | None = None
-    decided_s: float | None = None
-    decision_cpu_s: float | None = None
-    policy: str = ""
-    settled: bool = True
+    speed_one_each: float | None = None  # the same if every job had its smallest size, as far as there are slots
+    speed_equal: float | None = None  # the same if all jobs had equal shares of the slots
+    decided_s: float | None = None  # time of the last decision; None before the first
+    decision_cpu_s: float | None = None  # CPU time that it took [s]
+    policy: str = ""  # its name; empty while there is no allocator
+    settled: bool = True  # False while a new allocator still listens to jobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,29 +121,18 @@ class PageJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageNode:
-    """Row of one node in the timeline; key ``node``.
-
-    Attributes:
-        label: its address, or what tells it from the others.
-        type: of its GPUs, or ``CPU``.
-        slots: GPUs, or CPUs where it has none; of a row that is a job, the most workers it had.
-        used: slots that are granted to workers of elastic jobs.
-        spot: whether it may be taken away.
-        failures: what is known of workers that failed there; empty for nothing.
-        since_s: when it was seen to come; None where it was there before the page.
-        gone_s: when it was seen to be gone; None while it is there.
-    """
+    """Row of one node in the timeline; key ``node``."""
 
     node: str
-    label: str
-    type: str = ""
-    slots: int = 1
-    used: int = 0
-    spot: bool = False
+    label: str  # its address, or what tells it from the others
+    type: str = ""  # of its GPUs, or ``CPU``
+    slots: int = 1  # GPUs, or CPUs where it has none; of a row that is a job, the most workers it had
+    used: int = 0  # slots that are granted to workers of elastic jobs
+    spot: bool = False  # whether it may be taken away
     draining: bool = False
-    failures: str = ""
-    since_s: float | None = None
-    gone_s: float | None = None
+    failures: str = ""  # what is known of workers that failed there; empty for nothing
+    since_s: float | None = None  # when it was seen to come; None where it was there before the page
+    gone_s: float | None = None  # when it was seen to be gone; None while it is there
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,49 +150,31 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant; key ``tenant``. Shares are parts of the cluster's scarcest resource for it, 0 to 1.
-
-    Attributes:
-        weight: beside the others'.
-        owed: its share by weight among the tenants that have jobs.
-        used: what its jobs are to have.
-        lent: what others use of its own, where it needs less than it is owed.
-        borrowed: what it uses beyond that.
-        quota: the most that it may use, by resource.
-        waiting: its jobs without workers.
-        fairness: longest finish-time fairness of its jobs; None where none is known.
-    """
+    """Row of one tenant; key ``tenant``. Shares are parts of the cluster's scarcest resource for it, 0 to 1."""
 
     tenant: str
-    weight: float
-    owed: float
-    used: float
-    lent: float
-    borrowed: float
-    quota: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    weight: float  # beside the others'
+    owed: float  # its share by weight among the tenants that have jobs
+    used: float  # what its jobs are to have
+    lent: float  # what others use of its own, where it needs less than it is owed
+    borrowed: float  # what it uses beyond that
+    quota: Mapping[str, float] = dataclasses.field(default_factory=dict)  # the most that it may use, by resource
     jobs: int = 0
-    waiting: int = 0
-    fairness: float | None = None
+    waiting: int = 0  # its jobs without workers
+    fairness: float | None = None  # longest finish-time fairness of its jobs; None where none is known
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNodes:
-    """Nodes of one type, as the allocator's autoscaling wants them; key ``type``.
-
-    Attributes:
-        wanted: how many there should be; ``missing``: how many of these are not there.
-        since_s: since when they are missing; None if none is.
-        jobs: for whom.
-        reason: why, or what was refused and when it is asked again.
-    """
+    """Nodes of one type, as the allocator's autoscaling wants them; key ``type``."""
 
     type: str
     market: str
-    wanted: int
+    wanted: int  # how many there should be; ``missing``: how many of these are not there
     missing: int
-    since_s: float | None
+    since_s: float | None  # since when they are missing; None if none is
     jobs: tuple[str, ...]
-    reason: str
+    reason: str  # why, or what was refused and when it is asked again
 
 
 Bar = tuple[int, str, str, float, "float | None", int, int]
@@ -266,34 +211,25 @@ class PageSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail:
-    """Detail of one job, for ``GET /api/jobs/<name>``.
-
-    Attributes:
-        curve: (workers, goodput) of the fitted model at each size on as few nodes as it fits.
-        measured: (workers, goodput) of measured step times, at the batch that each was measured with.
-        gain: what one more worker adds to the goodput; None where it may not grow or nothing is known.
-        explanation: the allocator's own words.
-        noise_scale: of the present model [samples].
-        series: its numbers over time, oldest first.
-        pauses: (time, kind, seconds, {part: seconds}), oldest first.
-        shares: seconds since its submission by what they went to.
-        workers: (rank, node, process, generation, seconds since it was heard of, time for equal work over the
-            group's median, bytes of its GPU in use, bytes reserved); None where unknown.
-        mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
-        events: (time, kind, from, to, reason), oldest first.
-        logs: where its results are.
-    """
+    """Detail of one job, for ``GET /api/jobs/<name>``."""
 
     job: str
+    # (workers, goodput) of the fitted model at each size on as few nodes as it fits
     curve: tuple[tuple[int, float], ...] = ()
+    # (workers, goodput) of measured step times, at the batch that each was measured with
     measured: tuple[tuple[int, float], ...] = ()
+    # what one more worker adds to the goodput; None where it may not grow or nothing is known
     gain: float | None = None
-    explanation: str = ""
-    noise_scale: float | None = None
-    series: tuple[Point, ...] = ()
+    explanation: str = ""  # the allocator's own words
+    noise_scale: float | None = None  # of the present model [samples]
+    series: tuple[Point, ...] = ()  # its numbers over time, oldest first
+    # (time, kind, seconds, {part: seconds}), oldest first
     pauses: tuple[tuple[float, str, float, Mapping[str, float]], ...] = ()
+    # seconds since its submission by what they went to
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # (rank, node, process, generation, seconds since it was heard of, time for equal work over the group's median,
+    # bytes of its GPU in use, bytes reserved); None where unknown
     workers: tuple[tuple[Any, ...], ...] = ()
-    mfu: float | None = None
-    events: tuple[tuple[float, str, int, int, str], ...] = ()
-    logs: str = ""
+    mfu: float | None = None  # model FLOPs utilisation, 0 to 1; None where it is not known
+    events: tuple[tuple[float, str, int, int, str], ...] = ()  # (time, kind, from, to, reason), oldest first
+    logs: str = ""  # where its results are

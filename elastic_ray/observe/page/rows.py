@@ -39,12 +39,9 @@ def job_row(
     """Return the row of one job.
 
     Args:
-        job: its name.
         status: its controller's; None if that has not answered.
-        facts: likewise.
         state: the allocator's; None where it does not know the job.
         ended_s: when it was seen to be gone; None while it is there.
-        colour: of its bars.
     """
     view = state.view if state is not None else None
     low, high = (facts.min_workers, facts.max_workers) if facts is not None else (None, None)

@@ -333,8 +333,7 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
         port: 0 for any that is free.
         or_any: take any that is free where this one is not.
 
-    Raises:
-        OSError: it cannot; the message names the address.
+    Raises OSError: it cannot; the message names the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

@@ -16,11 +16,7 @@ from placement.simulator.results.outlook import Outlook
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """Facts that do not change while a job runs.
-
-    Attributes:
-        storage: its run directory.
-    """
+    """Facts that do not change while a job runs."""
 
     min_workers: int
     max_workers: int
@@ -29,62 +25,42 @@ class JobFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLook:
-    """Answers of a job's controller.
-
-    Attributes:
-        events: those that are new, oldest first.
-        facts: None where it has not said.
-    """
+    """Answers of a job's controller."""
 
     job: str
     status: JobStatus | None = None
-    facts: JobFacts | None = None
-    events: tuple[JobEvent, ...] = ()
+    facts: JobFacts | None = None  # None where it has not said
+    events: tuple[JobEvent, ...] = ()  # those that are new, oldest first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """A living node as Ray lists it.
-
-    Attributes:
-        total: its resources, without Ray's bookkeeping.
-    """
+    """A living node as Ray lists it."""
 
     node: str
     address: str
-    total: Mapping[str, float]
+    total: Mapping[str, float]  # its resources, without Ray's bookkeeping
     labels: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLook:
-    """A cluster at one moment.
-
-    Attributes:
-        allocator: None while there is none.
-        jobs: answers of the controllers that were asked this time.
-        alive: names of the jobs whose controllers live.
-        problem: why this is not all; empty if it is.
-    """
+    """A cluster at one moment."""
 
     now_s: float
-    allocator: AllocatorLook | None
-    jobs: tuple[JobLook, ...] = ()
-    alive: frozenset[str] = frozenset()
+    allocator: AllocatorLook | None  # None while there is none
+    jobs: tuple[JobLook, ...] = ()  # answers of the controllers that were asked this time
+    alive: frozenset[str] = frozenset()  # names of the jobs whose controllers live
     nodes: tuple[NodeLook, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why this is not all; empty if it is
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """Answers of one job that are asked for only while somebody looks at it.
-
-    Attributes:
-        explanation: the allocator's; None where it does not know the job.
-    """
+    """Answers of one job that are asked for only while somebody looks at it."""
 
     workers: tuple[WorkerInfo, ...] = ()
-    explanation: Explanation | None = None
+    explanation: Explanation | None = None  # the allocator's; None where it does not know the job
 
 
 LOOKS = ("logs", "stack")
@@ -114,22 +90,19 @@ class Source(Protocol):
     def process(self, job: str, rank: int, what: str) -> str:
         """What a worker has printed last (``logs``), or where its threads are (``stack``); not one at a time.
 
-        Raises:
-            ActionRefusedError: there is no such worker, or it cannot be looked at.
+        Raises ActionRefusedError: there is no such worker, or it cannot be looked at.
         """
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Return the running jobs on the nodes there are, and on others (``T4:4x8``).
 
-        Raises:
-            InputError: the nodes or the policy are wrong, or there is nothing to ask about.
+        Raises InputError: the nodes or the policy are wrong, or there is nothing to ask about.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:
         """Resize a job (to `workers`), or release, pause, resume or stop it, by the ``action``; return what was done.
 
-        Raises:
-            ActionRefusedError: it cannot be done.
+        Raises ActionRefusedError: it cannot be done.
         """
 
 
@@ -138,7 +111,6 @@ class StoredPage:
 
     Args:
         snapshot: everything but what belongs to one job.
-        details: of each job.
     """
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:

@@ -11,15 +11,7 @@ from collections.abc import Sequence
 from elastic_ray.events import EventKind, JobEvent, Report, TrialFacts, number_in, numbers_in
 from elastic_ray.observe.page.history import History
 from elastic_ray.observe.page.job_memory import MARKS, pauses, shares_of_time
-from elastic_ray.observe.page.model import (
-    JobDetail,
-    PageDecision,
-    PageJob,
-    PageNode,
-    PageSnapshot,
-    PageSource,
-    Strip,
-)
+from elastic_ray.observe.page.model import JobDetail, PageDecision, PageJob, PageNode, PageSnapshot, PageSource, Strip
 from elastic_ray.observe.page.rows import trial_cells
 from placement.palette import colour
 from placement.text import clipped
@@ -29,19 +21,12 @@ _MOST_DECISIONS = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """A run's directory.
+    """A run's directory."""
 
-    Attributes:
-        job: name of its directory, from the path that was given on.
-        where: its path.
-        events: oldest first.
-        reports: the last ones, oldest first.
-    """
-
-    job: str
+    job: str  # name of its directory, from the path that was given on
     where: str
     events: tuple[JobEvent, ...]
-    reports: tuple[Report, ...]
+    reports: tuple[Report, ...]  # the last ones, oldest first
 
 
 def stored_page(

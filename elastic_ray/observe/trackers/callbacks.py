@@ -112,18 +112,12 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Run as it is reported to callbacks.
+    """Run as it is reported to callbacks."""
 
-    Attributes:
-        job: its name.
-        run_id: the same for the whole run, whatever controllers it has.
-        is_trial: Ray Tune calls its own loggers.
-    """
-
-    job: str
-    run_id: str
+    job: str  # its name
+    run_id: str  # the same for the whole run, whatever controllers it has
     storage: RunStorage
-    is_trial: bool
+    is_trial: bool  # Ray Tune calls its own loggers
 
 
 class Callbacks:
@@ -151,9 +145,6 @@ class CallbackTracker:
 
     It receives each report once, also when a run returns to a checkpoint and repeats some. It hears of each report
     once, also when a run goes back to a checkpoint and repeats some.
-
-    Attributes:
-        note: what the tracker of a controller after this one has to know; empty for nothing.
     """
 
     def __init__(self, callbacks: Callbacks, index: int, run: TrackedRun) -> None:
@@ -162,7 +153,7 @@ class CallbackTracker:
         self._seen = SeenReports()
         self._target: _UserCallback | _LoggerCallback | None = None
         self._numbers: Mapping[str, float] = {}
-        self.note = ""
+        self.note = ""  # what the tracker of a controller after this one has to know; empty for nothing
 
     def recall(self, note: str) -> None:
         """Restore the note of an earlier controller's tracker; called before anything else."""

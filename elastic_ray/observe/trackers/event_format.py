@@ -102,20 +102,13 @@ def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEvent:
-    """Contents of an event that was read.
+    """Contents of an event that was read."""
 
-    Attributes:
-        time_s: when it was written [s since the epoch].
-        restarts: it says that what was written of this step and later ones counts no more.
-        values: its scalars, by tag.
-        is_text: it holds a text.
-    """
-
-    time_s: float = 0.0
+    time_s: float = 0.0  # when it was written [s since the epoch]
     step: int = 0
-    restarts: bool = False
-    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    is_text: bool = False
+    restarts: bool = False  # it says that what was written of this step and later ones counts no more
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  # its scalars, by tag
+    is_text: bool = False  # it holds a text
 
 
 def read_event(record: bytes) -> ReadEvent:

@@ -12,19 +12,12 @@ import ray.cloudpickle
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Run for callbacks, which get it as ``run_context``, in the terms of Ray Train.
+    """Run for callbacks, which get it as ``run_context``, in the terms of Ray Train."""
 
-    Attributes:
-        run_id: the same for the whole run.
-        run_config: the user's.
-        train_loop_config: the user's.
-        scaling_config: the user's.
-    """
-
-    run_id: str
-    run_config: Any
-    train_loop_config: Mapping[str, Any] | None
-    scaling_config: Any
+    run_id: str  # the same for the whole run
+    run_config: Any  # the user's
+    train_loop_config: Mapping[str, Any] | None  # the user's
+    scaling_config: Any  # the user's
 
     def get_run_config(self) -> Any:
         """Return the run's configuration."""

@@ -40,17 +40,11 @@ _SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED, Ev
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobNumbers:
-    """State of a job as numbers.
+    """State of a job as numbers."""
 
-    Attributes:
-        time_s: when [s since the epoch].
-        step: optimizer steps committed then.
-        values: workers, batch [samples], learning-rate factor..., by name without :data:`PREFIX`.
-    """
-
-    time_s: float
-    step: int
-    values: Mapping[str, float]
+    time_s: float  # when [s since the epoch]
+    step: int  # optimizer steps committed then
+    values: Mapping[str, float]  # workers, batch [samples], learning-rate factor..., by name without :data:`PREFIX`
 
 
 def job_numbers(

@@ -134,20 +134,14 @@ class TensorBoardWriter:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """Contents of event files that still count.
+    """Contents of event files that still count."""
 
-    Attributes:
-        reports: the last reports, with their steps.
-        marks: when each mark was made [s since the epoch], with its step.
-        void: the step from which earlier files count no more; None for none.
-        any: whether there are files.
-    """
-
-    reports: dict[int, int] = dataclasses.field(default_factory=dict)
+    reports: dict[int, int] = dataclasses.field(default_factory=dict)  # the last reports, with their steps
+    # when each mark was made [s since the epoch], with its step
     marks: dict[float, int] = dataclasses.field(default_factory=dict)
     step: int = 0
-    void: int | None = None
-    any: bool = False
+    void: int | None = None  # the step from which earlier files count no more; None for none
+    any: bool = False  # whether there are files
 
 
 def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
@@ -177,8 +171,7 @@ class EventFiles:
     def find(self) -> Found:
         """Find what earlier controllers have written that still counts.
 
-        Raises:
-            OSError: the directory cannot be read.
+        Raises OSError: the directory cannot be read.
         """
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]

@@ -20,14 +20,10 @@ from elastic_ray.state.tree import pack, unpack
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Structure and tensor specifications of the entry under one key, without its numbers.
+    """Structure and tensor specifications of the entry under one key, without its numbers."""
 
-    Attributes:
-        skeleton: the tree, with an index for each tensor.
-        specs: shape, name of the type, and whether it is on a GPU, of each tensor.
-    """
-
-    skeleton: Any
+    skeleton: Any  # the tree, with an index for each tensor
+    # shape, name of the type, and whether it is on a GPU, of each tensor
     specs: tuple[tuple[tuple[int, ...], str, bool], ...]
 
 
@@ -36,15 +32,10 @@ _Parts = Mapping[str, _Part]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """Structure of one key's entry in the agreed state, and the ranks that hold it.
+    """Structure of one key's entry in the agreed state, and the ranks that hold it."""
 
-    Attributes:
-        part: as the first rank holds it that does.
-        holders: the ranks that hold the same tensors.
-    """
-
-    part: _Part
-    holders: tuple[int, ...]
+    part: _Part  # as the first rank holds it that does
+    holders: tuple[int, ...]  # the ranks that hold the same tensors
 
 
 def agree(

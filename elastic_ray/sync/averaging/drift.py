@@ -39,10 +39,6 @@ class Drift:
     Args:
         optimizer: steps them.
         scaler: AMP's ``GradScaler``, which each rank updates by its own gradients; None without AMP.
-
-    Attributes:
-        scaler: as given; None where it is not enabled.
-        average: how the present strategy averages models; None for not at all.
     """
 
     def __init__(
@@ -54,13 +50,11 @@ class Drift:
         number: int,
         scaler: Any = None,
     ) -> None:
-        self._context = context
-        self._trainable = trainable
-        self._optimizer = optimizer
-        self._number = number
+        self._context, self._trainable, self._optimizer, self._number = context, trainable, optimizer, number
+        # as given; None where it is not enabled
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._replica = Replica(module, trainable, context)
-        self.average: Average | None = None
+        self.average: Average | None = None  # how the present strategy averages models; None for not at all
         self._averager: Averager | None = None
         self._begun = self._changed = self._warned = False
         self._settled_at = -1  # committed steps at the last consensus
@@ -248,16 +242,11 @@ def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Flat:
-    """A buffer for the parameters of one kind.
+    """A buffer for the parameters of one kind."""
 
-    Attributes:
-        members: their positions.
-        views: of it, in the shape of each.
-    """
-
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # their positions
     flat: torch.Tensor
-    views: tuple[torch.Tensor, ...]
+    views: tuple[torch.Tensor, ...]  # of it, in the shape of each
 
 
 class Replica:
@@ -267,9 +256,7 @@ class Replica:
     """
 
     def __init__(self, module: torch.nn.Module, trainable: Trainable, context: Run) -> None:
-        self._module = module
-        self._trainable = trainable
-        self._context = context
+        self._module, self._trainable, self._context = module, trainable, context
         self._laid_out: list[torch.nn.Parameter] = []
         self._flats: list[_Flat] = []
         self._received: list[_Flat] = []

@@ -32,77 +32,47 @@ class Phase(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceSettings:
-    """Settings of a strategy choice: exactness, number and length of trials, and the required gain.
+    """Settings of a strategy choice: exactness, number and length of trials, and the required gain."""
 
-    Attributes:
-        exact: only strategies whose step is that of plain data-parallel training.
-        trials: strategies that are tried, besides the present one and plain all-reduce.
-        trial_steps: steps of each, of which the first does not count; up to twice as many where they are short.
-        gain: a strategy is left for another that is faster by more than this share.
-    """
-
-    exact: bool = True
-    trials: int = 3
-    trial_steps: int = 5
-    gain: float = 0.1
+    exact: bool = True  # only strategies whose step is that of plain data-parallel training
+    trials: int = 3  # strategies that are tried, besides the present one and plain all-reduce
+    trial_steps: int = 5  # steps of each, of which the first does not count; up to twice as many where they are short
+    gain: float = 0.1  # a strategy is left for another that is faster by more than this share
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A strategy that is considered.
-
-    Attributes:
-        measured_s: median of its trial's steps; None before.
-        plain: it is what torch DDP does.
-        present: it does what the strategy does that training came with.
-    """
+    """A strategy that is considered."""
 
     strategy: Strategy
-    measured_s: float | None = None
-    plain: bool = False
-    present: bool = False
+    measured_s: float | None = None  # median of its trial's steps; None before
+    plain: bool = False  # it is what torch DDP does
+    present: bool = False  # it does what the strategy does that training came with
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one training step that all ranks agree on.
+    """Measurements of one training step that all ranks agree on."""
 
-    Attributes:
-        step_s: of the slowest rank; None where it was not measured.
-        rows: that were touched of each table, on the rank with most; of tables whose rows travel.
-    """
-
-    step_s: float | None = None
+    step_s: float | None = None  # of the slowest rank; None where it was not measured
+    # that were touched of each table, on the rank with most; of tables whose rows travel
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the strategy choice for one topology.
+    """State of the strategy choice for one topology."""
 
-    Attributes:
-        strategy: to be in force.
-        phase: what the next steps are for.
-        times: steps of the present phase, or trial [s].
-        present: the strategy that training came with, once it was measured.
-        options: what is tried, in this order.
-        trying: the one that is being tried.
-        final: the present one and its best rival in turn: the medians of their steps [s].
-        considered: names of all candidates.
-        rows: touched rows of each table when it was chosen.
-        reason: of the choice, a sentence; empty before.
-    """
-
-    strategy: Strategy
-    phase: Phase = Phase.PROFILING
-    times: tuple[float, ...] = ()
-    present: Option | None = None
-    options: tuple[Option, ...] = ()
-    trying: int = 0
-    final: tuple[float, ...] = ()
-    considered: tuple[str, ...] = ()
-    rows: tuple[tuple[str, int], ...] = ()
-    reason: str = ""
+    strategy: Strategy  # to be in force
+    phase: Phase = Phase.PROFILING  # what the next steps are for
+    times: tuple[float, ...] = ()  # steps of the present phase, or trial [s]
+    present: Option | None = None  # the strategy that training came with, once it was measured
+    options: tuple[Option, ...] = ()  # what is tried, in this order
+    trying: int = 0  # the one that is being tried
+    final: tuple[float, ...] = ()  # the present one and its best rival in turn: the medians of their steps [s]
+    considered: tuple[str, ...] = ()  # names of all candidates
+    rows: tuple[tuple[str, int], ...] = ()  # touched rows of each table when it was chosen
+    reason: str = ""  # of the choice, a sentence; empty before
 
     @property
     def settled(self) -> bool:

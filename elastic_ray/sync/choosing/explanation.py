@@ -16,32 +16,22 @@ _NAMED = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRow:
-    """A class of parameters.
+    """A class of parameters."""
 
-    Attributes:
-        parameters: the first of their names, and how many there are.
-        what: is done with them.
-        sent_nbytes: that each rank gives to collectives in a step for them, as they travel.
-        measured_s: from its first collective to its last in a step [s], the median; None before a step.
-    """
-
-    parameters: str
-    what: str
+    parameters: str  # the first of their names, and how many there are
+    what: str  # is done with them
     nbytes: int
-    sent_nbytes: int
+    sent_nbytes: int  # that each rank gives to collectives in a step for them, as they travel
+    # from its first collective to its last in a step [s], the median; None before a step
     measured_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateRow:
-    """A strategy that was considered.
-
-    Attributes:
-        measured_s: of a step [s]; None where it was not tried.
-    """
+    """A strategy that was considered."""
 
     name: str
-    measured_s: float | None = None
+    measured_s: float | None = None  # of a step [s]; None where it was not tried
     chosen: bool = False
 
 

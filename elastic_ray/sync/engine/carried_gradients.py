@@ -30,8 +30,7 @@ class CarriedGradients:
     """
 
     def __init__(self, context: Run, optimizer: torch.optim.Optimizer) -> None:
-        self._context = context
-        self._optimizer = optimizer
+        self._context, self._optimizer = context, optimizer
         self._steps = 0  # whose gradients the optimizer was not asked to apply yet
         self._lost = 0  # of those, what the rank that this one's state is from could not pass on
         self._step: LoaderStep | None = None
@@ -103,9 +102,8 @@ class CarriedGradients:
     def refuse_own(self) -> None:
         """Refuse an optimizer step without a backward pass that averages gradients.
 
-        Raises:
-            RuntimeError: gradients are this rank's own: neither reduced, as what is carried and what lies in slices,
-                nor zero, nor what the last update has left.
+        Raises RuntimeError: gradients are this rank's own: neither reduced, as what is carried and what lies in slices,
+        nor zero, nor what the last update has left.
         """
         ledger = self._context.ledger
         step = ledger.step

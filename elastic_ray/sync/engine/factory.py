@@ -54,11 +54,7 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """Return the operation that carries out a bucket's plan.
-
-    Raises:
-        StrategyError: there is no such operation.
-    """
+    """Return the operation that carries out a bucket's plan. Raises StrategyError: there is no such operation."""
     sync = plan.sync
     if isinstance(sync, Reduce):
         if sync.topology != "native" and len(plan.nodes) > 1:

@@ -48,12 +48,7 @@ class GradientEngine(Participant):
     keep from step to step.
 
     Args:
-        context: the run.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: steps them.
-        builder: of the strategy.
-        statistics: of the gradients.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
@@ -61,8 +56,7 @@ class GradientEngine(Participant):
         tables: the model's sharded tables.
         divided: the optimizer's state, as far as it lies with several ranks.
 
-    Raises:
-        StrategyError: the strategy cannot be carried out for this model and optimizer.
+    Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
     def __init__(
@@ -81,10 +75,7 @@ class GradientEngine(Participant):
         tables: ModelTables,
         divided: TiledOptimizer | JointTiles,
     ) -> None:
-        self._context = context
-        self._module = module
-        self._trainable = trainable
-        self._optimizer = optimizer
+        self._context, self._module, self._trainable, self._optimizer = context, module, trainable, optimizer
         self._statistics_for: list[str] = []
         self._sharded = tables
         self._divided = divided
@@ -179,8 +170,7 @@ class GradientEngine(Participant):
         Args:
             strategy: as of ``AdaptiveDataParallel(strategy=...)``.
 
-        Raises:
-            StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
+        Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
         self._in_force.ask(strategy)
 
@@ -194,8 +184,7 @@ class GradientEngine(Participant):
         Args:
             user: what needs them, for the error.
 
-        Raises:
-            StrategyError: the present one gives none.
+        Raises StrategyError: the present one gives none.
         """
         self._statistics_for.append(user)
         try:
@@ -279,8 +268,7 @@ class GradientEngine(Participant):
     def before_update(self) -> None:
         """Close the pass before the optimizer updates; gradients added later belong to another loss.
 
-        Raises:
-            RuntimeError: gradients of parameters in tiles are this rank's own.
+        Raises RuntimeError: gradients of parameters in tiles are this rank's own.
         """
         if self._context.wishes is not None:
             self._settle_in_unit()

@@ -23,9 +23,6 @@ class JointOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizers: two or more.
-
-    Attributes:
-        optimizers: as given.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -99,11 +96,7 @@ def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
 
 
 class JointDenominators:
-    """Denominators of the gradients for several optimizers; see ``Denominators``.
-
-    Args:
-        parts: tiles of each.
-    """
+    """Denominators of the gradients for several optimizers; see ``Denominators``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = [each.denominators for each in parts]
@@ -130,11 +123,7 @@ class JointDenominators:
 
 
 class JointTiles:
-    """States of several optimizers of one model in tiles, as its gradients see them; see ``TiledOptimizer``.
-
-    Args:
-        parts: tiles of each optimizer.
-    """
+    """States of several optimizers of one model in tiles, as its gradients see them; see ``TiledOptimizer``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = parts

@@ -41,8 +41,6 @@ class BucketLayout:
     Attributes:
         buckets: in the order of reduction.
         sliced: those of which each rank receives a part of the mean.
-        operations: one for each.
-        sequel: as given.
         tail_rides: whether the last bucket holds it.
         strategy: what a user calls the plan's.
         norms, shared, step_tag: where these lie in the tail.
@@ -76,11 +74,7 @@ class BucketLayout:
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
         self.buckets: list[GradientBucket] = [
             make_bucket(
-                each,
-                index,
-                [params[i] for i in each.params],
-                size if index == last and self.tail_rides else 0,
-                owners,
+                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, owners
             )
             for index, each in enumerate(plan.buckets)
         ]
@@ -128,7 +122,6 @@ class BucketLayout:
         Args:
             head: values up to the sum of what this rank has put in, without norms.
             norms: of local gradients; empty for none.
-            own_sum: the sum.
             used: which parameters have a gradient; None for all.
         """
         tail = self.tail

@@ -33,7 +33,6 @@ def profile_of(
     """Return the model's profile.
 
     Args:
-        module: the model.
         groups: its trainable parameters by parameter group of the optimizer, in the model's order.
         optimizer: steps them.
     """

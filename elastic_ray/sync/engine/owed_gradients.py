@@ -23,19 +23,12 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Debtor:
-    """Bucket with a residual, with parameter names that hold in every layout.
-
-    Attributes:
-        bucket: it.
-        names: of its parameters.
-        residual: what it owes.
-        compression: what has left that out; None where a strategy before has.
-    """
+    """Bucket with a residual, with parameter names that hold in every layout."""
 
     bucket: GradientBucket
     names: Sequence[str]
     residual: Residual
-    compression: Compression | None
+    compression: Compression | None  # what has left that out; None where a strategy before has
 
     @property
     def owes(self) -> bool:
@@ -115,7 +108,6 @@ class OwedGradients:
         """Move residuals and factors to other buckets, by parameter.
 
         Args:
-            layout: of the buckets.
             places: of each bucket's parameters in ``params``.
             params: those of the model.
         """
@@ -158,8 +150,7 @@ class OwedGradients:
     def before_change(self) -> None:
         """Add up over all ranks what is owed.
 
-        Raises:
-            CommunicationFailedError: the group broke; each rank still has its own.
+        Raises CommunicationFailedError: the group broke; each rank still has its own.
         """
         communicator, several = self._context.group.communicator, self._context.group.world_size > 1
         settles = int(any(each.owes for each in self._settling))
@@ -183,8 +174,7 @@ class OwedGradients:
         All ranks tell what they know, whether they owe or not: of those that come from another group, some may have
         begun with a strategy that compresses, and others not yet.
 
-        Raises:
-            CommunicationFailedError: the group broke again.
+        Raises CommunicationFailedError: the group broke again.
         """
         world_size = self._context.group.world_size
         owes = any(each.owes for each in self._all)

@@ -46,9 +46,7 @@ class GradientReducer:
         trainable: the model's trainable parameters.
         lay_out: makes buckets for them.
         carried: what user code adds up over several steps.
-        context: the run.
         group: whose gradients are added up.
-        statistics: of the gradients.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
@@ -185,8 +183,7 @@ class GradientReducer:
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
         """Handle a nested backward pass that adds to a gradient which was complete.
 
-        Raises:
-            RuntimeError: it is being reduced without that.
+        Raises RuntimeError: it is being reduced without that.
         """
         if index < self._launched:
             raise RuntimeError(

@@ -37,30 +37,23 @@ class Reduction:
     Args:
         group: ranks whose gradients are added up.
         consensus: waits.
-        layout: of the buckets.
         grad_scale: AMP's present loss scale, 1 without AMP.
-
-    Attributes:
-        written: positions of buckets whose sums are in ``.grad`` already.
-        owing: operations that compress, or have something to send from a strategy before.
-        totals: sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is
-            finite; none where that is known.
     """
 
     def __init__(
         self, group: SummingGroup, consensus: RankConsensus, layout: BucketLayout, grad_scale: Callable[[], float]
     ) -> None:
-        self._group = group
-        self._consensus = consensus
-        self._layout = layout
-        self._grad_scale = grad_scale
+        self._group, self._consensus, self._layout, self._grad_scale = group, consensus, layout, grad_scale
         self._works: list[list[Any]] = [[] for _ in layout.buckets]
+        # operations that compress, or have something to send from a strategy before
         self.owing: Sequence[OwingOperation] = ()
         self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
-        self.written: set[int] = set()
+        self.written: set[int] = set()  # positions of buckets whose sums are in ``.grad`` already
+        # sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is finite;
+        # none where that is known
         self.totals: list[torch.Tensor] = []
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
@@ -71,8 +64,7 @@ class Reduction:
         Args:
             steps: committed ones, the same number on all ranks.
 
-        Returns:
-            Whether its gradients travel in a form that gives statistics.
+        Returns whether its gradients travel in a form that gives statistics.
         """
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one

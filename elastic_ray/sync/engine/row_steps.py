@@ -21,16 +21,13 @@ class RowSteps:
     of them are there already: rows are put together after each step, so that it is the same on all ranks, and once
     half of the table's are there, it becomes dense. It also does before the step of a dense gradient, which torch
     cannot add to it; such a gradient comes where another strategy takes over.
-
-    Attributes:
-        idle: there is nothing to do until :meth:`look_again`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._tables: Sequence[TableGradient] = ()
         self._looks = True  # sparse buffers may be there without tables
-        self.idle = False
+        self.idle = False  # there is nothing to do until :meth:`look_again`
         optimizer.register_load_state_dict_post_hook(lambda _: self.look_again())
         self._hooks: tuple[Any, Any] | None = None
 
@@ -102,8 +99,7 @@ def _is_exact(group: Mapping[str, Any]) -> bool:
 def _suit_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Give SGD's momentum buffers a layout that torch can add to that of their gradients.
 
-    Returns:
-        Whether any is sparse still, so that another layout of its gradient would make it unsuited again.
+    Returns whether any is sparse still, so that another layout of its gradient would make it unsuited again.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False

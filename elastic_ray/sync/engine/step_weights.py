@@ -28,20 +28,16 @@ class StepWeights:
         group: whose gradients are added up.
         consensus: waits.
         statistics: of the gradients, which count with their shares.
-
-    Attributes:
-        factor: what shares of the step's earlier micro-batches are still to be multiplied with.
     """
 
     def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
         self._group, self._consensus, self._statistics = group, consensus, statistics
-        self.factor = 1.0
+        self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
 
     def begin_pass(self, step: LoaderStep) -> None:
         """Begin a backward pass of a step whose micro-batches the loop weighs.
 
-        Raises:
-            RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
+        Raises RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
         """
         if not step.micro:
             self.factor = 1.0
@@ -98,7 +94,6 @@ class Announcements:
     """Announcement values of a pass: with weights, a rank makes one more collective than without.
 
     Args:
-        number: of the model.
         layout: of its buckets, in the present group.
 
     Attributes:
@@ -115,8 +110,7 @@ class Announcements:
 def refuse_weights(step: LoaderStep | None) -> None:
     """Refuse weights in a step whose backward pass only adds to this rank's gradients.
 
-    Raises:
-        RuntimeError: the loop weighs its micro-batch.
+    Raises RuntimeError: the loop weighs its micro-batch.
     """
     if step is not None:
         step.begin_backward()

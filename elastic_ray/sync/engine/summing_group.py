@@ -25,22 +25,13 @@ class SummingGroup:
     its gradients. So a step that one of them does not live to see is lost on all, and none of its samples is.
 
     Args:
-        context: the run.
-        model: the model.
-        number: of the model.
         layout: a digest of what is averaged, and how, and what a user calls it.
-
-    Attributes:
-        group: the present group, whoever is added up.
-        model: as given.
     """
 
     def __init__(self, context: Run, model: Drift, number: int, layout: Callable[[], tuple[int, str]]) -> None:
         self._context = context
-        self.group = context.group
-        self.model = model
-        self._number = number
-        self._layout = layout
+        self.group = context.group  # the present group, whoever is added up
+        self.model, self._number, self._layout = model, number, layout
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
 
     @property

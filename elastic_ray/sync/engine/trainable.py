@@ -22,18 +22,13 @@ class Trainable:
     A parameter that is unfrozen after the model was wrapped is taken in; one that is frozen stays, without gradients of
     its own, so that code which toggles ``requires_grad`` in every step costs nothing.
 
-    Attributes:
-        left_out: parameters that are not trained, or not taken in yet.
-
-    Raises:
-        ValueError: the optimizer holds other parameters than the module's.
+    Raises ValueError: the optimizer holds other parameters than the module's.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._module = module
-        self._optimizer = optimizer
+        self._module, self._optimizer = module, optimizer
         self._known: set[int] = set()
-        self.left_out: list[torch.nn.Parameter] = []
+        self.left_out: list[torch.nn.Parameter] = []  # parameters that are not trained, or not taken in yet
         self._sizes: list[int] = []
         self._places = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
         self.groups: list[list[torch.nn.Parameter]] = []
@@ -43,8 +38,7 @@ class Trainable:
     def check(self) -> None:
         """Check that the model has the parameters that it was wrapped with.
 
-        Raises:
-            ValueError: others are in their places; the message names them.
+        Raises ValueError: others are in their places; the message names them.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         if self._known <= {id(p) for p in now.values()}:
@@ -65,8 +59,7 @@ class Trainable:
     def take_in(self) -> None:
         """Follow what user code has unfrozen, or added to the optimizer.
 
-        Raises:
-            ValueError: a parameter was unfrozen that the optimizer does not step; the message names it.
+        Raises ValueError: a parameter was unfrozen that the optimizer does not step; the message names it.
         """
         self._lay_out(wrapped=True)
 
@@ -138,8 +131,6 @@ class TrainedState(OptimizerState):
     Of states that are divided among the ranks, each sends and saves what all share; see ``SharedOut``.
 
     Args:
-        optimizer: the optimizer.
-        trainable: its parameters.
         rebuild: lays buckets out anew.
         carried: gradients that wait for an optimizer step to come; None where another optimizer's state has them.
         divided: states of which each rank holds a part.
@@ -162,10 +153,7 @@ class TrainedState(OptimizerState):
         in_unit: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        self._in_unit = in_unit
-        self._trainable = trainable
-        self._rebuild = rebuild
-        self._carried = carried
+        self._in_unit, self._trainable, self._rebuild, self._carried = in_unit, trainable, rebuild, carried
         self._divided = divided
 
     def capture(self) -> Any:

@@ -39,7 +39,6 @@ class Bucket:
     Attributes:
         index, group, params: as given.
         size: elements of the parameters.
-        dtype: of the gradients.
         complete: whether the pass has reached all parameters, so that all have a gradient.
         is_summed_up: whether :meth:`sum_up` has told whether what this rank has put in is finite.
         has_gradient: which parameters had one on this rank when the buffer was filled.
@@ -125,8 +124,7 @@ class Bucket:
 
         Memory that gradients lay in belongs to who holds one of them still.
 
-        Returns:
-            Elements of the gradients that may be in memory of their own until :meth:`adopt` takes them in.
+        Returns elements of the gradients that may be in memory of their own until :meth:`adopt` takes them in.
         """
         self._shows = alone and self._may_show
         if not self._shows:
@@ -216,8 +214,7 @@ class Bucket:
     def sum_up(self) -> torch.Tensor | None:
         """Remember the sum of what this rank has put in, where the reduction takes its place.
 
-        Returns:
-            A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
+        Returns A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
         """
         if self._shows:
             self._sum, self.is_summed_up = self.body.sum(dtype=torch.float32), True
@@ -235,8 +232,7 @@ class Bucket:
     def put(self, weight: float) -> None:
         """Put weighted gradients into the buffer; zeros where there is none.
 
-        Raises:
-            RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
+        Raises RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
         """
         self.grads = [p.grad for p in self.params]
         memory = self._memory or self._allocated()
@@ -344,7 +340,6 @@ class _Memory:
     """A buffer, and views of it.
 
     Attributes:
-        flat: the buffer.
         body: its part for gradients.
         tail, tail_numbers: the rest.
         views: one for each parameter, each with a count of changes of its own.

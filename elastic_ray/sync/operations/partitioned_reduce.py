@@ -107,8 +107,7 @@ class OwnerOperation:
     """
 
     def __init__(self, owner: int, form: WireForm) -> None:
-        self._owner = owner
-        self._form = form
+        self._owner, self._form = owner, form
         self._sent: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:

@@ -9,15 +9,10 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owed:
-    """Residual of a gradient that is still to be sent.
+    """Residual of a gradient that is still to be sent."""
 
-    Attributes:
-        flat: it, as one vector; None for nothing.
-        scale: AMP's loss scale that is in it.
-    """
-
-    flat: torch.Tensor | None
-    scale: float
+    flat: torch.Tensor | None  # it, as one vector; None for nothing
+    scale: float  # AMP's loss scale that is in it
 
 
 class Residual:
@@ -28,9 +23,6 @@ class Residual:
 
     Before a change of group :meth:`fold` is given the sum over all ranks, which is then kept beside this rank's own
     until a pass of the next group begins: a change that fails half-way can still continue from either.
-
-    Attributes:
-        folded: that sum, without a loss scale; None where there is none.
     """
 
     def __init__(self) -> None:
@@ -38,7 +30,7 @@ class Residual:
         self._latest: Owed | None = None  # of an earlier pass of this step
         self._fresh: Owed | None = None  # of the last pass
         self._spare: torch.Tensor | None = None
-        self.folded: torch.Tensor | None = None
+        self.folded: torch.Tensor | None = None  # that sum, without a loss scale; None where there is none
 
     @property
     def owed(self) -> Owed | None:

@@ -78,18 +78,12 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everyone:
-    """Tiles that each rank of a group holds, and flags of the whole group.
-
-    Attributes:
-        unpublished: whether one lacks parameters of the last update.
-        gathered: whether one knows that rank 0 had the whole state.
-        stored: whether rank 0 has the whole state that it continues from.
-    """
+    """Tiles that each rank of a group holds, and flags of the whole group."""
 
     tiles: list[frozenset[int]]
-    unpublished: bool
-    gathered: bool
-    stored: bool
+    unpublished: bool  # whether one lacks parameters of the last update
+    gathered: bool  # whether one knows that rank 0 had the whole state
+    stored: bool  # whether rank 0 has the whole state that it continues from
 
     @property
     def senders(self) -> list[int]:
@@ -104,23 +98,20 @@ class TileHolder:
     A rank holds some tiles, or the optimizer the whole state, or the rank nothing.
 
     Methods that communicate raise CommunicationFailedError where the group breaks; then all that was held is.
-
-    Attributes:
-        tiling: of the parameters; None where every rank holds the whole state.
-        held: the tiles that this rank holds; None where it holds the whole state, or nothing.
-        owners: ranks of the present group that own each tile, as long as the state is divided in it. After a change of
-            the group they are others for some steps than they are to be.
-        stored: the whole state that this rank continues from, read or not, until the next update; empty where the
-            optimizer has it.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         self._module, self._optimizer, self._number = module, optimizer, number
-        self.tiling: Tiling | None = None
+        self.tiling: Tiling | None = None  # of the parameters; None where every rank holds the whole state
         self.params: dict[str, Parameter] = {}
+        # the tiles that this rank holds; None where it holds the whole state, or nothing
         self.held: HeldTiles | None = None
         self._whole = True
+        # the whole state that this rank continues from, read or not, until the next update; empty where the optimizer
+        # has it
         self.stored = StoredStates(optimizer)
+        # ranks of the present group that own each tile, as long as the state is divided in it. After a change of the
+        # group they are others for some steps than they are to be.
         self.owners: Owners = ()
         self._target: Owners = ()
         self._workers: tuple[str, ...] = ()

@@ -75,8 +75,7 @@ class HeldTiles:
     """The tiles that this rank holds: a view of the parameter for each of their spans, with the optimizer's state."""
 
     def __init__(self, tiling: Tiling, params: Mapping[str, Parameter]) -> None:
-        self.tiling = tiling
-        self._params = params
+        self.tiling, self._params = tiling, params
         self._views: dict[int, list[Parameter]] = {}
         self.states: dict[Parameter, State] = {}
         self._borrowed: list[Parameter] = []  # whose states are parts of larger tensors

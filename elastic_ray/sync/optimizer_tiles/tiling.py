@@ -22,19 +22,12 @@ _ALIGNED = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a parameter.
+    """A part of a parameter."""
 
-    Attributes:
-        name: of the parameter, the first of its names.
-        start: first element, of the parameter as a vector.
-        length: elements.
-        whole: whether it is the whole parameter, in its shape.
-    """
-
-    name: str
-    start: int
-    length: int
-    whole: bool
+    name: str  # of the parameter, the first of its names
+    start: int  # first element, of the parameter as a vector
+    length: int  # elements
+    whole: bool  # whether it is the whole parameter, in its shape
 
 
 @dataclasses.dataclass(frozen=True)

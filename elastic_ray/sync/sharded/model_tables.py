@@ -32,8 +32,7 @@ class ModelTables:
     def __init__(
         self, run: Run, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int, scaler: Any = None
     ) -> None:
-        self._run = run
-        self._optimizer = optimizer
+        self._run, self._optimizer = run, optimizer
         layers = {name: each for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)}
         if layers and scaler is not None and scaler.is_enabled():
             raise StrategyError(

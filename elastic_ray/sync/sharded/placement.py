@@ -76,9 +76,7 @@ class _Matching:
     """Tiles and their owners, as they are found; no rank gets more than its room."""
 
     def __init__(self, tiles: int, held: Sequence[Set[int]], room: Sequence[int], nodes: Sequence[str]) -> None:
-        self._held = held
-        self._room = room
-        self._nodes = nodes
+        self._held, self._room, self._nodes = held, room, nodes
         self._owned: list[set[int]] = [set() for _ in room]
         self.owners: list[set[int]] = [set() for _ in range(tiles)]
 

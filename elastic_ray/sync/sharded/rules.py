@@ -23,16 +23,12 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """Base of the row rules: learning rate factor and parameter group.
+    """Base of the row rules: learning rate factor and parameter group."""
 
-    Attributes:
-        lr_factor: the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with
-            its schedule and the step's factor) times this; more than 0.
-        group: index of that parameter group.
-    """
-
+    # the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with its schedule
+    # and the step's factor) times this; more than 0
     lr_factor: float = 1.0
-    group: int = 0
+    group: int = 0  # index of that parameter group
 
     def __post_init__(self) -> None:
         if not 0.0 < self.lr_factor < math.inf:

@@ -35,10 +35,7 @@ class TableShard:
     """
 
     def __init__(self, tiling: RowTiling, copies: int, like: Mapping[str, Tensor], name: str) -> None:
-        self._tiling = tiling
-        self._copies = copies
-        self._like = like
-        self._name = name
+        self._tiling, self._copies, self._like, self._name = tiling, copies, like, name
         self._stores: list[TileStore] = []
         self._owners: tuple[tuple[int, ...], ...] = ()
         self._source: InitialRows | None = None

@@ -26,19 +26,13 @@ _Piece = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """Shape and initialisation of a table.
-
-    Attributes:
-        copies: owners of each row.
-        std: standard deviation of rows at the beginning.
-        padding: row without gradients, zero at the beginning; None for none.
-    """
+    """Shape and initialisation of a table."""
 
     rows: int
     width: int
-    copies: int
-    std: float
-    padding: int | None
+    copies: int  # owners of each row
+    std: float  # standard deviation of rows at the beginning
+    padding: int | None  # row without gradients, zero at the beginning; None for none
     dtype: torch.dtype
     device: torch.device
 

@@ -14,14 +14,10 @@ class RowTiling:
     """Rows of a table by tile: row ``i`` lies in tile ``i % tiles``, at place ``i // tiles``.
 
     Neighbouring rows, of which the first are often the most wanted, lie in different tiles.
-
-    Attributes:
-        rows: of the table; 1 or more.
-        tiles: how many tiles there are, whatever the group; at most ``rows``.
     """
 
-    rows: int
-    tiles: int
+    rows: int  # of the table; 1 or more
+    tiles: int  # how many tiles there are, whatever the group; at most ``rows``
 
     def __post_init__(self) -> None:
         if self.rows < 1:

@@ -23,17 +23,11 @@ _ONE_AT_A_TIME = threading.Lock()  # torch's generators are the process's
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Initialisation:
-    """Initialisation of one module: function, device and buffers.
+    """Initialisation of one module: function, device and buffers."""
 
-    Attributes:
-        function: that it is given to; None for its own ``reset_parameters``.
-        device: where its parameters are to be.
-        buffers: names of those that were on the meta device.
-    """
-
-    function: Callable[[nn.Module], None] | None
-    device: torch.device
-    buffers: tuple[str, ...]
+    function: Callable[[nn.Module], None] | None  # that it is given to; None for its own ``reset_parameters``
+    device: torch.device  # where its parameters are to be
+    buffers: tuple[str, ...]  # names of those that were on the meta device
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Initialisation] = weakref.WeakKeyDictionary()

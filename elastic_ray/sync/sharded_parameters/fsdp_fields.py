@@ -83,19 +83,12 @@ class UnknownTorchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """Parameter of a sharded module, with torch's private object of it.
+    """Parameter of a sharded module, with torch's private object of it."""
 
-    Attributes:
-        name: the first of its names in the model.
-        param: the user's object, a ``DTensor``.
-        shape: of the whole parameter.
-        field: what torch keeps of it.
-    """
-
-    name: str
-    param: nn.Parameter
-    shape: tuple[int, ...]
-    field: Any
+    name: str  # the first of its names in the model
+    param: nn.Parameter  # the user's object, a ``DTensor``
+    shape: tuple[int, ...]  # of the whole parameter
+    field: Any  # what torch keeps of it
 
     @property
     def local(self) -> Tensor:

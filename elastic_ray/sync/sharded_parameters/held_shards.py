@@ -34,16 +34,12 @@ Written = dict[int, tuple[Pieces, State]]
 
 
 class Shard:
-    """Shard of the model: views of parameter rows, with their optimizer state.
-
-    Attributes:
-        views: the rows of each parameter of which it has any, by the parameter's position.
-        states: what the optimizer keeps of each view.
-    """
+    """Shard of the model: views of parameter rows, with their optimizer state."""
 
     def __init__(self) -> None:
+        # the rows of each parameter of which it has any, by the parameter's position
         self.views: dict[int, Parameter] = {}
-        self.states: dict[Parameter, State] = {}
+        self.states: dict[Parameter, State] = {}  # what the optimizer keeps of each view
 
     def put(self, param: int, view: Parameter, state: State) -> None:
         """Hold rows of a parameter."""

@@ -84,8 +84,7 @@ def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
 def shard_size_of(model: nn.Module) -> int | None:
     """Return the shard size that all sharded modules of a model have in common.
 
-    Raises:
-        ValueError: some with another value than others.
+    Raises ValueError: some with another value than others.
     """
     found = {getattr(each, _SHARD_SIZE): name for name, each in model.named_modules() if hasattr(each, _SHARD_SIZE)}
     if len(found) > 1:

@@ -53,8 +53,7 @@ class ShardProcessGroup(dist.ProcessGroup):
     def _collectives(self) -> ShardCollectives | None:
         """Collectives of the model; None for a group of one.
 
-        Raises:
-            RuntimeError: the model whose collectives they were is gone.
+        Raises RuntimeError: the model whose collectives they were is gone.
         """
         found = self._known()
         if found is None and not self._alone:

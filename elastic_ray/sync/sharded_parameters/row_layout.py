@@ -19,15 +19,10 @@ COPIES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class ShardId:
-    """A shard of the whole model.
+    """A shard of the whole model."""
 
-    Attributes:
-        world: ranks that it was cut for, those of a shard group; 1 or more.
-        index: its place, from 0 to ``world - 1``.
-    """
-
-    world: int
-    index: int
+    world: int  # ranks that it was cut for, those of a shard group; 1 or more
+    index: int  # its place, from 0 to ``world - 1``
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.world:

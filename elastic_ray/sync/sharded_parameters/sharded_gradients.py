@@ -289,11 +289,7 @@ class ShardedGradients(Participant):
             raise CommunicationFailedError(cause)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Raise RuntimeError: ``no_sync`` is not supported for sharded models.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise RuntimeError: ``no_sync`` is not supported for sharded models. Raises RuntimeError: always."""
         raise RuntimeError(
             "no_sync() is not supported for a sharded model, of which no rank could hold whole gradients: let the "
             "loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"

@@ -8,36 +8,22 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnedSpan:
-    """A part of a parameter, and the ranks that own its optimizer state.
+    """A part of a parameter, and the ranks that own its optimizer state."""
 
-    Attributes:
-        start: first element, of the parameter as a vector.
-        length: elements.
-        owners: ranks; the first one adds up.
-    """
-
-    start: int
-    length: int
-    owners: tuple[int, ...]
+    start: int  # first element, of the parameter as a vector
+    length: int  # elements
+    owners: tuple[int, ...]  # ranks; the first one adds up
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """Part of a bucket, and the ranks that own its optimizer state.
+    """Part of a bucket, and the ranks that own its optimizer state."""
 
-    Attributes:
-        param: position of the parameter in the bucket.
-        start: first element, of the parameter as a vector.
-        at: first element, of the bucket.
-        length: elements.
-        owners: as of ``OwnedSpan``.
-    """
-
-    param: int
-    start: int
-    at: int
-    length: int
-    owners: tuple[int, ...]
+    param: int  # position of the parameter in the bucket
+    start: int  # first element, of the parameter as a vector
+    at: int  # first element, of the bucket
+    length: int  # elements
+    owners: tuple[int, ...]  # as of ``OwnedSpan``
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,24 +32,15 @@ class Routes:
 
     In the first round every rank sends each piece to its first owner, which sums them; in the second round that owner
     sends the sum to the other owners.
-
-    Attributes:
-        sent: all pieces, by first owner.
-        sent_splits: elements for each rank.
-        kept: pieces that this rank adds up, in the order in which each rank sends them.
-        passed: positions in ``kept`` of what this rank sends in the second round, by rank.
-        passed_splits: elements for each rank.
-        followed: pieces whose sum this rank receives, by rank.
-        followed_splits: elements from each rank.
     """
 
-    sent: tuple[BucketPiece, ...]
-    sent_splits: tuple[int, ...]
-    kept: tuple[BucketPiece, ...]
-    passed: tuple[int, ...]
-    passed_splits: tuple[int, ...]
-    followed: tuple[BucketPiece, ...]
-    followed_splits: tuple[int, ...]
+    sent: tuple[BucketPiece, ...]  # all pieces, by first owner
+    sent_splits: tuple[int, ...]  # elements for each rank
+    kept: tuple[BucketPiece, ...]  # pieces that this rank adds up, in the order in which each rank sends them
+    passed: tuple[int, ...]  # positions in ``kept`` of what this rank sends in the second round, by rank
+    passed_splits: tuple[int, ...]  # elements for each rank
+    followed: tuple[BucketPiece, ...]  # pieces whose sum this rank receives, by rank
+    followed_splits: tuple[int, ...]  # elements from each rank
 
     @property
     def passes_all(self) -> bool:

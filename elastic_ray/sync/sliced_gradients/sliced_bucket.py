@@ -67,8 +67,7 @@ class SlicedBucket(Bucket):
     def put(self, weight: float) -> None:
         """Put weighted gradients into the bucket; raises RuntimeError for gradients that are sliced already.
 
-        Raises:
-            RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
+        Raises RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
         """
         if any(isinstance(param.grad, SlicedGradient) for param in self.params):
             raise RuntimeError(ADDS_UP)

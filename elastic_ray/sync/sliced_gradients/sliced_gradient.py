@@ -45,21 +45,14 @@ def _number(factor: Any) -> float:
 
 @dataclasses.dataclass(slots=True)
 class Content:
-    """Contents of a sliced gradient: local parts, and what all ranks know of the whole.
+    """Contents of a sliced gradient: local parts, and what all ranks know of the whole."""
 
-    Attributes:
-        parts: the slices that this rank owns, by first element.
-        norm: 2-norm of the whole; None where that is not known.
-        nonfinite: how many elements are NaN, and how many infinite.
-        waits: whether it is still being reduced.
-        plain: an ordinary tensor that it has become, with zeros at first; nothing else counts then.
-    """
-
+    # the slices that this rank owns, by first element
     parts: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    norm: float | None = None
-    nonfinite: tuple[int, int] = (0, 0)
-    waits: bool = True
-    plain: Tensor | None = None
+    norm: float | None = None  # 2-norm of the whole; None where that is not known
+    nonfinite: tuple[int, int] = (0, 0)  # how many elements are NaN, and how many infinite
+    waits: bool = True  # whether it is still being reduced
+    plain: Tensor | None = None  # an ordinary tensor that it has become, with zeros at first; nothing else counts then
 
     def know(self, squared_norm: float, nans: float, infinities: float) -> None:
         """Store what all ranks know of the reduced gradient."""

@@ -24,17 +24,12 @@ _EVERY = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pending:
-    """Estimates of a backward pass, which count once the optimizer has applied its gradients.
+    """Estimates of a backward pass, which count once the optimizer has applied its gradients."""
 
-    Attributes:
-        estimates: raw noise scale of each group.
-        preconditioned: whether norms are in the optimizer's units.
-    """
-
-    estimates: tuple[NoiseScale, ...]
+    estimates: tuple[NoiseScale, ...]  # raw noise scale of each group
     step: LoaderStep
     replicas: int
-    preconditioned: bool
+    preconditioned: bool  # whether norms are in the optimizer's units
 
 
 class StatesSource(Protocol):

@@ -69,10 +69,7 @@ class StrategyTuner:
     def __init__(
         self, context: Run, settings: ChoiceSettings, model: StrategyInForce, strategy: Strategy, number: int
     ) -> None:
-        self._context = context
-        self._settings = settings
-        self._model = model
-        self._number = number
+        self._context, self._settings, self._model, self._number = context, settings, model, number
         self._choice = self._before = _alone(strategy)
         self._topology = ""
         self._known: dict[str, Choice] = {}  # of other topologies
@@ -221,19 +218,14 @@ class StrategyInForce:
         builder: of the first strategy.
         number: of the model, in the order in which the loop wraps them.
 
-    Attributes:
-        takes: how often buckets were laid out anew since the present group was entered; equal on all ranks.
-
     Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
-        self._context = context
-        self._model = model
-        self._number = number
+        self._context, self._model, self._number = context, model, number
         self._asked: _Asked | None = None
         self._asked_before: _Asked | None = None  # when the step in progress began
-        self.takes = 0
+        self.takes = 0  # how often buckets were laid out anew since the present group was entered; equal on all ranks
         self._entering = True
         self._wanted: Strategy | None = None  # by the tuner, or by the state of another rank
         self._rows: Mapping[str, RowBucket] = {}

@@ -38,9 +38,7 @@ class RowBucket:
     """
 
     def __init__(self, index: int, group: int, table: TableGradient) -> None:
-        self.index = index
-        self.group = group
-        self.table = table
+        self.index, self.group, self.table = index, group, table
         self.params = [table.param]
         self.complete = True
         self.held = no_rows(table.param)

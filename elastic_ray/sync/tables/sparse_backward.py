@@ -78,8 +78,7 @@ class _Switch:
     """
 
     def __init__(self, param: torch.nn.Parameter | None, switched: bool = False) -> None:
-        self._param = param
-        self._switched = switched
+        self._param, self._switched = param, switched
 
     def before(self, layer: Any, args: Any) -> None:
         """Forward begins."""

@@ -23,10 +23,7 @@ class RowPreconditioner:
     def __init__(
         self, state: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype, floor: torch.Tensor
     ) -> None:
-        self.state = state
-        self._group = group
-        self._dtype = dtype
-        self._floor = floor
+        self.state, self._group, self._dtype, self._floor = state, group, dtype, floor
 
     def of(self, ids: torch.Tensor | None) -> torch.Tensor:
         """Return 1 / denominator of each element of these rows; of all for None."""
@@ -76,15 +73,11 @@ class TouchedRows:
     """Gradient of a table as its touched rows.
 
     Nothing changes its tensors: what is computed from it lies in memory of its own.
-
-    Attributes:
-        ids: [k] numbers of the rows, ascending and each once; None where they are all.
-        values: [k, d] the rows.
     """
 
     table: int
-    ids: torch.Tensor | None
-    values: torch.Tensor
+    ids: torch.Tensor | None  # [k] numbers of the rows, ascending and each once; None where they are all
+    values: torch.Tensor  # [k, d] the rows
 
     @property
     def count(self) -> int:

@@ -65,17 +65,11 @@ class WantedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Cost of all nodes and number of jobs, fading with time.
+    """Cost of all nodes and number of jobs, fading with time."""
 
-    Attributes:
-        hours: that are counted [h].
-        spent_usd: for nodes in that time [USD].
-        job_hours: number of jobs x hours.
-    """
-
-    hours: float = 0.0
-    spent_usd: float = 0.0
-    job_hours: float = 0.0
+    hours: float = 0.0  # that are counted [h]
+    spent_usd: float = 0.0  # for nodes in that time [USD]
+    job_hours: float = 0.0  # number of jobs x hours
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
         """Return the account after `hours` at a price; what lies ``memory_h`` hours back counts 1/e."""
@@ -90,21 +84,14 @@ class Account:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The jobs, and what each could do on what is to be had.
+    """The jobs, and what each could do on what is to be had."""
 
-    Attributes:
-        jobs: in the order of arrival.
-        offers: by job: every node type that its workers fit onto, cheapest per worker first.
-        spent_usd: by job [USD].
-        gpus: by job: the GPU type that it runs on, None while it waits.
-        account: what the cluster has cost lately.
-    """
-
-    jobs: tuple[JobView, ...]
+    jobs: tuple[JobView, ...]  # in the order of arrival
+    # by job: every node type that its workers fit onto, cheapest per worker first
     offers: Mapping[str, tuple[NodeTypeOption, ...]]
-    spent_usd: Mapping[str, float]
-    gpus: Mapping[str, str | None]
-    account: Account = dataclasses.field(default_factory=Account)
+    spent_usd: Mapping[str, float]  # by job [USD]
+    gpus: Mapping[str, str | None]  # by job: the GPU type that it runs on, None while it waits
+    account: Account = dataclasses.field(default_factory=Account)  # what the cluster has cost lately
 
     @property
     def alone(self) -> bool:

@@ -32,16 +32,11 @@ class Budget:
     counted fading (``AutoscalerConfig.account_h``): what was saved long ago is not spent at once.
 
     Deadlines and budgets of jobs are kept as under ``cost_per_progress``.
-
-    Attributes:
-        usd_per_h: B, for all nodes together, on average [USD/h]; above 0.
-        patience_h: hours of budget that may be saved, or overspent, before the value changes e-fold.
-        hysteresis: relative gain that is worth a change.
     """
 
-    usd_per_h: float
-    patience_h: float = 2.0
-    hysteresis: float = 0.02
+    usd_per_h: float  # B, for all nodes together, on average [USD/h]; above 0
+    patience_h: float = 2.0  # hours of budget that may be saved, or overspent, before the value changes e-fold
+    hysteresis: float = 0.02  # relative gain that is worth a change
 
     def __post_init__(self) -> None:
         for field in ("usd_per_h", "patience_h"):

@@ -20,18 +20,12 @@ _STANDS_STILL = "no size that it may have now is known to make progress"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionForecast:
-    """A job on one node type until its end, at every size from 1.
-
-    Attributes:
-        time_s: until its end [s], infinity where it does not run.
-        usd: for the nodes until then [USD].
-        score: what is minimised [USD].
-    """
+    """A job on one node type until its end, at every size from 1."""
 
     offer: NodeTypeOption
-    time_s: Floats
-    usd: Floats
-    score: Floats
+    time_s: Floats  # until its end [s], infinity where it does not run
+    usd: Floats  # for the nodes until then [USD]
+    score: Floats  # what is minimised [USD]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +45,10 @@ class CostPerProgress:
 
     A size is left only for one whose score is better by ``hysteresis``; prices are those of whole nodes for a job that
     is alone, of its part of them otherwise.
-
-    Attributes:
-        value_usd_per_h: what an hour less is worth, for each job [USD/h].
-        hysteresis: relative gain that is worth a change.
     """
 
-    value_usd_per_h: float = 0.0
-    hysteresis: float = 0.02
+    value_usd_per_h: float = 0.0  # what an hour less is worth, for each job [USD/h]
+    hysteresis: float = 0.02  # relative gain that is worth a change
 
     def __post_init__(self) -> None:
         for field in ("value_usd_per_h", "hysteresis"):

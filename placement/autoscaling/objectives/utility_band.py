@@ -22,14 +22,10 @@ class UtilityBand:
     on n workers shared out so that the sum is largest, a speed-up of k on k workers being perfect. While the utility of
     the present size lies in [low, high], it is kept; otherwise it becomes the one whose utility is nearest to their
     middle. Goodput counts statistical efficiency, so that a job gets more workers as larger batches become effective.
-
-    Attributes:
-        low: utility below which the cluster shrinks.
-        high: utility above which it grows.
     """
 
-    low: float = 0.35
-    high: float = 0.65
+    low: float = 0.35  # utility below which the cluster shrinks
+    high: float = 0.65  # utility above which it grows
 
     def __post_init__(self) -> None:
         if not 0 < self.low < self.high <= 1:

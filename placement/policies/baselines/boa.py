@@ -16,15 +16,10 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobClass:
-    """Jobs of one model that arrive at a known rate, with a known length.
+    """Jobs of one model that arrive at a known rate, with a known length."""
 
-    Attributes:
-        per_h: arrivals [1/h].
-        seconds: T(k), the time of such a job alone on k workers [s], by k; a width is one of these.
-    """
-
-    per_h: float
-    seconds: Mapping[int, float]
+    per_h: float  # arrivals [1/h]
+    seconds: Mapping[int, float]  # T(k), the time of such a job alone on k workers [s], by k; a width is one of these
 
     def __post_init__(self) -> None:
         check_number("per_h", self.per_h, above=0)
@@ -46,11 +41,9 @@ def boa_widths(classes: Mapping[str, JobClass], gpus: float) -> dict[str, int]:
     B is not taken.
 
     Args:
-        classes: by name.
         gpus: B.
 
-    Raises:
-        ValueError: B is less than the classes need at their cheapest.
+    Raises ValueError: B is less than the classes need at their cheapest.
     """
     hulls = {name: _hull(each) for name, each in classes.items()}
     used = sum(classes[name].per_h * hull[0][0] for name, hull in hulls.items()) / 3600.0
@@ -99,17 +92,13 @@ class BoaPolicy:
     its end. Where they do not, one more worker goes to the job with the fewest, up to its width. A job of no known
     class grows while it gets faster. Widths for all GPU types are those of the one that the arrivals were told for. The
     epochs' classes of the paper, which would change a job's width as its noise grows, are left out.
-
-    Attributes:
-        budget_usd_per_h: what all GPUs may cost on average [USD/h]; None for as many GPUs as the cluster has, or where
-            the arrivals need more at their cheapest, for so many.
-        usd: price of a GPU [USD/h].
-        widths: by ``JobView.fingerprint``.
     """
 
+    # what all GPUs may cost on average [USD/h]; None for as many GPUs as the cluster has, or where the arrivals need
+    # more at their cheapest, for so many
     budget_usd_per_h: float | None = None
-    usd: float = 1.0
-    widths: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    usd: float = 1.0  # price of a GPU [USD/h]
+    widths: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by ``JobView.fingerprint``
 
     def __post_init__(self) -> None:
         if self.budget_usd_per_h is not None:
@@ -126,15 +115,7 @@ class BoaPolicy:
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
-        """The same policy with the widths for these arrivals.
-
-        Args:
-            classes: by fingerprint.
-            gpus: of the cluster.
-
-        Raises:
-            ValueError: the budget is too small.
-        """
+        """The same policy with the widths for these arrivals. Raises ValueError: the budget is too small."""
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd
         return dataclasses.replace(self, widths=boa_widths(classes, budget))

@@ -138,17 +138,11 @@ def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOptions:
-    """Sizes that one job may have, with their worth.
+    """Sizes that one job may have, with their worth."""
 
-    Attributes:
-        sizes: workers of each option, 1 or more.
-        worth: what each is worth; larger is better.
-        stays: whether the first option is the job's present place.
-    """
-
-    sizes: tuple[int, ...]
-    worth: NDArray[np.float64]
-    stays: bool = False
+    sizes: tuple[int, ...]  # workers of each option, 1 or more
+    worth: NDArray[np.float64]  # what each is worth; larger is better
+    stays: bool = False  # whether the first option is the job's present place
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:

@@ -31,21 +31,13 @@ _TINY = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of every job; J jobs, C options, K GPU types.
+    """Options of every job; J jobs, C options, K GPU types."""
 
-    Attributes:
-        values: worth of each option, (J, C); -inf where it is not possible.
-        sizes: what it takes, (J, C), 0 or more.
-        pool_of: of which GPU type, (J, C), 0 to K - 1.
-        capacities: what there is of each type, (K,).
-        base: one option per job, (J,), that fit together; no job gets an option that is not possible.
-    """
-
-    values: Floats
-    sizes: Floats
-    pool_of: Ints
-    capacities: Floats
-    base: Ints
+    values: Floats  # worth of each option, (J, C); -inf where it is not possible
+    sizes: Floats  # what it takes, (J, C), 0 or more
+    pool_of: Ints  # of which GPU type, (J, C), 0 to K - 1
+    capacities: Floats  # what there is of each type, (K,)
+    base: Ints  # one option per job, (J,), that fit together; no job gets an option that is not possible
 
     def __post_init__(self) -> None:
         if not self.values.shape == self.sizes.shape == self.pool_of.shape:

@@ -98,8 +98,7 @@ class _Assignment:
 
     def __init__(self, slots: NDArray[np.int64], sizes: Sequence[int]) -> None:
         self.occupied = Occupancy(FreeSlots(slots))
-        self._slots = slots
-        self._sizes = sizes
+        self._slots, self._sizes = slots, sizes
         self._node = int(slots.max(initial=1))
 
     def holds(self, place: WorkersByIndex) -> bool:

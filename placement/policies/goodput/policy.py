@@ -282,18 +282,12 @@ def _best(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTypes:
-    """Decision about workers on GPU types other than a job's own.
-
-    Attributes:
-        horizon_s: time within which a change must pay back [s].
-        hysteresis: relative gain that is worth taking a worker away for.
-        cache: of what was computed before.
-    """
+    """Decision about workers on GPU types other than a job's own."""
 
     cluster: Cluster
-    horizon_s: float
-    hysteresis: float
-    cache: GoodputCache
+    horizon_s: float  # time within which a change must pay back [s]
+    hysteresis: float  # relative gain that is worth taking a worker away for
+    cache: GoodputCache  # of what was computed before
 
     def on_one_type(self, view: JobView) -> JobView:
         """Return the job with its workers on its own type alone: the type on which these do most."""

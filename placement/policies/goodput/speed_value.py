@@ -15,28 +15,17 @@ from placement.policies.goodput.tables import OptionTable, Placement
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedValue:
-    """Utility of speed in a decision: per job, (J,), and for all.
-
-    Attributes:
-        left_s: remaining time at speed 1 [s]; NaN where unknown.
-        cost_s: time without progress that a change costs [s].
-        power: exponent p of phi.
-        horizon_s: time within which a change must pay back, per job [s].
-        hysteresis: relative gain that is worth taking a worker away for.
-        growth_hysteresis: relative gain that is worth giving a running job more workers for.
-        charge: least weight of what a change costs.
-        crowded: whether long jobs may wait although their minimum fits, so that short ones run.
-    """
+    """Utility of speed in a decision: per job, (J,), and for all."""
 
     weight: Floats
-    left_s: Floats
-    cost_s: Floats
-    power: float
-    horizon_s: Floats
-    hysteresis: float
-    charge: float
-    crowded: bool
-    growth_hysteresis: float = 0.0
+    left_s: Floats  # remaining time at speed 1 [s]; NaN where unknown
+    cost_s: Floats  # time without progress that a change costs [s]
+    power: float  # exponent p of phi
+    horizon_s: Floats  # time within which a change must pay back, per job [s]
+    hysteresis: float  # relative gain that is worth taking a worker away for
+    charge: float  # least weight of what a change costs
+    crowded: bool  # whether long jobs may wait although their minimum fits, so that short ones run
+    growth_hysteresis: float = 0.0  # relative gain that is worth giving a running job more workers for
 
     def where_gpus_idle(self) -> SpeedValue:
         """Return the value where no other job has use for the GPUs: a pause counts for the job alone, and must pay."""

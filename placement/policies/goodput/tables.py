@@ -24,17 +24,11 @@ _FEW_NODES = 16  # beyond so many nodes, sizes grow by a fifth each instead of b
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Placement of a job: its pool and its nodes.
+    """Placement of a job: its pool and its nodes."""
 
-    Attributes:
-        pool: index; -1 is nowhere.
-        place: workers per node index there.
-        workers: workers altogether.
-    """
-
-    pool: int = -1
-    place: WorkersByIndex = dataclasses.field(default_factory=dict)
-    workers: int = dataclasses.field(init=False, compare=False)
+    pool: int = -1  # index; -1 is nowhere
+    place: WorkersByIndex = dataclasses.field(default_factory=dict)  # workers per node index there
+    workers: int = dataclasses.field(init=False, compare=False)  # workers altogether
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", sum(self.place.values()))
@@ -45,39 +39,22 @@ UNPLACED = Placement()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptionTable:
-    """Table of a decision's options, without what depends on where the jobs are now.
+    """Table of a decision's options, without what depends on where the jobs are now."""
 
-    Attributes:
-        views: the jobs, in the order of arrival.
-        pools: GPU types.
-        worker_kinds: kind of each job's workers.
-        pool_of: pool of each option, (C,).
-        sizes: workers of each option, (C,).
-        regular: whether an option leaves no scattered room, (C,).
-        nodes: the fewest nodes of each option, (J, C).
-        possible: whether the job may have the option, (J, C).
-        speed: goodput of each option over that of the smallest size, (J, C).
-        rate: goodput on the smallest size [samples/s], (J,); 0 without a model.
-        unit: what one worker takes of a pool, (J, K): 1 where all workers are alike, else its dominant share.
-        capacities: of each pool in these units, (K,).
-        alike: whether the workers of all jobs are interchangeable, so that counting them is enough.
-        cache: of what was computed before.
-    """
-
-    views: tuple[JobView, ...]
-    pools: tuple[GpuPool, ...]
-    worker_kinds: tuple[WorkerKind, ...]
-    pool_of: Ints
-    sizes: Ints
-    regular: NDArray[np.bool_]
-    nodes: Ints
-    possible: NDArray[np.bool_]
-    speed: Floats
-    rate: Floats
-    unit: Floats
-    capacities: Floats
-    alike: bool
-    cache: GoodputCache
+    views: tuple[JobView, ...]  # the jobs, in the order of arrival
+    pools: tuple[GpuPool, ...]  # GPU types
+    worker_kinds: tuple[WorkerKind, ...]  # kind of each job's workers
+    pool_of: Ints  # pool of each option, (C,)
+    sizes: Ints  # workers of each option, (C,)
+    regular: NDArray[np.bool_]  # whether an option leaves no scattered room, (C,)
+    nodes: Ints  # the fewest nodes of each option, (J, C)
+    possible: NDArray[np.bool_]  # whether the job may have the option, (J, C)
+    speed: Floats  # goodput of each option over that of the smallest size, (J, C)
+    rate: Floats  # goodput on the smallest size [samples/s], (J,); 0 without a model
+    unit: Floats  # what one worker takes of a pool, (J, K): 1 where all workers are alike, else its dominant share
+    capacities: Floats  # of each pool in these units, (K,)
+    alike: bool  # whether the workers of all jobs are interchangeable, so that counting them is enough
+    cache: GoodputCache  # of what was computed before
 
     def slots(self, job: int, pool: int) -> Ints:
         """Return how many of the job's workers each node of the pool could hold if it were empty."""
@@ -241,20 +218,13 @@ def _relative(rates: Floats, rate: Floats, workers: Ints) -> Floats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPool:
-    """The nodes of one GPU type that are not about to go.
+    """The nodes of one GPU type that are not about to go."""
 
-    Attributes:
-        gpu: the type, empty where nodes do not say.
-        node_ids: their ids, in the order of every array over nodes.
-        slots: by kind of worker, how many such workers each node could hold if it were empty.
-        shares: by kind of worker, dominant share of one worker: the largest part of any resource of the pool that it
-            takes.
-    """
-
-    gpu: str
+    gpu: str  # the type, empty where nodes do not say
     cluster: Cluster
-    node_ids: tuple[str, ...]
-    slots: dict[WorkerKind, Ints]
+    node_ids: tuple[str, ...]  # their ids, in the order of every array over nodes
+    slots: dict[WorkerKind, Ints]  # by kind of worker, how many such workers each node could hold if it were empty
+    # by kind of worker, dominant share of one worker: the largest part of any resource of the pool that it takes
     shares: dict[WorkerKind, float]
 
 
@@ -276,15 +246,11 @@ def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuP
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeGrid:
-    """Sizes that jobs may have in one pool, rising.
+    """Sizes that jobs may have in one pool, rising."""
 
-    Attributes:
-        sizes: workers.
-        regular: powers of two within a node, whole nodes, and whatever some job must have: sizes that leave no
-            scattered room. The others are for filling up.
-    """
-
-    sizes: Ints
+    sizes: Ints  # workers
+    # powers of two within a node, whole nodes, and whatever some job must have: sizes that leave no scattered room. The
+    # others are for filling up.
     regular: NDArray[np.bool_]
 
 

@@ -75,19 +75,13 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Admission:
-    """Jobs that are admitted to run, before any of them grows.
+    """Jobs that are admitted to run, before any of them grows."""
 
-    Attributes:
-        empty: the cluster's room without any of the jobs.
-        room: what is left after every admitted job has its floor.
-        floors: workers of each admitted job: its minimum, or for held jobs what they are held at, if it fits.
-        waiting: reason per job that does not run.
-    """
-
-    empty: FreeResources
-    room: FreeResources
+    empty: FreeResources  # the cluster's room without any of the jobs
+    room: FreeResources  # what is left after every admitted job has its floor
+    # workers of each admitted job: its minimum, or for held jobs what they are held at, if it fits
     floors: dict[str, int]
-    waiting: dict[str, Reason]
+    waiting: dict[str, Reason]  # reason per job that does not run
 
 
 def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:

@@ -19,29 +19,18 @@ Kind = Literal["down", "up", "slow", "well"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
-    """Rates of disturbances; none by default. Only live rules know of more than noise.
+    """Rates of disturbances; none by default. Only live rules know of more than noise."""
 
-    Attributes:
-        node_mtbf_h: mean hours between failures of one node; 0 for none.
-        repair_s: time until a lost node is back [s].
-        slow_every_h: mean hours between slow spells of one node; 0 for none.
-        slow_for_s: length of a slow spell [s].
-        slow_factor: how much longer a step takes there; the slowest worker sets the pace.
-        interference: part of its speed that a job of several nodes loses while it shares a node with another.
-        noise: standard deviation of the logarithm of measured step times.
-        spot: what happens to spot nodes, by the GPU type whose nodes they are; the empty type stands for all nodes.
-        spot_offset_h: where in these traces the simulation starts [hours].
-    """
-
-    node_mtbf_h: float = 0.0
-    repair_s: float = 600.0
-    slow_every_h: float = 0.0
-    slow_for_s: float = 1800.0
-    slow_factor: float = 2.0
-    interference: float = 0.0
-    noise: float = 0.0
+    node_mtbf_h: float = 0.0  # mean hours between failures of one node; 0 for none
+    repair_s: float = 600.0  # time until a lost node is back [s]
+    slow_every_h: float = 0.0  # mean hours between slow spells of one node; 0 for none
+    slow_for_s: float = 1800.0  # length of a slow spell [s]
+    slow_factor: float = 2.0  # how much longer a step takes there; the slowest worker sets the pace
+    interference: float = 0.0  # part of its speed that a job of several nodes loses while it shares a node with another
+    noise: float = 0.0  # standard deviation of the logarithm of measured step times
+    # what happens to spot nodes, by the GPU type whose nodes they are; the empty type stands for all nodes
     spot: Mapping[str, SpotTrace] = dataclasses.field(default_factory=dict)
-    spot_offset_h: float = 0.0
+    spot_offset_h: float = 0.0  # where in these traces the simulation starts [hours]
 
     def __post_init__(self) -> None:
         for field in ("node_mtbf_h", "slow_every_h", "noise", "spot_offset_h"):
@@ -56,11 +45,7 @@ class Disturbances:
             raise InputError("spot must be one trace for all nodes, or one a GPU type, but got both")
 
     def check(self, rules: Rules, cluster: Cluster) -> None:
-        """Check that these rules and this cluster support the disturbances.
-
-        Raises:
-            InputError: they do not.
-        """
+        """Check that these rules and this cluster support the disturbances. Raises InputError: they do not."""
         wrong = dataclasses.replace(self, noise=0.0, spot_offset_h=0.0)
         if rules.round_s is not None and wrong != Disturbances():
             changed = [f.name for f in dataclasses.fields(self) if getattr(wrong, f.name) != f.default]

@@ -22,20 +22,13 @@ _HORIZON_S = 60 * 86400.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaledCluster:
-    """Autoscaling of a simulated cluster by its jobs; the cluster string gives the most nodes of each type.
-
-    Attributes:
-        config: times of the autoscaler.
-        startup_s: from asking for a node until it can take a worker [s].
-        notice_s: time between a spot node's notice and its end [s]; the clouds give 30 to 120.
-        expected_h: mean time that spot nodes are expected to last before any was seen [h].
-    """
+    """Autoscaling of a simulated cluster by its jobs; the cluster string gives the most nodes of each type."""
 
     objective: str | Objective = "cost_per_progress"
-    config: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)
-    startup_s: float = 180.0
-    notice_s: float = 120.0
-    expected_h: float = 12.0
+    config: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)  # times of the autoscaler
+    startup_s: float = 180.0  # from asking for a node until it can take a worker [s]
+    notice_s: float = 120.0  # time between a spot node's notice and its end [s]; the clouds give 30 to 120
+    expected_h: float = 12.0  # mean time that spot nodes are expected to last before any was seen [h]
 
     def __post_init__(self) -> None:
         for field in ("startup_s", "notice_s"):
@@ -82,22 +75,14 @@ class AutoscaledCluster:
 
 @dataclasses.dataclass(slots=True)
 class Machine:
-    """A node that is rented.
+    """A node that is rented."""
 
-    Attributes:
-        node: it, as the allocator sees it.
-        since_s: rented since [s].
-        ready_s: can take workers from then on [s].
-        gone_s: is taken away then [s]; infinity if never.
-        place: which place of the spot market it has; None on demand.
-    """
-
-    node: Node
+    node: Node  # it, as the allocator sees it
     kind: NodeType
-    since_s: float
-    ready_s: float
-    gone_s: float
-    place: int | None
+    since_s: float  # rented since [s]
+    ready_s: float  # can take workers from then on [s]
+    gone_s: float  # is taken away then [s]; infinity if never
+    place: int | None  # which place of the spot market it has; None on demand
 
 
 class Provider:

@@ -24,16 +24,11 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpotTrace:
-    """A recorded spot market.
-
-    Attributes:
-        length_s: when the record ends [s]; it is then played again from its start.
-        places: for each place, when it was taken, in the order of time.
-    """
+    """A recorded spot market."""
 
     source: str
-    length_s: float
-    places: tuple[tuple[Span, ...], ...]
+    length_s: float  # when the record ends [s]; it is then played again from its start
+    places: tuple[tuple[Span, ...], ...]  # for each place, when it was taken, in the order of time
 
     def __post_init__(self) -> None:
         if not self.length_s > 0:

@@ -33,18 +33,13 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Outlook of one job.
-
-    Attributes:
-        workers: that it would have at first.
-        goodput: useful samples per second with these; None while the job has no model.
-        ends_s: seconds from now until it would be done; None if its length is not known, or it would never run.
-    """
+    """Outlook of one job."""
 
     job: str
-    workers: int
+    workers: int  # that it would have at first
     nodes: Mapping[str, int]
-    goodput: float | None
+    goodput: float | None  # useful samples per second with these; None while the job has no model
+    # seconds from now until it would be done; None if its length is not known, or it would never run
     ends_s: float | None
     reason: str
 

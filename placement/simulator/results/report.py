@@ -46,13 +46,9 @@ class JobReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
-    """Cost of the nodes, whether or not jobs used them.
+    """Cost of the nodes, whether or not jobs used them."""
 
-    Attributes:
-        node_hours: hours for which nodes were paid for, by node type.
-    """
-
-    node_hours: Mapping[str, float]
+    node_hours: Mapping[str, float]  # hours for which nodes were paid for, by node type
     usd: float
 
 

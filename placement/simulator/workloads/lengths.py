@@ -16,18 +16,14 @@ from placement.simulator.workloads.profiles import Application
 class Lengths:
     """Lengths of the jobs of a trace. As published, all jobs of one application are equally long, so that its name
     tells the length; what a policy owes to that shows when lengths are random or declared wrongly.
-
-    Attributes:
-        declared: whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which
-            Optimus was published with, is not touched.)
-        error: standard deviation of the logarithm of declared over true epochs, drawn once a job.
-        spread: standard deviation of the logarithm of true over profiled epochs, drawn once a job.
-        epochs: true epochs by job, where they are known; ``spread`` does not touch these.
     """
 
+    # whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which Optimus was
+    # published with, is not touched.)
     declared: bool = True
-    error: float = 0.0
-    spread: float = 0.0
+    error: float = 0.0  # standard deviation of the logarithm of declared over true epochs, drawn once a job
+    spread: float = 0.0  # standard deviation of the logarithm of true over profiled epochs, drawn once a job
+    # true epochs by job, where they are known; ``spread`` does not touch these
     epochs: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,19 +19,13 @@ _LOCAL_CAPS = {"yolov3": {"aws": 8}}  # Pollux: the larger batches of this table
 
 
 class Application:
-    """Profile of one application, read from its folder, or fitted to what was recorded (``fitted``).
+    """Profile of one application, read from its folder, or fitted to what was recorded (``fitted``)."""
 
-    Attributes:
-        name: the folder's name.
-        batch_sizes: profiled global batches [samples], rising; the first is the initial batch, the last the largest.
-        epochs: epochs to completion.
-        step_times: by GPU type.
-    """
-
-    name: str
+    name: str  # the folder's name
+    # profiled global batches [samples], rising; the first is the initial batch, the last the largest
     batch_sizes: tuple[int, ...]
-    epochs: int
-    step_times: Mapping[str, Times]
+    epochs: int  # epochs to completion
+    step_times: Mapping[str, Times]  # by GPU type
 
     def __init__(self, folder: Path, gpus: tuple[str, ...]) -> None:
         files = {

@@ -23,15 +23,10 @@ _STILL = NoiseScale(sqr=1.0, var=0.0)  # of a batch that stays as it is the nois
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Step times as a fitted model has them.
+    """Step times as a fitted model has them."""
 
-    Attributes:
-        model: fitted to what was measured.
-        local_bsz_range: see ``Times``.
-    """
-
-    model: ThroughputModel
-    local_bsz_range: tuple[int, int]
+    model: ThroughputModel  # fitted to what was measured
+    local_bsz_range: tuple[int, int]  # see ``Times``
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
         """Return the measured times; see ``Times``."""
@@ -41,42 +36,26 @@ class FittedTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJob:
-    """Recorded job of a real cluster.
-
-    Attributes:
-        application: fingerprint of its model.
-        arrival_s: when the allocator first heard of it [s from the first arrival].
-        granted_s: when it was first given workers [s from the first arrival]; None if it never was.
-        end_s: when it was over [s from the first arrival]; None if it was not yet.
-        epochs: that it trained, or that it declares while it is not over.
-        view: as it was heard of last.
-    """
+    """Recorded job of a real cluster."""
 
     job: str
-    application: str
-    arrival_s: float
-    granted_s: float | None
-    end_s: float | None
-    epochs: int
-    view: JobView
+    application: str  # fingerprint of its model
+    arrival_s: float  # when the allocator first heard of it [s from the first arrival]
+    granted_s: float | None  # when it was first given workers [s from the first arrival]; None if it never was
+    end_s: float | None  # when it was over [s from the first arrival]; None if it was not yet
+    epochs: int  # that it trained, or that it declares while it is not over
+    view: JobView  # as it was heard of last
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedWorkload:
-    """Arguments of ``simulate``: what ran, on what, and for how long.
+    """Arguments of ``simulate``: what ran, on what, and for how long."""
 
-    Attributes:
-        jobs: in the order of their arrival.
-        cluster: as a string, all nodes with as many workers as fit.
-        most_workers: the most that any of the jobs may have.
-        started_s: the first arrival [s since the epoch].
-    """
-
-    jobs: tuple[RecordedJob, ...]
+    jobs: tuple[RecordedJob, ...]  # in the order of their arrival
     applications: Mapping[str, Application]
-    cluster: str
-    most_workers: int
-    started_s: float
+    cluster: str  # as a string, all nodes with as many workers as fit
+    most_workers: int  # the most that any of the jobs may have
+    started_s: float  # the first arrival [s since the epoch]
 
     @property
     def trace(self) -> tuple[TraceJob, ...]:

@@ -17,22 +17,14 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """Job of a trace.
+    """Job of a trace."""
 
-    Attributes:
-        name: unique within the trace.
-        time_s: submission [s from the start of the trace], 0 or more.
-        application: name of the profile.
-        num_replicas: GPUs that the user asked for; only rigid schedulers use it.
-        batch_size: global batch that the user asked for [samples]; only rigid schedulers use it.
-        sizes: numbers of workers that it can train with; with any, those of the simulation. Not for rigid schedulers.
-    """
-
-    name: str
-    time_s: float
-    application: str
-    num_replicas: int
-    batch_size: int
+    name: str  # unique within the trace
+    time_s: float  # submission [s from the start of the trace], 0 or more
+    application: str  # name of the profile
+    num_replicas: int  # GPUs that the user asked for; only rigid schedulers use it
+    batch_size: int  # global batch that the user asked for [samples]; only rigid schedulers use it
+    # numbers of workers that it can train with; with any, those of the simulation. Not for rigid schedulers.
     sizes: AllowedSizes = ANY_SIZE
 
     def __post_init__(self) -> None:

@@ -84,14 +84,6 @@ class SimulatedJob:
         spot: how it uses spot nodes.
         mixed_gpu_types: whether it may have GPUs of several types.
         sizes: numbers of workers that it can train with, as far as its batch allows any of them.
-
-    Attributes:
-        slowdown: factor on its step times from outside: a slow node, a shared link.
-        location: the workers it holds; None while it waits.
-        training: the workers that train: those it holds, or those that stayed while new ones still start.
-        now_s: its own clock [s], at the end of the last advance.
-        finished_s: completion [s], None before.
-        shared: models by GPU type that jobs of the same application know together, where they share.
     """
 
     def __init__(
@@ -110,17 +102,16 @@ class SimulatedJob:
         mixed_gpu_types: bool = False,
         sizes: AllowedSizes = ANY_SIZE,
     ) -> None:
-        self.trace = trace
-        self._sizes = sizes
+        self.trace, self._sizes = trace, sizes
         self.app = application
-        self.rules = rules
-        self.requested = requested
-        self.location: Location | None = None
+        self.rules, self.requested = rules, requested
+        self.location: Location | None = None  # the workers it holds; None while it waits
+        # the workers that train: those it holds, or those that stayed while new ones still start
         self.training: Location | None = None
         self.joined_s = math.inf
-        self.now_s = 0.0
+        self.now_s = 0.0  # its own clock [s], at the end of the last advance
         self.started_s: float | None = None
-        self.finished_s: float | None = None
+        self.finished_s: float | None = None  # completion [s], None before
         self.restart_left_s = 0.0
         self.restarts = 0
         self.held_s: dict[str, float] = {}
@@ -129,13 +120,13 @@ class SimulatedJob:
         self.progress = 0.0
         self.atomic_bsz = 0
         self.accum_steps = 0
-        self.slowdown = 1.0
+        self.slowdown = 1.0  # factor on its step times from outside: a slow node, a shared link
         self._sigma = sigma
         self._noisy = random.Random(f"{seed}/{trace.name}")
+        # models by GPU type that jobs of the same application know together, where they share
         self.shared: Mapping[str, GoodputModel] = {}
         self._gpus_per_node = dict(gpus_per_node)
-        self._declared = declared
-        self._statistical = statistical
+        self._declared, self._statistical = declared, statistical
         self._spot: SpotUse = spot
         self.mixed_gpu_types = mixed_gpu_types
         self._mixed: MixedSteps | None = None
@@ -424,15 +415,10 @@ class SimulatedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSteps:
-    """Division of a batch among GPU types.
+    """Division of a batch among GPU types."""
 
-    Attributes:
-        shares: samples of each worker in a micro-step, by type, from the largest on.
-        accum_steps: micro-steps before the one that synchronises.
-    """
-
-    shares: Mapping[str, tuple[int, ...]]
-    accum_steps: int
+    shares: Mapping[str, tuple[int, ...]]  # samples of each worker in a micro-step, by type, from the largest on
+    accum_steps: int  # micro-steps before the one that synchronises
 
     @property
     def batch_size(self) -> int:

@@ -18,16 +18,11 @@ _SIA_DIVISOR: Mapping[str, float] = MappingProxyType({"cifar10": 1.8, "ncf": 1.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Location of a job's workers.
+    """Location of a job's workers."""
 
-    Attributes:
-        nodes: workers per node id, in the order in which the policy named them.
-        gpu: type of the GPUs; of several types the one that counts is the slowest to wait for.
-        types: type of each node, of a job that shares its batch out among several; empty where one counts for all.
-    """
-
-    nodes: Mapping[str, int]
-    gpu: str
+    nodes: Mapping[str, int]  # workers per node id, in the order in which the policy named them
+    gpu: str  # type of the GPUs; of several types the one that counts is the slowest to wait for
+    # type of each node, of a job that shares its batch out among several; empty where one counts for all
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -58,17 +53,11 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeCost:
-    """Cost of a new location.
+    """Cost of a new location."""
 
-    Attributes:
-        pause_s: seconds without progress, now.
-        meanwhile: the workers that train on while new ones start; None if all are there at once.
-        joins_after_s: when the new ones join [s from now].
-    """
-
-    pause_s: float
-    meanwhile: Location | None = None
-    joins_after_s: float = 0.0
+    pause_s: float  # seconds without progress, now
+    meanwhile: Location | None = None  # the workers that train on while new ones start; None if all are there at once
+    joins_after_s: float = 0.0  # when the new ones join [s from now]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +65,17 @@ class Pace:
     """Pace of reports and decisions where decisions follow events.
 
     The defaults are coarse, for traces of hours and days. The defaults are coarse, for traces of hours and days.
-
-    Attributes:
-        heartbeat_s: time between two heartbeats of a job [s].
-        measured_s: of training until a new size has been measured, and is told [s].
-        min_interval_s: see ``AllocatorConfig``.
-        refresh_s: see ``AllocatorConfig``.
-        doubling: a job grows to twice its largest size so far at most, as under the published schedulers; live jobs
-            that are no trials have no such limit once they have a model.
-        silent_start: a job tells neither how long it will be, nor what it costs to stop it, before it trains, as live
-            jobs do, whose train function only then runs.
     """
 
-    heartbeat_s: float = 30.0
-    measured_s: float = 10.0
-    min_interval_s: float = 15.0
-    refresh_s: float = 60.0
+    heartbeat_s: float = 30.0  # time between two heartbeats of a job [s]
+    measured_s: float = 10.0  # of training until a new size has been measured, and is told [s]
+    min_interval_s: float = 15.0  # see ``AllocatorConfig``
+    refresh_s: float = 60.0  # see ``AllocatorConfig``
+    # a job grows to twice its largest size so far at most, as under the published schedulers; live jobs that are no
+    # trials have no such limit once they have a model
     doubling: bool = True
+    # a job tells neither how long it will be, nor what it costs to stop it, before it trains, as live jobs do, whose
+    # train function only then runs
     silent_start: bool = False
 
     def __post_init__(self) -> None:
@@ -107,23 +90,14 @@ LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(abc.ABC):
-    """Rules that differ between simulators.
+    """Rules that differ between simulators."""
 
-    Attributes:
-        name: as on the command line.
-        round_s: seconds between two decisions; None decides on events, as the live allocator does.
-        most_workers: no job gets more.
-        whole_seconds: ends of epochs are rounded to whole seconds.
-        profiles_types: where there are several GPU types, a job knows one GPU of each before it starts.
-        pace: of news, where decisions follow events.
-    """
-
-    name: str = ""
-    round_s: float | None = 60.0
-    most_workers: int = 64
-    whole_seconds: bool = True
-    profiles_types: bool = False
-    pace: Pace = Pace()
+    name: str = ""  # as on the command line
+    round_s: float | None = 60.0  # seconds between two decisions; None decides on events, as the live allocator does
+    most_workers: int = 64  # no job gets more
+    whole_seconds: bool = True  # ends of epochs are rounded to whole seconds
+    profiles_types: bool = False  # where there are several GPU types, a job knows one GPU of each before it starts
+    pace: Pace = Pace()  # of news, where decisions follow events
 
     @property
     def join_s(self) -> float:
@@ -171,14 +145,11 @@ class SiaRules(Rules):
     """The simulator of Sia (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
 
     A change of the counts per node or of the GPU type is a restart, as is every start; moving is free.
-
-    Attributes:
-        factor: multiplies every restart delay, to ask what cheaper changes would be worth.
     """
 
     name: str = "sia"
     profiles_types: bool = True
-    factor: float = 1.0
+    factor: float = 1.0  # multiplies every restart delay, to ask what cheaper changes would be worth
 
     def __post_init__(self) -> None:
         check_number("factor", self.factor, least=0, error=InputError)
@@ -203,22 +174,17 @@ class LiveRules(Rules):
     New workers start beside the training ones and then join; leaving workers leave at once. Only a job of which no
     worker stays (another GPU type, all nodes changed, the first start) stands still while workers start. Which
     node it is counts: a worker that moves is a new worker.
-
-    Attributes:
-        pause: of training at one change of size [s]; ``tests/benchmarks`` measured 0.02 to 0.60 (README).
-        start: of a new worker, until it could take a step [s].
-        first: of the workers of a job that has none, with all that starts with them [s]; None is as ``start``.
-        slow_sia: divide progress as Sia's simulator does, to compare with it.
     """
 
     name: str = "live"
     round_s: float | None = None
     whole_seconds: bool = False
     profiles_types: bool = True
-    pause: float = 0.6
-    start: float = 15.0
+    pause: float = 0.6  # of training at one change of size [s]; ``tests/benchmarks`` measured 0.02 to 0.60 (README)
+    start: float = 15.0  # of a new worker, until it could take a step [s]
+    # of the workers of a job that has none, with all that starts with them [s]; None is as ``start``
     first: float | None = None
-    slow_sia: bool = True
+    slow_sia: bool = True  # divide progress as Sia's simulator does, to compare with it
 
     def __post_init__(self) -> None:
         for field in ("pause", "start", "first"):

@@ -46,13 +46,6 @@ class World:
         cluster: the nodes at the start.
         policy: decides.
         knowledge: what jobs of one application share; None if each knows only what it has measured itself.
-
-    Attributes:
-        core: the very class that runs live.
-        placed: every change of a job's place, in the order of time.
-        decision_s: CPU time of each decision [s].
-        idle: how long GPUs were idle that a job could have used.
-        touched: jobs that were placed anew since the driver last cleared it.
     """
 
     def __init__(
@@ -63,13 +56,13 @@ class World:
         config: AllocatorConfig,
         knowledge: Knowledge | None = None,
     ) -> None:
-        self.core = AllocatorCore(policy, config, knowledge=knowledge)
+        self.core = AllocatorCore(policy, config, knowledge=knowledge)  # the very class that runs live
         self._knowledge = knowledge
         self.jobs = {job.name: job for job in jobs}
-        self.placed: list[Placed] = []
-        self.decision_s: list[float] = []
-        self.idle = IdleWatch()
-        self.touched: set[str] = set()
+        self.placed: list[Placed] = []  # every change of a job's place, in the order of time
+        self.decision_s: list[float] = []  # CPU time of each decision [s]
+        self.idle = IdleWatch()  # how long GPUs were idle that a job could have used
+        self.touched: set[str] = set()  # jobs that were placed anew since the driver last cleared it
         self._gpu: dict[str, str] = {}
         self._cluster = cluster
         self.send(NodesChanged(cluster=cluster), 0.0)
@@ -155,15 +148,11 @@ class IdleWatch:
     A waiting job can use them if its smallest size fits; a running one if with some of them, on its own nodes first, it
     would be faster by 5 % after the pause of the change, each of them bringing at least a quarter of what its own do
     on average.
-
-    Attributes:
-        longest_s: the longest time [s] from a decision that left a job such GPUs to the next that did not.
-        gpu_s: GPU-seconds that were idle while any job could have used some of their type.
     """
 
     def __init__(self) -> None:
-        self.longest_s = 0.0
-        self.gpu_s = 0.0
+        self.longest_s = 0.0  # the longest time [s] from a decision that left a job such GPUs to the next that did not
+        self.gpu_s = 0.0  # GPU-seconds that were idle while any job could have used some of their type
         self._cache = GoodputCache()
         self._since_s: dict[str, float] = {}
         self._looked_s = 0.0

@@ -27,8 +27,7 @@ class RunFiles(StoredPage):
     Args:
         path: a URI or a local path, as ``RunConfig(storage_path)`` has it.
 
-    Raises:
-        InputError: it cannot be read, or there is no run.
+    Raises InputError: it cannot be read, or there is no run.
     """
 
     def __init__(self, path: str) -> None:

@@ -13,14 +13,7 @@ from elastic_ray.events import JobEvent
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.page.cluster_page import ClusterPage
 from elastic_ray.observe.page.model import JobDetail, PageSnapshot
-from elastic_ray.observe.page.source import (
-    ActionRefusedError,
-    ClusterLook,
-    JobAnswer,
-    JobFacts,
-    JobLook,
-    NodeLook,
-)
+from elastic_ray.observe.page.source import ActionRefusedError, ClusterLook, JobAnswer, JobFacts, JobLook, NodeLook
 from elastic_ray.observe.process_look import LookRefusedError, look_at
 from placement.allocator.snapshot import AllocatorLook
 from placement.errors import InputError
@@ -45,8 +38,7 @@ def compare(
         policy: a registered name; empty for the cluster's own.
         now_s: present time [s since the epoch].
 
-    Raises:
-        InputError: the nodes or the policy are wrong, or there is nothing to ask about.
+    Raises InputError: the nodes or the policy are wrong, or there is nothing to ask about.
     """
     views = [state.view for state in look.core.jobs.values()] if look is not None else []
     if look is None or not views:

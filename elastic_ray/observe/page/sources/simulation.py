@@ -35,8 +35,7 @@ class SimulatedCluster(StoredPage):
     Args:
         path: the file; of several records in it ``out.json#2`` is the second.
 
-    Raises:
-        InputError: it cannot be read, or is no such report; names what is wrong.
+    Raises InputError: it cannot be read, or is no such report; names what is wrong.
     """
 
     def __init__(self, path: str) -> None:
@@ -152,11 +151,7 @@ def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]
 
 
 def _bounded(cluster: str) -> str:
-    """Return a cluster's text whose numbers are of a size that can be shown.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Return a cluster's text whose numbers are of a size that can be shown. Raises ValueError: one is not."""
     if len(cluster) > 1000 or any(len(digits) > 4 for digits in re.findall(r"\d+", cluster.replace("T4", ""))):
         raise ValueError("a cluster of 10 000 nodes or more, or devices of a node, cannot be shown")
     return cluster
