@@ -31,7 +31,7 @@ class AccessRefusedError(ConnectionError):
 
 
 def join() -> None:
-    """``ray.init()``, unless this process has joined a cluster already.
+    """Call ``ray.init()``, unless this process has joined a cluster already.
 
     Raises:
         ConnectionError: the cluster that it would join does not answer.
@@ -123,8 +123,7 @@ def check_access(address: str, *, mode_is_open: bool = False) -> None:
         mode_is_open: RAY_AUTH_MODE is not set, and the cluster was found on this machine: Ray would send a token if
             there is one. One that wants none is joined without.
 
-    Raises:
-        AccessRefusedError: the token is missing or wrong, or the cluster knows none; the message tells the way out.
+    Raises AccessRefusedError: the token is missing or wrong, or the cluster knows none; the message tells the way out.
     """
     token = _token(mode_is_open)
     if split(address) is None:
@@ -169,7 +168,7 @@ def _token(mode_is_open: bool) -> str:
 
 
 def _refuses(address: str, token: str) -> bool | None:
-    """Whether a cluster refuses a process that sends this token; None where it does not answer."""
+    """Return whether a cluster refuses a process that sends this token; None if it does not answer."""
     try:
         import grpc
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -188,7 +187,7 @@ def _refuses(address: str, token: str) -> bool | None:
 
 
 def _channel(address: str) -> Any:
-    """To the control store, without Ray's own interceptors: they would send the token of this process."""
+    """Open a channel to the control store without Ray's interceptors, which would send this process's token."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
@@ -200,7 +199,7 @@ def _channel(address: str) -> Any:
 
 
 def _refused(address: str, token: str) -> str:
-    """Why the cluster refuses this process, and the way out."""
+    """Return why the cluster refuses this process, and the way out."""
     if token:
         return (
             f"the Ray cluster at {address} refuses the token of this process, which is another cluster's or has "
@@ -212,5 +211,5 @@ def _refused(address: str, token: str) -> str:
 
 
 def _first(error: BaseException) -> str:
-    """The message without Ray's advice behind it."""
+    """The message without Ray's advice after it."""
     return str(getattr(error, "message", "") or error).strip().splitlines()[0].rstrip(".")

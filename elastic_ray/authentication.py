@@ -31,5 +31,5 @@ def sign(secret: str, *facts: str | int | bytes) -> bytes:
 
 
 def verify(mac: bytes, secret: str, *facts: str | int | bytes) -> bool:
-    """Whether this is the code of these facts; takes as long for a wrong one as for the right one."""
+    """True if `mac` is the code of these facts; takes the same time for a wrong one."""
     return hmac.compare_digest(mac, sign(secret, *facts))

@@ -1,4 +1,4 @@
-"""What a user may set about a job's elasticity, and about its place among others."""
+"""Configuration by users of a job's elasticity, and of its place among other jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SWITCHES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig:
-    """How a job changes size and how fast it notices trouble. All times in seconds, all above 0.
+    """Configuration of how a job changes size and how fast it notices trouble. All times in seconds, all above 0.
 
     Attributes:
         warm_workers_per_node: idle processes (torch imported) that the job asks the cluster's pool to keep on each of
@@ -53,7 +53,7 @@ class ElasticConfig:
         fixed_batch: keep batch sizes as they are even where the loader allows the job to adapt them.
         automatic_checkpoints: save the whole elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage now and then, so that a job that loses all of its workers, or its whole
-            cluster, goes on from there. The job saves itself once more when it finishes.
+            cluster, continues from there. The job saves itself once more when it finishes.
         keep_last_state: keep the last automatic checkpoint of a job that has finished; ``Result.checkpoint`` is that
             of a job that reports none, and ``load_model_state`` reads it. False deletes it.
         checkpoint_interval_s: time between two of them; None finds the best from what one costs and how often workers
@@ -69,9 +69,9 @@ class ElasticConfig:
             to the umask, and to the directory's owner. The storage's own rules hold elsewhere.
         storage_timeout_s: longest silence of the run's storage that is waited for. A reported checkpoint that is not
             stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
-            event says, and training goes on; a job whose earlier checkpoints cannot be read by then does not start anew
-            but fails.
-        verify_checkpoints: a job that goes on from what is stored of its run reads its reported checkpoints whole and
+            event says, and training continues; a job whose earlier checkpoints cannot be read by then does not start
+            anew but fails.
+        verify_checkpoints: a job that continues from what is stored of its run reads its reported checkpoints whole and
             compares their checksums with those that were written with them; one that differs is passed over, which an
             event says. Sizes are compared always, and checksums of automatic checkpoints.
         tensorboard: write the run's metrics and how it is doing as TensorBoard files into ``tensorboard`` in its
@@ -123,7 +123,7 @@ class ElasticConfig:
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """What workers are told about stragglers."""
+        """Configuration of stragglers for the workers."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:
@@ -160,7 +160,7 @@ class ElasticConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
-    """How the allocator treats a job beside others; what Ray Train's ``ScalingConfig`` has no fields for.
+    """Configuration of a job beside others in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
 
     Attributes:
         priority: higher ones get their minimum of workers, and then their growth, before lower ones of their tenant.
@@ -184,7 +184,7 @@ class SchedulingConfig:
             with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` gives workers of several types on
             purpose; others keep to their own rules.
         sizes: the only numbers of workers that the job trains with, ascending; None for any between the least and the
-            most of ``num_workers``. After a lost worker the job goes on with those that are left until the allocator
+            most of ``num_workers``. After a lost worker the job continues with those that are left until the allocator
             has decided again, which takes a second or two.
         multiple_of: only multiples of this number of workers, as ``sizes``; None for any.
         unit: workers that live and die together, on one node: a number, or their mesh by names (``Unit(tp=2)``). The

@@ -1,7 +1,7 @@
-"""How a job fails, as exceptions that survive the way between actors.
+"""Failures of a job as exceptions that can be sent between actors.
 
 They derive from ``ray.train.TrainingFailedError``, and what workers have failed with from its ``WorkerGroupError``, so
-that ``except`` clauses written for Ray Train go on working.
+that ``except`` clauses written for Ray Train continue working.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class JobLostError(TrainingFailedError):
         super().__init__(
             f"job {job!r} was lost: its controller is gone ({printable(reason).rstrip('.')}). Last known state: "
             f"{printable(last)}. "
-            "Submit the job again under the same name and storage_path to go on from its last checkpoint; "
+            "Submit the job again under the same name and storage_path to continue from its last checkpoint; "
             "if the driver was stopped or cut off for longer than ElasticConfig.lease_s, raise lease_s."
         )
         self.job, self.reason, self.last = job, reason, last
@@ -49,7 +49,7 @@ class JobLostError(TrainingFailedError):
 
 
 class WorkersLostError(WorkerGroupError):
-    """All members of a job were lost more often than ``FailureConfig.max_failures`` allows.
+    """Error raised if all members of a job were lost more often than ``FailureConfig.max_failures`` allows.
 
     Where that is 0, as by default: more often than a job is restarted that makes no progress.
 
@@ -104,7 +104,7 @@ class TrainFunctionError(WorkerGroupError):
 
     @classmethod
     def of(cls, raised: Raised) -> TrainFunctionError:
-        """What a worker has told, with its cause if this process can load it: only for the user's own processes."""
+        """Build the error from a worker's report, with its cause if it can be loaded: only for the user's processes."""
         return _train_function_error(raised.pickled, raised.traceback_text, raised.rank, raised.node)
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class TrainFunctionError(WorkerGroupError):
 
 
 def _train_function_error(payload: bytes | None, text: str, rank: int, node: str) -> TrainFunctionError:
-    """What unpickling calls: the error with its cause if this process can load it, without it otherwise."""
+    """Build the unpickled error, with its cause if this process can load it."""
     cause: BaseException | None = None
     if payload is not None:
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""What a job tells about itself: frozen values that cross process borders and end up in logs and tests."""
+"""Facts that a job reports about itself: frozen values that cross process borders and end in logs and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EventKind(str, enum.Enum):
-    """What happened to a job; the string is what the JSON log holds."""
+    """Kind of an event of a job; the string is the one in the JSON log."""
 
     STARTED = "started"
     RESIZE = "resize"
@@ -44,11 +44,10 @@ class EventKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFacts:
-    """What a job says of itself that is a trial of a sweep.
+    """Facts of a job that is a trial of a sweep.
 
     Attributes:
         sweep: its name, as ``elastic-ray stop`` takes it.
-        parameters: of the trial, by name.
         metric: what the sweep compares trials by; empty where that is not known.
         mode: "max" if a larger metric is better, "min" otherwise.
         rungs: reports after which the sweep may cut it, ascending, the last one its end; empty where unknown.
@@ -62,7 +61,7 @@ class TrialFacts:
 
     @classmethod
     def read(cls, told: Any) -> TrialFacts | None:
-        """What a file says of a trial; None where it says nothing that can be read."""
+        """Read the facts of a trial from a file's value; None if it is unreadable."""
         try:
             found = cls(**{**told, "rungs": tuple(int(rung) for rung in told["rungs"])})
         except (TypeError, ValueError, KeyError):
@@ -108,13 +107,13 @@ class Pause:
 
     @property
     def detail(self) -> dict[str, float]:
-        """Its parts, as an event's ``detail`` has them."""
+        """Parts of the pause for an event's ``detail``."""
         return {"vote_s": self.vote_s, "group_s": self.group_s, "state_s": self.state_s}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """One change in a job's life.
+    """Event: one change in a job's life.
 
     Attributes:
         kind: what happened.
@@ -169,11 +168,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """The JSON object on a line of a run's files, which anybody may have written.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The JSON object on a line of a run's files, which anybody may have written. Raises ValueError: there is none."""
     try:
         values = load(line)
     except RecursionError:
@@ -184,7 +179,7 @@ def _object(line: str, what: str) -> dict[str, Any]:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    """Whether a field of an event can have this value."""
+    """True if a field of an event can have this value."""
     if name in _COUNTS:
         return _is_count(value)
     if name in _SECONDS:
@@ -198,7 +193,7 @@ def _is_count(value: Any) -> bool:
 
 
 class JobPhase(str, enum.Enum):
-    """Where a job is between submission and its end."""
+    """Phase of a job between submission and end."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -210,7 +205,7 @@ class JobPhase(str, enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the job will never train again."""
+        """True if the job will never train again."""
         return self in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.STOPPED)
 
 
@@ -236,8 +231,8 @@ class JobStatus:
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
             that find no node; storage that does not answer, and what for; gradients that are not finite, and what a
             worker warns of; workers that are slow.
-        waits_for: what it cannot go on without: slots (of which type), a placement group, a node of the autoscaler, the
-            start of processes, storage; empty when it simply runs.
+        waits_for: what it cannot continue without: slots (of which type), a placement group, a node of the autoscaler,
+            the start of processes, storage; empty when it simply runs.
         start_s: of a job that waits for slots, when jobs that run now will have left enough of them, by their ETAs and
             if none comes in between [s from now]; None where that cannot be told.
         progress: 0 to 1; None without a declared length (epochs; of a trial also the most that its sweep gives one).
@@ -260,8 +255,8 @@ class JobStatus:
         memory_bound: most samples that a worker takes at once, since one ran out of memory with more; None for none.
         backend: carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
         mfu: model FLOPs utilisation, 0 to 1; None where operations, or the GPU's peak, are not known.
-        reports: reports of rank 0 so far, those of earlier runs that it goes on from included.
-        checkpoint: path of what a restart would go on from, reported or automatic; empty before the first.
+        reports: reports of rank 0 so far, those of earlier runs that it continues from included.
+        checkpoint: path of what a restart would continue from, reported or automatic; empty before the first.
         trial: of a trial of a sweep, what it is; None of any other job.
     """
 
@@ -307,16 +302,16 @@ class JobStatus:
 
     @property
     def score(self) -> float | None:
-        """Of a trial, the metric that its sweep compares trials by; None where it is not known."""
+        """Value of the metric by which the sweep compares its trials; None if unknown."""
         return number_in(self.metrics, self.trial.metric) if self.trial is not None and self.trial.metric else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One call of ``elastic_ray.report``.
+    """Report made by one call of ``elastic_ray.report``.
 
     Attributes:
-        index: its number in the run, from 1; a run that goes on from a checkpoint counts on.
+        index: its number in the run, from 1; a run that continues from a checkpoint counts on.
         metrics: as rank 0 reported them.
         checkpoint: path of the stored checkpoint on the job's storage file system; None if there was none.
         workers: size of the job then.
@@ -372,7 +367,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """One member of the present generation.
+    """Information on one member of the present generation.
 
     Attributes:
         silence_s: time since it was last heard of [s]; None before it has been.
@@ -393,7 +388,7 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """How a job ended.
+    """Outcome of a job.
 
     Attributes:
         phase: FINISHED, FAILED or STOPPED.

@@ -20,7 +20,7 @@ MOMENTS = (
     "optimizer_step",  # agreed, about to apply
     "publish",  # owners have updated tiles, parameters are about to be sent to all
     "rows",  # a group begins: rows of a sharded model are about to move
-    "restore",  # after a change of the group, behind an update: more tiles are about to move to their new owners
+    "restore",  # after a change of the group, after an update: more tiles are about to move to their new owners
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed
     "save",  # all ranks have agreed to write their parts of a checkpoint, and this one is about to
@@ -36,7 +36,7 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """Scripted fault.
 
     Attributes:
         action: "kill", "hang" or "out_of_memory".
@@ -57,7 +57,7 @@ class Fault:
             raise ValueError(f"moment must be one of {', '.join(MOMENTS)}, but got {self.moment!r}")
 
     def due(self, *, worker: str, rank: int, step: int, moment: str) -> bool:
-        """Whether the fault strikes now."""
+        """True if the fault strikes now."""
         return (
             self.moment == moment
             and (self.worker is None or self.worker == worker)
@@ -95,7 +95,6 @@ class FaultInjector:
     """Carries out a script in one worker process.
 
     Args:
-        faults: the script.
         claim: asks whether this process may carry out fault number i (each strikes once in a job's life).
     """
 
@@ -104,7 +103,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Called by the session at each moment."""
+        """Strike the faults of this moment; called by the session at each moment."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

@@ -1,4 +1,4 @@
-"""Everything a job controller needs to run a job, as one frozen value."""
+"""Specification of a job: everything that its controller needs to run it, as one frozen value."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from elastic_ray.events import TrialFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """What a job has beyond others that is a trial of a sweep. Its declared epochs are a bound, not its length.
+    """Specification of a trial of a sweep, beyond that of any job. Its declared epochs are a bound, not its length.
 
     Attributes:
         controller: name of its controller's actor after ``job:``, if it is given one of its own, and of this run of the
             trial, which may have several; a controller may run one trial after the other.
         start_from: checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier
-            run left in the job's directory does not count: the sweep decides where a trial goes on.
+            run left in the job's directory does not count: the sweep decides where a trial continues.
         reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.
         knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
         keep_s: how long the controller and its processes wait for another trial after this one's end [s].
@@ -55,7 +55,7 @@ class TrialSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What ``RunConfig`` says of a job.
+    """Settings of a job from ``RunConfig``.
 
     Attributes:
         storage_path: directory of the run (of the runs, before the job has a name), on ``storage_filesystem``.
@@ -103,7 +103,7 @@ class JobSpec(RunSettings):
         submission: id of Ray's job submission that it was started from; empty if from none.
         secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
             that Ray starts again has it again. Never shown.
-        callbacks: cloudpickle of the user's callbacks with what they are told of the run; empty for none.
+        callbacks: cloudpickle of the user's callbacks with the run context that they receive; empty for none.
         callback_names: names of their classes, in order.
         datasets: name of the actor that reads the job's Ray datasets; empty for none.
         shown: its driver shows what happens to it, so that the controller's log need not.
@@ -131,12 +131,12 @@ class JobSpec(RunSettings):
 
     @property
     def owner(self) -> Mapping[str, Any]:
-        """Whose job it is and what one worker takes, as an event of a start tells it."""
+        """Owner of the job and resources of one worker, for the event of a start."""
         return {"user": self.user, "tenant": self.scheduling.tenant, "bundle": dict(self.bundle)}
 
     @property
     def trial_facts(self) -> TrialFacts | None:
-        """Of a trial, what it says of itself; its controller is called after the sweep."""
+        """Facts of a trial for others; its controller is named after the sweep."""
         if self.trial is None:
             return None
         sweep, said = self.trial.controller.rpartition("-")[0], self.trial
@@ -144,9 +144,9 @@ class JobSpec(RunSettings):
 
     @property
     def states_kept(self) -> int:
-        """How many automatic checkpoints are kept: as many as of others, but the one before the last is the way back.
+        """Number of automatic checkpoints to keep, two at least, since the last but one is the way back.
 
-        Trials go on from what the sweep says, and from nothing else.
+        Trials continue from what the sweep says, and from nothing else.
         """
         if self.trial is not None or not self.elastic.automatic_checkpoints:
             return 0

@@ -25,8 +25,7 @@ def dump(value: Any, *, other: Callable[[Any], Any] | None = None, sort_keys: bo
         other: gives a plain value for one that JSON does not know; ``plain`` by default.
         sort_keys: as of ``json.dumps``.
 
-    Raises:
-        TypeError, ValueError, RecursionError: keys that are no text, or a value that holds itself.
+    Raises TypeError, ValueError, RecursionError: keys that are no text, or a value that holds itself.
 
     >>> dump({"loss": float("nan"), "step": 3})
     '{"loss": {"__float__": "NaN"}, "step": 3}'

@@ -16,7 +16,7 @@ _LONGEST_TEXT = 1 << 18
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """What a train function returned."""
+    """Return value of a train function, pickled."""
 
     pickled: bytes = dataclasses.field(repr=False)
 
@@ -27,12 +27,11 @@ class Sealed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """What a train function raised.
+    """Exception of a train function, pickled.
 
     Attributes:
         traceback_text: its traceback, as text; of a very long one the beginning and the end.
         rank: rank of the worker.
-        node: its node.
         pickled: the exception itself; None where it cannot make the round trip.
     """
 
@@ -46,11 +45,7 @@ class Raised:
 
 
 def seal(value: Any) -> Sealed:
-    """Close an object.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
+    """Close an object. Raises TypeError: it cannot be pickled."""
     try:
         return Sealed(pickled=_dumps(value))
     except Exception as error:

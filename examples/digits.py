@@ -1,7 +1,7 @@
 """The main job: three elastic PyTorch jobs share one Ray cluster of 8 slots on this machine.
 
 They arrive and end at different times, so the allocator grows and shrinks them while they train, and their batch sizes
-follow the gradient noise. In mid-training one worker is killed, and then a job's controller: training goes on. Takes
+follow the gradient noise. In mid-training one worker is killed, and then a job's controller: training continues. Takes
 about a minute and a half on two cores:
 
     python examples/digits.py

@@ -25,7 +25,7 @@ from elastic_ray import ElasticTrainer as TorchTrainer  # changed, from: from ra
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """Train a small network, and go on from the latest checkpoint where there is one."""
+    """Train a small network, and continue from the latest checkpoint where there is one."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)

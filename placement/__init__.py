@@ -25,20 +25,17 @@ if TYPE_CHECKING:
 
 # Loaded on first use: the simulator needs no Ray.
 _HOMES = {
-    "AllocatorConfig": "placement.allocator.config",
-    "AutoscalerConfig": "placement.autoscaling.autoscaler",
-    "Autoscaling": "placement.autoscaling.config",
-    "Cluster": "placement.cluster.cluster",
-    "InputError": "placement.errors",
-    "JobView": "placement.cluster.jobs",
-    "Node": "placement.cluster.cluster",
-    "NodeType": "placement.cluster.node_types",
-    "NoticeConfig": "placement.ray_cluster.notices",
-    "Policy": "placement.policies.shared.base",
-    "PolicyConflictError": "placement.allocator.actor",
-    "Target": "placement.policies.shared.base",
-    "Tenant": "placement.planning.tenants",
-    "get_or_create_allocator": "placement.allocator.actor",
+    "placement.allocator.actor": "PolicyConflictError get_or_create_allocator",
+    "placement.allocator.config": "AllocatorConfig",
+    "placement.autoscaling.autoscaler": "AutoscalerConfig",
+    "placement.autoscaling.config": "Autoscaling",
+    "placement.cluster.cluster": "Cluster Node",
+    "placement.cluster.jobs": "JobView",
+    "placement.cluster.node_types": "NodeType",
+    "placement.errors": "InputError",
+    "placement.planning.tenants": "Tenant",
+    "placement.policies.shared.base": "Policy Target",
+    "placement.ray_cluster.notices": "NoticeConfig",
 }
 
 __all__ = [

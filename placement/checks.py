@@ -21,15 +21,12 @@ def check_number(
 
     Args:
         what: how the error calls it.
-        value: the number.
         least: it must be so much or more,
         above: or above this; one of the two is given.
         unit: of the number, such as ``seconds``.
         finite: whether infinity is refused.
-        error: what is raised.
 
-    Raises:
-        ValueError: it is outside (or ``error``); the message says the range and the value.
+    Raises ValueError: it is outside (or ``error``); the message says the range and the value.
     """
     assert (least is None) != (above is None), "a range has one lower end"
     inside = value >= least if least is not None else value > (above or 0.0)
@@ -41,15 +38,11 @@ def check_number(
 
 
 def is_whole(value: object, least: int = 0) -> bool:
-    """Whether it is a whole number, so much or more; a truth value is none."""
+    """True if `value` is a whole number of at least `least`; truth values are not numbers."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
 def check_whole(what: str, value: object, *, least: int = 0, error: type[ValueError] = ValueError) -> None:
-    """Refuse what is no whole number, or below ``least``.
-
-    Raises:
-        ValueError: it is so (or ``error``).
-    """
+    """Refuse what is no whole number, or below ``least``. Raises ValueError: it is so (or ``error``)."""
     if not is_whole(value, least):
         raise error(f"{what} must be a whole number, {least} or more, but got {value!r}")

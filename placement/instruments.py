@@ -1,4 +1,4 @@
-"""What a metric is, and one value of it, as plain data; ``placement.ray_cluster.metric_writer`` hands them to Ray."""
+"""Metrics and their values as plain data; ``placement.ray_cluster.metric_writer`` hands them to Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"^elastic_[a-z0-9_]+$")
 
 
 class InstrumentKind(str, enum.Enum):
-    """What a metric's values mean, as Prometheus has it."""
+    """Kind of a metric, as in Prometheus."""
 
     GAUGE = "gauge"
     """The present value."""
@@ -32,13 +32,12 @@ class InstrumentKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Instrument:
-    """One metric.
+    """Metric with its name, kind and labels.
 
     Attributes:
         name: as Ray is given it: Ray puts ``ray_`` in front.
         kind: what its values mean.
         description: one sentence, with the unit.
-        labels: names of its labels.
         buckets: of a histogram, upper bounds, rising, all above 0.
     """
 
@@ -57,14 +56,13 @@ class Instrument:
             raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
 
     def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
-        """This value of it, or nothing: what is not known, not finite, or no increase of a counter is not written.
+        """Return a sample of the value; nothing if it is unknown, infinite, or no increase of a counter.
 
         Args:
             value: in the metric's unit; None for unknown.
             *labels: values of the labels, in their order.
 
-        Raises:
-            ValueError: there are more or fewer labels than the metric has.
+        Raises ValueError: there are more or fewer labels than the metric has.
         """
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")
@@ -75,10 +73,9 @@ class Instrument:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One value of a metric.
+    """Value of a metric at one time.
 
     Attributes:
-        instrument: the metric.
         labels: values of its labels, in their order.
         value: finite; of a counter what is added, above 0.
     """

@@ -8,16 +8,17 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """What a package's ``__init__`` is to have as ``__getattr__`` and ``__dir__``.
+    """Return ``__getattr__`` and ``__dir__`` for a package's ``__init__``.
 
     Args:
-        package: its name.
-        homes: the module of each public name.
+        homes: public names of each module, with a space between two.
     """
 
-    def get(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
-        return getattr(importlib.import_module(homes[name]), name)
+    found = {name: module for module, names in homes.items() for name in names.split()}
 
-    return get, lambda: sorted(homes)
+    def get(name: str) -> Any:
+        if name not in found:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(found))}")
+        return getattr(importlib.import_module(found[name]), name)
+
+    return get, lambda: sorted(found)

@@ -25,12 +25,12 @@ def meant(name: object, known: Collection[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """One line: any white space becomes a space, and what cannot be printed is escaped."""
+    """Return the text on one line: white space becomes single spaces, and unprintable characters are escaped."""
     return _escaped(" ".join(text.split()))
 
 
 def printable_lines(text: str) -> str:
-    """The same of each line, with its indentation."""
+    """Return the text with unprintable characters escaped line by line; keeps indentation."""
     return "\n".join(_escaped(line) for line in text.split("\n"))
 
 
@@ -59,10 +59,10 @@ def short_name(name: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Our own records on one line, a traceback behind them with its lines; others' records are left as they are."""
+    """Formatter of our own records: one line, followed by a traceback's lines; others' records are unchanged."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """As ``logging`` does, with what cannot be printed escaped."""
+        """Format a record as ``logging`` does, with unprintable characters escaped."""
         if record.name.partition(".")[0] not in _OURS:
             return super().format(record)
         plain = logging.makeLogRecord({**record.__dict__, "msg": printable(record.getMessage()), "args": None})

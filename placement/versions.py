@@ -19,7 +19,7 @@ class VersionError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """What a process speaks: the number of its messages, and the release that it is of."""
+    """Version that a process speaks: the number of its messages, and its release."""
 
     protocol: int
     release: str
@@ -31,11 +31,7 @@ def spoken() -> Spoken:
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Refuse to work with a process of another protocol.
-
-    Raises:
-        VersionError: the numbers differ; names both sides.
-    """
+    """Refuse to work with a process of another protocol. Raises VersionError: the numbers differ; names both sides."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(
@@ -48,8 +44,7 @@ def check_spoken(theirs: Spoken, they: str, we: str) -> None:
 def check_format(told: Mapping[str, Any], newest: int) -> None:
     """Refuse what a newer release has stored; without a number it is of format 1.
 
-    Raises:
-        ValueError: the format is unknown.
+    Raises ValueError: the format is unknown.
     """
     found = told.get("format", 1)
     if type(found) is not int or not 1 <= found <= newest:

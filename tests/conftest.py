@@ -61,7 +61,7 @@ def ray_cluster(shared_cluster: LocalCluster) -> Iterator[LocalCluster]:
 
 @pytest.fixture(autouse=True)
 def own_run() -> Iterator[None]:
-    """No test goes on in the run of this process that another one has left."""
+    """No test continues in the run of this process that another one has left."""
     yield
     if "elastic_ray.run.current" in sys.modules:
         sys.modules["elastic_ray.run.current"].set_worker_session(None)

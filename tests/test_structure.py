@@ -60,8 +60,15 @@ PRIVATE_NAMES = {
 }
 # Test modules whose helpers others still import; a helper belongs in a module that is no test.
 LENDING_TESTS = 7
-# Tests with names of more than nine words behind `test_`; fewer from change to change.
+# Tests with names of more than nine words after `test_`; fewer from change to change.
 LONG_NAMES, MOST_WORDS = 0, 9
+
+# Words that a docstring does not begin with, since an editor shows its first line without the lines around it.
+DANGLING = re.compile(
+    r"(it|its|itself|they|their|theirs|them|this|that|these|those|he|she|his|her|who|whom|whose|which|whether|what"
+    r"|whatever|how|why|where|as|of|the same|the others?)\b|.*\bsee the module's text",
+    re.IGNORECASE,
+)
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -139,6 +146,19 @@ def test_longer_private_functions_say_what_they_return(package: str) -> None:
         if (node.end_lineno or 0) - node.lineno + 1 > MOST_UNDOCUMENTED_LINES and not ast.get_docstring(node)
     ]
     assert not silent
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_stand_alone(package: str) -> None:
+    dangling = [
+        f"{path}:{line} {text.splitlines()[0]}"
+        for path in modules(package)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | _Function) and (text := ast.get_docstring(node))
+        for line in [getattr(node, "lineno", 1)]
+        if DANGLING.match(text)
+    ]
+    assert not dangling
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from tuning.trials import Promise
 
 _HOMES = {
-    "Promise": "tuning.trials",
-    "Sweep": "tuning.rung_sizes",
-    "elastic": "tuning.ray_tune",
-    "stop_sweep": "tuning.sweep",
+    "tuning.ray_tune": "elastic",
+    "tuning.rung_sizes": "Sweep",
+    "tuning.sweep": "stop_sweep",
+    "tuning.trials": "Promise",
 }
 
 __all__ = ["Promise", "Sweep", "elastic", "stop_sweep"]

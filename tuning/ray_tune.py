@@ -49,7 +49,7 @@ class _InTune(PickledTrainLoop):
 
 
 class _Session:
-    """What ``ray.tune``'s functions ask. Without it they would warn once and lose every report."""
+    """Session for ``ray.tune``'s functions; without it they would warn once and lose every report."""
 
     world_rank = None  # by this Ray knows a session of Tune from one of Ray Train
 
@@ -176,7 +176,7 @@ class _WhereItIs(Checkpoint):
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Its path, wherever that is."""
+        """Yield the checkpoint's path without fetching it."""
         yield self.path
 
 
@@ -196,7 +196,7 @@ class ElasticTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """What the trial's own process holds: next to nothing, on the head node, where its job's controller is."""
+        """Return the resources of the trial's own process: almost none, on the head node, with its job's controller."""
         _check_space(config)
         _tell_kept_actors()
         _end_stopped_sweeps()
@@ -209,7 +209,7 @@ class ElasticTrainable(Trainable):
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any], **constants: Any) -> None:
-        """Called by Tune; the job starts with the first step, once it is known where from.
+        """Set up the trial for Tune; the job starts with the first step, once it is known where from.
 
         Args:
             config: the trial's parameters.
@@ -256,10 +256,10 @@ class ElasticTrainable(Trainable):
         return self._saved or _TrainingResult(checkpoint=None, metrics={})
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """The workers read it."""
+        """Do nothing: the workers read the checkpoint."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Go on from a checkpoint of this trial or another one.
+        """Continue from a checkpoint of this trial or another one.
 
         Raises:
             NoCheckpointError: there is none.
@@ -279,17 +279,17 @@ class ElasticTrainable(Trainable):
         return True
 
     def cleanup(self) -> None:
-        """The trial is over, or makes way: everything that its job holds is given back."""
+        """Clean up a trial that is over or makes way: release everything that its job holds."""
         job, self._job = self._job, None
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
     def vacate(self) -> None:
-        """Called where Tune's loop runs, once it keeps this actor for a trial that may come."""
+        """Vacate the trial's actor, which Tune's loop keeps for a trial that may come."""
         self.cleanup()
 
     def _place(self) -> StorageContext:
-        """Where Tune keeps this trial's results."""
+        """Return the storage of this trial's results in Tune."""
         assert self._storage is not None, "Tune gives every trial a place"
         return self._storage
 
@@ -392,7 +392,7 @@ def _claim_sweeps() -> None:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """By what a scheduler of Tune's compares trials; None if it stops none, or not after so many reports.
+    """Return the promise by which a Tune scheduler compares trials; None if it stops none, or not by reports.
 
     Args:
         scheduler: of the experiment, which knows its metric.
@@ -426,7 +426,7 @@ def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
 
 
 def _why_stopped(controller: TuneController) -> str:
-    """Why the sweep of an experiment's trials was stopped; empty if it was not, or it is not time to look again."""
+    """Return why the sweep of an experiment was stopped; empty if it was not, or it is not time to look again."""
     watch = _watch_of(controller)
     if not watch.due() or not (name := _sweep_of(controller)):
         return ""
@@ -450,24 +450,24 @@ def _sweep_of(controller: TuneController) -> str:
 
 
 def _watch_of(controller: TuneController) -> _Watch:
-    """What this module keeps of an experiment, beside its attributes: ``Tuner.restore`` would bring those back."""
+    """Return this module's state of an experiment, kept outside of it because ``Tuner.restore`` would restore it."""
     return _watches.setdefault(controller, _Watch())
 
 
 class _Watch:
-    """When an experiment looks again whether its sweep was stopped, and how; and as which driver."""
+    """Timer of an experiment's looks at whether its sweep was stopped, and how; and as which driver."""
 
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
         self.driver: SweepDriver | None = None
 
     def claim(self, name: str, driver: SweepDriver) -> None:
-        """Become the driver of the sweep of this name; raises SweepRunsError where it has one."""
+        """Claim the sweep of this name for the driver; raises SweepRunsError if it has one."""
         claim_sweep(name, driver)
         self.driver = driver
 
     def due(self) -> bool:
-        """Whether it is time to look again; it is not for a while, afterwards."""
+        """True if it is time to look again; the next look is due after a while."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return False

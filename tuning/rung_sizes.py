@@ -1,4 +1,4 @@
-"""How large the trials of each rung are to be, so that a sweep ends in time at the least cost (pure).
+"""Sizes of the trials of each rung, so that a sweep ends in time at the least cost (pure).
 
 After Misra et al., "RubberBand: Cloud-based Hyperparameter Tuning" (EuroSys 2021). Successive halving with rungs
 r_1 < ... < r_k = R and n trials lets n_i = ceil(n / eta^(i - 1)) trials into rung i, each with r_i - r_(i - 1) reports
@@ -35,7 +35,7 @@ _Point = tuple[float, float, tuple[int, ...]]  # seconds, worker-seconds, sizes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What a sweep is called and when it is to end: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
+    """Name and limits of a sweep: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
 
     Attributes:
         name: of the sweep and its tenant; by default that of the Tune experiment.
@@ -64,7 +64,7 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """What is still to be trained until one rung.
+    """Remaining training up to one rung.
 
     Attributes:
         trials: that come into it, at least 1.
@@ -82,7 +82,6 @@ class RungSizes:
     """Workers of a trial in each rung, and what the rest of the sweep then takes.
 
     Attributes:
-        sizes: by rung.
         seconds: until the end.
         worker_s: worker-seconds until then.
         feasible: whether that keeps the limits; if not, it comes closest.
@@ -95,11 +94,10 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """What is left to be trained of a sweep.
+    """Return the remaining rungs of a sweep.
 
     Args:
         promise: with ``max_t``.
-        trials: in all.
         records: those that are known.
     """
     found, low, expected = [], 0, float(trials)
@@ -130,10 +128,9 @@ def size_rungs(
     seconds: float = math.inf,
     worker_s: float = math.inf,
 ) -> RungSizes:
-    """The sizes of rungs; see the module's text.
+    """Compute the sizes of the rungs that meet the limits at the least cost.
 
     Args:
-        rungs: what is left.
         rates: reports per second of a trial on 1, 2, ... workers; 0 for a size that it cannot have. One is above 0.
         slots: workers that the cluster has room for.
         at_once: trials that run at a time, at most.
@@ -160,7 +157,7 @@ def size_rungs(
 
 
 def _front(found: Sequence[_Point]) -> list[_Point]:
-    """Those that none other beats in time and cost, the fastest first; of very many some."""
+    """Return the points that no other beats in time and cost, fastest first; a selection if there are very many."""
     front: list[_Point] = []
     for each in sorted(found):
         if not front or each[1] < front[-1][1]:
@@ -173,9 +170,6 @@ class SweepPlanner:
     """Gives trials their sizes while a sweep runs.
 
     Args:
-        sweep: its limits.
-        promise: with rungs.
-        trials: in all.
         begun_s: when the sweep began [s].
     """
 
@@ -195,7 +189,6 @@ class SweepPlanner:
         """Workers of each trial that runs; empty while no trial has told how fast it is.
 
         Args:
-            records: of all trials, by name.
             views: of those that run.
             slots: how many of a trial's workers fit on each node of the empty cluster.
             now_s: present time [s].
@@ -224,14 +217,14 @@ class SweepPlanner:
         return sized
 
     def _refusal(self, found: RungSizes, now_s: float) -> str:
-        """Why the limits cannot be kept, and what would do."""
+        """Return why the limits cannot be kept, and what would do."""
         price, needs_s = self._sweep.usd_per_worker_h, now_s - self._begun_s + found.seconds * _MARGIN
         cost = f" and {(self._spent_s + found.worker_s) / _HOUR_S * price:.3g} USD" if price is not None else ""
         limits = {"deadline_s": self._sweep.deadline_s, "budget_usd": self._sweep.budget_usd}
         said = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
         return (
             f"{said} cannot be kept: by what its trials have told, the sweep takes {needs_s:.0f} s{cost} from its "
-            "beginning; it goes on with the sizes that come closest. Give it as much, or fewer trials or reports"
+            "beginning; it continues with the sizes that come closest. Give it as much, or fewer trials or reports"
         )
 
 

@@ -55,7 +55,7 @@ class SweepStoppedError(RuntimeError):
 
 
 class SweepRunsError(RuntimeError):
-    """Another sweep of this name runs on the cluster."""
+    """Error raised if another sweep of this name runs on the cluster."""
 
     def __init__(self, sweep: str, runs: str) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class SweepRunsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepDriver:
-    """Who drives a sweep: one ``Tuner.fit()`` or one NNI experiment.
+    """Driver of a sweep: one ``Tuner.fit()`` or one NNI experiment.
 
     Attributes:
         token: unique among all drivers.
@@ -105,8 +105,7 @@ def this_driver(
 ) -> SweepDriver:
     """Return a new driver in this process, of the sweep with its results in ``folder``.
 
-    Raises:
-        ValueError: there are limits, and nobody says how much is to be trained.
+    Raises ValueError: there are limits, and nobody says how much is to be trained.
     """
     if limits is not None and limits.planned:
         if promise is None or promise.max_t is None:
@@ -134,8 +133,7 @@ def this_driver(
 def claim_sweep(name: str, driver: SweepDriver) -> None:
     """Make ``driver`` the only one of the sweep of this name; waits while one before it may have just ended.
 
-    Raises:
-        SweepRunsError: another sweep of this name runs.
+    Raises SweepRunsError: another sweep of this name runs.
     """
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
@@ -185,7 +183,7 @@ class StopWatch:
         self._asked: dict[str, Any] = {}
 
     def look(self, name: str, driver: SweepDriver | None = None) -> str:
-        """Why this sweep was stopped, once none of its trials runs any more; empty before.
+        """Return why this sweep was stopped, once none of its trials runs; empty before.
 
         Asking says that the driver lives.
         """
@@ -291,8 +289,7 @@ class SweepActor:
     async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
         """Make ``driver`` the sweep's, unless another one may still drive it.
 
-        Returns:
-            None if it is, else whether the other one surely runs, and what it is in words.
+        Returns None if it is, else whether the other one surely runs, and what it is in words.
         """
         now_s, other = time.monotonic(), self._driver
         if other is not None and other.token != driver.token and not _has_ended(other):
@@ -308,7 +305,7 @@ class SweepActor:
         return None
 
     async def release(self, token: str) -> None:
-        """The driver with this token has ended."""
+        """Release the sweep of the driver with this token, which has ended."""
         if self._driver is not None and self._driver.token == token:
             self._driver = None
 
@@ -366,13 +363,13 @@ class SweepActor:
         self._weigh()
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """A trial has reported: the compared metric after each report of this run, which went on after ``before``."""
+        """A trial has reported: the compared metric after each report of this run, which continued after ``before``."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
 
     async def closed(self, run: str) -> None:
-        """A run is over, and its controller may run another trial."""
+        """Close a run, whose controller may run another trial."""
         ended = self._busy.pop(run, None)
         if ended is not None:
             self._idle[run] = ended
@@ -393,7 +390,7 @@ class SweepActor:
         return len(self._busy)
 
     async def stopped(self, driver: SweepDriver | None = None) -> str:
-        """Why it was stopped, once no trial runs any more; empty before.
+        """Return why the sweep was stopped, once none of its trials runs; empty before.
 
         Args:
             driver: who asks; None for one that has not claimed the sweep.
@@ -418,19 +415,19 @@ class SweepActor:
         return True
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """A worker process on the node, and whether it has ever answered; None for a run that it was not told of."""
+        """Return a process on the node, and whether it has ever answered; None for a run not reported to the sweep."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """A process is not needed any more; ``fit``: another trial may use it."""
+        """Take back a process that is no longer needed; ``fit``: another trial may use it."""
         self._processes.take_back(run, actor, fit=fit)
 
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:
-        """A run's controller gives all back; ``fit``: processes that another trial may use, and if they answered."""
+        """Settle a run's processes; ``fit``: those that another trial may use, and if they answered."""
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
-        """A run's checkpoint is in the cluster's memory.
+        """Hold a run's checkpoint in the cluster's memory.
 
         ``held`` is wrapped, for Ray would hand over what a bare reference refers to.
         """
@@ -524,7 +521,7 @@ async def _is_gone(controller: Any) -> bool:
 
 
 def _kind(spec: JobSpec) -> JobSpec:
-    """What trials must have in common to use each other's processes."""
+    """Return the fields that trials must share to use each other's processes."""
     trial = spec.trial
     if trial is not None:
         trial = dataclasses.replace(

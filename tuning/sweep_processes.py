@@ -31,7 +31,7 @@ class SweepProcesses:
 
     A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are
     never more of them than trials of this kind have had workers on the node at one time. A trial that is paused and
-    goes on has a second run, which has nothing to do with the processes of its first one.
+    continues has a second run, which has nothing to do with the processes of its first one.
 
     Args:
         sweep: name of the sweep, for which processes are taken from the cluster's pool, as far as there are any.
@@ -44,7 +44,7 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """A run begins, and may borrow processes for trials of this kind until it is settled."""
+        """Admit a run, which may borrow processes for trials of this kind until it is settled."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
@@ -75,7 +75,7 @@ class SweepProcesses:
         return process.actor, process.ready
 
     def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """A run needs a process no more; one that is not ``fit`` for another run ends."""
+        """Take back a process of a run; one that is not ``fit`` for another run ends."""
         for process in self._lent.get(run, []):
             if process.actor == actor:
                 self._lent[run].remove(process)
@@ -84,10 +84,9 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """A run is over: what it still has ends, but for processes that another run may use.
+        """Settle a run that is over: its processes end, except those that another run may use.
 
         Args:
-            run: the run.
             fit: those, and whether each has answered; None for none.
         """
         self._kinds.pop(run, None)

@@ -59,11 +59,11 @@ _ELASTIC = ElasticConfig(warm_workers_per_node=0)
 
 
 class NoCheckpointError(RuntimeError):
-    """A trial is to go on from a checkpoint, and there is none."""
+    """A trial is to continue from a checkpoint, and there is none."""
 
     def __init__(self, trial: str) -> None:
         super().__init__(
-            f"the sweep's scheduler wants trial {trial} to go on from a checkpoint, but the train loop has not "
+            f"the sweep's scheduler wants trial {trial} to continue from a checkpoint, but the train loop has not "
             "reported any: call elastic_ray.report(metrics, checkpoint=Checkpoint.from_directory(...)) in it, and load "
             "elastic_ray.get_checkpoint() where it begins. PopulationBasedTraining, PB2, HyperBand and BOHB cannot do "
             "without, nor can Ray Tune's CheckpointConfig(checkpoint_frequency=...)"
@@ -76,7 +76,7 @@ class NoCheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """What the trials of a sweep have in common.
+    """Template of a sweep's trials.
 
     Attributes:
         spec: the job of a trial, but for its name, config and places.
@@ -181,13 +181,12 @@ class TrialJob:
         trial: name of the trial, unique in the sweep.
         config: the trial's parameters; they go over ``train_loop_config``.
         directory: the trial's own directory.
-        filesystem: file system that it is on.
         knowledge_path: directory under which all trials' measurements are kept.
         start_from: path of a checkpoint, of this trial or another, to start from; None starts anew.
 
     Raises:
         ImpossibleResourcesError: the cluster could never run it. TypeError: a parameter cannot be pickled.
-        NoCheckpointError: it was paused, and there is nothing to go on from.
+        NoCheckpointError: it was paused, and there is nothing to continue from.
     """
 
     def __init__(
@@ -228,8 +227,7 @@ class TrialJob:
         Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
         more than ``reports_ahead`` reports ahead of that.
 
-        Raises:
-            ValueError: no report up to the promise's second rung has had its metric.
+        Raises ValueError: no report up to the promise's second rung has had its metric.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -244,7 +242,7 @@ class TrialJob:
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended and all of its reports have been taken."""
+        """True if the job has ended and all of its reports have been taken."""
         # An ended job's reports are at hand: no process is asked.
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 
@@ -256,7 +254,7 @@ class TrialJob:
         """End the job, at once: its workers and their room are given back, and no reports are lost by it.
 
         Args:
-            paused: the sweep may want the trial to go on, but there is no checkpoint from which it could.
+            paused: the sweep may want the trial to continue, but there is no checkpoint from which it could.
         """
         if paused:
             self._write_note({**(self._read_note() or {}), _PAUSED: "without a checkpoint"})
@@ -356,7 +354,7 @@ class TrialJob:
         sweep = find_sweep(self._sweep, self._template.promise)
         with contextlib.suppress(RayError):
             self._promise = self._promise or ray.get(sweep.attached.remote(spec, controller), timeout=START_TIMEOUT_S)
-        logger.info("trial %s: its job still runs, and goes on", self.job)
+        logger.info("trial %s: its job still runs, and continues", self.job)
         return handle
 
     def _tell(self, method: str, *arguments: Any) -> None:
@@ -386,7 +384,7 @@ class TrialJob:
         return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
 
     def _delete_untaken(self) -> None:
-        """Checkpoints of reports that the sweep never saw."""
+        """Delete the checkpoints of reports that the sweep never saw."""
         begun = time.monotonic()
         storage = RunStorage(self._handle.storage_path, self._filesystem)
         after = self._taken
@@ -408,8 +406,6 @@ def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, p
     of this machine the directory is made, so that of two that ask at the same time each has its own.
 
     Args:
-        filesystem: of the directory.
-        directory: of the trial.
         last: name of the trial's last run; empty for none.
         private: whether only the user may read it.
     """

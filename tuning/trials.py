@@ -1,8 +1,8 @@
-"""What a trial is worth beside the others of its sweep: rungs, ranks and remaining budget made weights (pure).
+"""Weights of a sweep's trials, from rungs, ranks and remaining budget (pure).
 
 A sweep is over when its longest survivor is. So a trial's share should follow how much training is still *expected* of
-it: much of one that will go on to the end, little of one that is about to be cut. With budget t (reports made so far),
-rungs r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
+it: much of one that will continue to the end, little of one about to be cut. With budget t (reports made so far), rungs
+r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
 
     expected = (r - t) + s (R - r)                     [reports]
     weight   = expected / mean expected of the running trials, within [1 / 4, 4]
@@ -28,7 +28,7 @@ _MOST_RUNGS = 32  # that are shown
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """By what trials of a sweep are compared while they run: the words are ``ASHAScheduler``'s.
+    """Promise by which trials of a sweep are compared while they run, in ``ASHAScheduler``'s words.
 
     Attributes:
         metric: name of what is reported; one that is nested is named as Ray Tune names it, "eval/accuracy".
@@ -87,10 +87,9 @@ class Promise:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """How far a trial is, and how good it was on the way.
+    """Record of how far a trial is, and how good it was on the way.
 
     Attributes:
-        trial: its name.
         values: the metric after 1, 2, ... reports; NaN where it was not reported.
         running: whether it still trains; one that was cut or has ended is only compared with.
     """
@@ -100,14 +99,14 @@ class TrialRecord:
     running: bool = True
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """As a run of the trial leaves it that has gone on after so many reports, and has made these since."""
+        """Return the record after a run that continued from report `before` and has reported `values` since."""
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """What a running trial's speed is to count, and why."""
+    """Weight of a running trial's speed, and its reason."""
 
     value: float
     reason: str
@@ -169,11 +168,9 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
     """The compared metric of a report.
 
     Args:
-        metrics: what was reported.
         names: of the metric; the first one that was reported counts.
 
-    Returns:
-        NaN if it is no number, None if the report lacks it.
+    Returns NaN if it is no number, None if the report lacks it.
     """
     flat = dict(_flat(metrics))
     value = next((flat[name] for name in names if flat.get(name) is not None), None)
@@ -184,7 +181,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """What to tell of a report without the compared metric, or where that is no number, and the way out."""
+    """Return what to say of a report without the compared metric, or with a value that is no number."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
@@ -205,11 +202,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Refuse to search what the allocator decides.
-
-    Raises:
-        ValueError: it is such a parameter.
-    """
+    """Refuse to search what the allocator decides. Raises ValueError: it is such a parameter."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
@@ -229,7 +222,7 @@ class CheckpointCache:
         self._until_s: dict[str, float] = {}
 
     def hold(self, run: str, path: str, reference: Any) -> None:
-        """A run has reported a checkpoint; its last two stay."""
+        """Hold a checkpoint that a run has reported; its last two stay."""
         mine = self._of_run.setdefault(run, {})
         mine[path] = reference
         while len(mine) > _PER_RUN:
@@ -240,7 +233,7 @@ class CheckpointCache:
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:
-        """A run is over; what it has reported is wanted until then [s, monotonic], as PBT pauses donors as well."""
+        """Keep what an ended run has reported until then [s, monotonic], as PBT pauses donors as well."""
         if run in self._of_run:
             self._until_s[run] = until_s
 

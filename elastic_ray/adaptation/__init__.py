@@ -31,26 +31,15 @@ if TYPE_CHECKING:
     from elastic_ray.adaptation.view import PolicyView
 
 _HOMES = {
-    "BatchSchedule": "elastic_ray.adaptation.policies.batch_schedule",
-    "Checkpoint": "elastic_ray.adaptation.requests",
-    "CostCap": "elastic_ray.adaptation.policies.cost_cap",
-    "EarlyStop": "elastic_ray.adaptation.policies.by_metric",
-    "Interference": "elastic_ray.adaptation.policies.interference",
-    "LossPlateau": "elastic_ray.adaptation.policies.by_metric",
-    "NoiseScaleBatch": "elastic_ray.adaptation.policies.noise_scale_batch",
-    "Pause": "elastic_ray.adaptation.requests",
-    "Policy": "elastic_ray.adaptation.policy",
-    "PolicyError": "elastic_ray.adaptation.policy",
-    "PolicyView": "elastic_ray.adaptation.view",
-    "Report": "elastic_ray.adaptation.requests",
-    "Request": "elastic_ray.adaptation.requests",
-    "Resize": "elastic_ray.adaptation.requests",
-    "ScaleRate": "elastic_ray.adaptation.requests",
-    "SetBatch": "elastic_ray.adaptation.requests",
-    "SetStrategy": "elastic_ray.adaptation.requests",
-    "Stop": "elastic_ray.adaptation.requests",
-    "ThroughputScaling": "elastic_ray.adaptation.policies.scaling",
-    "UtilityCost": "elastic_ray.adaptation.policies.scaling",
+    "elastic_ray.adaptation.policies.batch_schedule": "BatchSchedule",
+    "elastic_ray.adaptation.policies.by_metric": "EarlyStop LossPlateau",
+    "elastic_ray.adaptation.policies.cost_cap": "CostCap",
+    "elastic_ray.adaptation.policies.interference": "Interference",
+    "elastic_ray.adaptation.policies.noise_scale_batch": "NoiseScaleBatch",
+    "elastic_ray.adaptation.policies.scaling": "ThroughputScaling UtilityCost",
+    "elastic_ray.adaptation.policy": "Policy PolicyError",
+    "elastic_ray.adaptation.requests": "Checkpoint Pause Report Request Resize ScaleRate SetBatch SetStrategy Stop",
+    "elastic_ray.adaptation.view": "PolicyView",
 }
 
 __all__ = [

@@ -33,7 +33,7 @@ class Policy:
 
     Attributes:
         watches: names of metrics, as given to ``elastic_ray.report``, that the view is to hold (numbers only).
-        strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it goes on without that
+        strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it continues without that
             request, and an event of kind ``policy`` says so.
         deadline_s: longest time that a hook may take [s]; a policy that takes longer is not asked again.
     """
@@ -43,7 +43,7 @@ class Policy:
     deadline_s: float = 10.0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The run is about to train its first step; not called again where it goes on from a checkpoint."""
+        """The run is about to train its first step; not called again where it continues from a checkpoint."""
         return None
 
     def before_epoch(self, view: PolicyView) -> Answer:
@@ -79,7 +79,7 @@ class Policy:
 
 
 def overrides(policy: Policy, hook: str) -> bool:
-    """Whether a policy has a hook of its own."""
+    """True if a policy overrides the hook."""
     return getattr(type(policy), hook) is not getattr(Policy, hook) or hook in vars(policy)
 
 
@@ -106,7 +106,7 @@ def check_policies(given: object) -> tuple[Policy, ...]:
 
 
 def name_of(policy: Policy) -> str:
-    """What events call it."""
+    """Return the name of a policy in events."""
     return type(policy).__name__
 
 
@@ -115,18 +115,20 @@ class HookTimeoutError(TimeoutError):
 
 
 class HookCaller:
-    """See the module's text. One call at a time; the thread is a daemon and ends with :meth:`close`."""
+    """Caller of policies' hooks in a thread.
+
+    One call at a time; the thread is a daemon and ends with :meth:`close`.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def call(self, hook: Callable[[], Any], timeout_s: float) -> Any:
-        """What ``hook`` returns or raises.
+        """Call ``hook`` in the thread and return its result or raise its error.
 
         A hook that does not return in time keeps its thread; the next call gets another one.
 
-        Raises:
-            HookTimeoutError: it has not returned after ``timeout_s`` [s].
+        Raises HookTimeoutError: it has not returned after ``timeout_s`` [s].
         """
         if self._calls is None:
             self._calls = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""What a policy may ask for, as plain values that travel (pure)."""
+"""Requests that a policy may make, as plain values that travel (pure)."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ _KINDS: Mapping[str, type[Any]] = {
 
 
 def is_request(value: object) -> bool:
-    """Whether a policy may return it."""
+    """True if a policy may return `value` as a request."""
     return isinstance(value, tuple(_KINDS.values()))
 
 
 def to_plain(request: Request) -> dict[str, Any]:
-    """As plain values, for other ranks and checkpoints."""
+    """Return a request as plain values, for other ranks and checkpoints."""
     values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     if isinstance(request, SetStrategy) and isinstance(request.strategy, Strategy):
         values["strategy"] = {"json": request.strategy.to_json()}

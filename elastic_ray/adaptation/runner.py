@@ -34,10 +34,9 @@ _SIZE = 1 + 2 * _DIGITS
 
 
 class PolicyRunner:
-    """See the module's text. It is also the state of the policies, for joiners, checkpoints and lost steps.
+    """Policies of one run on one rank. It is also the state of the policies, for joiners, checkpoints and lost steps.
 
     Args:
-        applies: carries out requests.
         tell: tells the job's user something from rank 0.
         tell_here: the same from whichever rank it is.
 
@@ -67,7 +66,7 @@ class PolicyRunner:
         self.ballot = PolicyBallot(self._said)
 
     def __bool__(self) -> bool:
-        """Whether there are any policies."""
+        """True if there are any policies."""
         return bool(self._policies)
 
     def add(self, policies: Iterable[Policy]) -> None:
@@ -76,8 +75,7 @@ class PolicyRunner:
         One that is there is not asked twice. Nor is its copy, one of the same class with equal attributes, that comes
         another way, as by the trainer and in the loop; equal ones that come together are several.
 
-        Raises:
-            PolicyError: the state of one is not plain.
+        Raises PolicyError: the state of one is not plain.
         """
         before = list(self._policies)
         for policy in policies:
@@ -95,7 +93,7 @@ class PolicyRunner:
         self.ballot.have(len(self._policies))
 
     def wants(self, hook: str) -> bool:
-        """Whether a policy that is still asked has this hook."""
+        """True if a policy that is still asked has this hook."""
         return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
 
     def call(self, hook: str, view: PolicyView) -> None:
@@ -135,7 +133,7 @@ class PolicyRunner:
             pending.fail(f"load_state_dict: {_described(error)}", ends=True)
 
     def _said(self) -> Sequence[Any]:
-        """By policy, what it has to say and what it says it from; None for nothing."""
+        """Return for each policy what it asks for, and the state it concludes this from; None for nothing."""
         said: list[Any] = []
         for number, pending in enumerate(self._pending):
             if not pending or number in self.values.off:
@@ -147,10 +145,9 @@ class PolicyRunner:
         return said
 
     def settle(self, step: int) -> None:
-        """A step was committed: apply what all ranks have agreed on with it.
+        """Apply what all ranks have agreed on with the step that was committed.
 
-        Raises:
-            PolicyError: of a strict policy; on every rank.
+        Raises PolicyError: of a strict policy; on every rank.
         """
         if self.ballot.take_entered():
             self._repeat()
@@ -183,7 +180,7 @@ class PolicyRunner:
             self._announce(f"{name}.{hook} asked for {request}, which is refused: {refused}", detail)
 
     def _failed(self, number: int, policy: Policy, failure: str, step: int, *, ends: bool) -> None:
-        """All ranks' copies have failed alike."""
+        """Handle a failure that all ranks' copies of a policy share."""
         name = name_of(policy)
         if policy.strict:
             raise PolicyError(f"policy {name} failed in {failure}")
@@ -194,7 +191,7 @@ class PolicyRunner:
             self._announce(f"{name}.{failure}{after}", {"policy": name, "step": step, "failure": failure})
 
     def _differs(self, number: int, policy: Policy, pending: Pending, step: int) -> None:
-        """The ranks' copies say different things."""
+        """Report that the ranks' copies of a policy ask for different things."""
         name = name_of(policy)
         own = "; ".join(pending.failures) or ", ".join(str(from_plain(each)) for each in pending.requests) or "nothing"
         what = (
@@ -218,7 +215,7 @@ class PolicyRunner:
             self._tell("policy", text, detail)
 
     def _switch_off(self, number: int, why: str) -> None:
-        """A policy is not asked any more; what it kept may differ from rank to rank and does not travel."""
+        """Switch off a policy; its state may differ from rank to rank and does not travel."""
         self.values.switch_off(number, why)
         self._states[number], self._pending[number] = {}, Pending()
 
@@ -228,17 +225,16 @@ class PolicyRunner:
         return not known
 
     def check_plain(self) -> None:
-        """Whether the policies' states can be sent to other ranks.
+        """Check that the policies' states can be sent to other ranks.
 
-        Raises:
-            PolicyError: one cannot; the message names the attribute.
+        Raises PolicyError: one cannot; the message names the attribute.
         """
         for policy in self._policies:
             for name, value in policy.state_dict().items():
                 _check_plain(value, f"{name_of(policy)}.{name}")
 
     def end(self, steps: int) -> None:
-        """The run is over after so many steps: what is only to be told is told, without another step to agree in."""
+        """End the run after `steps`: report what is only to be reported, without another step to agree in."""
         if self.ballot.take_entered():
             self._repeat()
         for policy, pending in zip(self._policies, self._pending, strict=True):
@@ -249,7 +245,7 @@ class PolicyRunner:
         self._caller.close()
 
     def capture(self) -> dict[str, Any]:
-        """What policies keep and have pending, and what they have brought about."""
+        """Return the policies' states, their pending requests, and their effects."""
         return {
             "values": self.values.to_state(),
             "states": copy.deepcopy(self._states),
@@ -274,8 +270,7 @@ class PolicyRunner:
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
         """A copy of what of a policy's state is another than at the beginning: its settings are those of each run.
 
-        Raises:
-            PolicyError: it is not plain.
+        Raises PolicyError: it is not plain.
         """
         initial = self._initial[number]
         given = dict(policy.state_dict())
@@ -285,13 +280,16 @@ class PolicyRunner:
         return {name: value for name, value in state.items() if name not in initial or initial[name] != value}
 
     def _load(self, number: int, policy: Policy) -> None:
-        """Have a policy that is still asked go on from its state."""
+        """Have a policy that is still asked continue from its state."""
         if self._is_asked(number):
             policy.load_state_dict(copy.deepcopy({**self._initial[number], **self._states[number]}))
 
 
 def _is_same(policy: Policy, other: Policy) -> bool:
-    """Whether the two would ask for the same: given to the trainer and in the loop, a policy comes as two objects."""
+    """True if two policies would ask for the same.
+
+    A policy given to the trainer and in the loop comes as two objects.
+    """
     try:
         return type(policy) is type(other) and bool(vars(policy) == vars(other))
     except Exception:  # attributes that do not compare, such as arrays
@@ -299,11 +297,7 @@ def _is_same(policy: Policy, other: Policy) -> bool:
 
 
 def _requests(answer: Any) -> list[Request]:
-    """A hook's answer as a list.
-
-    Raises:
-        TypeError: it is something else than a request, several, or None.
-    """
+    """A hook's answer as a list. Raises TypeError: it is something else than a request, several, or None."""
     if answer is None:
         return []
     several = not is_request(answer) and isinstance(answer, Iterable)
@@ -346,7 +340,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """See the module's text; false while there is nothing.
+    """Requests, hooks and failures of one policy that are not settled; false if there are none.
 
     Attributes:
         requests: as plain values.
@@ -364,18 +358,18 @@ class Pending:
         return bool(self.requests or self.failures)
 
     def ask(self, hook: str, requests: Sequence[dict[str, Any]]) -> None:
-        """A hook has answered."""
+        """Record a hook's requests."""
         self.requests += requests
         self.hooks += [hook] * len(requests)
 
     def fail(self, failure: str, *, ends: bool = False) -> None:
-        """A hook has failed; with ``ends`` the policy is not asked any more here."""
+        """Record a hook's failure; with ``ends`` the policy is not asked any more here."""
         self.failures.append(failure)
         self.is_off = self.is_off or ends
 
 
 class Verdict(enum.Enum):
-    """What all ranks conclude of one policy."""
+    """Verdict of all ranks on one policy."""
 
     NOTHING = enum.auto()
     AGREED = enum.auto()
@@ -400,15 +394,15 @@ class PolicyBallot:
         self._entered = False
 
     def have(self, policies: int) -> None:
-        """So many policies there are, on all ranks alike."""
+        """Set the number of policies, equal on all ranks."""
         self._policies = policies
 
     def begin(self) -> None:
-        """A group was entered: what another one agreed on does not count in it."""
+        """Enter a group, in which agreements of another one do not count."""
         self._verdicts, self._entered = (), True
 
     def take_entered(self) -> bool:
-        """Whether a group was entered since the last call."""
+        """Return True once after a group was entered."""
         entered, self._entered = self._entered, False
         return entered
 
@@ -417,21 +411,21 @@ class PolicyBallot:
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's flags and digests."""
+        """Return this rank's flags and digests."""
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks."""
+        """Take the sums over all ranks."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:
-        """What the latest sums say of each policy, once."""
+        """Return the latest verdict on each policy, and clear them."""
         verdicts, self._verdicts = self._verdicts, ()
         return verdicts
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """What one rank contributes for one policy: zeros for None."""
+    """Return one rank's contribution for one policy: zeros for None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(
@@ -442,7 +436,7 @@ def flag_and_digest(said: Any) -> list[float]:
 
 
 def _canonical(value: Any) -> str:
-    """One text for equal values, whatever the order of a dict's keys, and tuples like lists."""
+    """Return the same text for equal values, whatever the order of a dict's keys; tuples count as lists."""
     if isinstance(value, Mapping):
         items = sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
@@ -452,7 +446,7 @@ def _canonical(value: Any) -> str:
 
 
 def verdict(sums: Sequence[float], world_size: int) -> Verdict:
-    """What follows from the sums of all ranks' contributions for one policy."""
+    """Return the verdict from the sums of all ranks' contributions for one policy."""
     saying = round(sums[0])
     if saying == 0:
         return Verdict.NOTHING

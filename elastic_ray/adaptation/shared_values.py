@@ -1,4 +1,4 @@
-"""What policies have brought about, as far as all ranks share it: values that travel with the run's state (pure)."""
+"""Effects of policies that all ranks share: values that travel with the run's state (pure)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 
 @dataclasses.dataclass(slots=True)
 class SharedValues:
-    """See the module's text.
+    """Effects of policies on a run, equal on all ranks.
 
     Attributes:
         rate_factor: product of all ``ScaleRate`` requests.
         batch_size: global batch that a policy has set [samples]; None where the job chooses.
         wish: fewest and most workers that a policy asks for; None for no wish.
         wished_by: number of the policy whose wish it is.
-        stopped: epoch and number of the loader pass in which a policy has ended the training; None while it goes on.
+        stopped: epoch and number of the loader pass in which a policy has ended the training; None while it continues.
         elapsed_s: since the run's first step [s].
         worker_s: the same, summed over the workers.
-        samples: trained on.
         metrics: watched ones, as reported last.
         reports: how many reports they stand for.
         trains: whether ``before_train`` has been called.
         epoch: the last one for which ``before_epoch`` was called; -1 before.
         ended_epoch: the same for ``after_epoch``.
         off: why a policy is not asked any more, by its number.
-        news: what was told of the last step that was committed: text and detail of each event.
+        news: what was reported of the last step that was committed: text and detail of each event.
         events: how many events there were.
     """
 
@@ -48,13 +47,13 @@ class SharedValues:
     events: int = 0
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """A step was committed, so long after the one before [s]."""
+        """Count a committed step, which ended `passed_s` after the one before."""
         self.elapsed_s += passed_s
         self.worker_s += passed_s * workers
         self.samples += samples
 
     def take_metrics(self, metrics: Mapping[str, float], reports: int) -> None:
-        """What all ranks know to have been reported."""
+        """Store the metrics that all ranks know to have been reported."""
         self.metrics, self.reports = dict(metrics), reports
 
     def begin_train(self) -> bool:
@@ -68,7 +67,7 @@ class SharedValues:
         return before < epoch
 
     def end_epoch(self, epoch: int) -> bool:
-        """This epoch ends; whether that is news."""
+        """Record the end of an epoch; True if it is new."""
         before, self.ended_epoch = self.ended_epoch, max(self.ended_epoch, epoch)
         return before < epoch
 
@@ -77,22 +76,22 @@ class SharedValues:
         self.rate_factor *= factor
 
     def hold_batch(self, batch_size: int | None) -> None:
-        """A policy has set the batch; None gives the choice back."""
+        """Hold the batch that a policy has set; None gives the choice back."""
         self.batch_size = batch_size
 
     def wish_for(self, bounds: tuple[int | None, int | None]) -> None:
-        """A policy asks for so many workers."""
+        """Store a policy's wish for a number of workers."""
         self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
 
     def asked_by(self, policy: int) -> None:
-        """A request of this policy was carried out: a wish that is nobody's yet is its."""
+        """Attribute a wish without an owner to the policy whose request was carried out."""
         if self.wish is not None and self.wished_by < 0:
             self.wished_by = policy
         if policy in self.off and self.wished_by == policy:
             self.wish_for((None, None))
 
     def stop_in(self, epoch: int, number: int) -> None:
-        """The training ends in this pass."""
+        """Stop the training in this pass."""
         self.stopped = (epoch, number)
 
     def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,22 +102,22 @@ class SharedValues:
         return numbered
 
     def forget_news(self) -> None:
-        """Another step was committed: what was told of the one before has arrived."""
+        """Drop the reported news, which has arrived once another step is committed."""
         self.news = []
 
     def switch_off(self, policy: int, why: str) -> None:
-        """A policy is not asked any more; its wish ends, for it could not take it back."""
+        """Switch off a policy and end its wish, which it could not take back."""
         self.off[policy] = why
         if self.wished_by == policy:
             self.wish_for((None, None))
 
     def ask_again(self) -> None:
-        """The run has other policies than those that were switched off, or that have wished for a size."""
+        """Ask all policies again, because the run has other policies than before."""
         self.off = {}
         self.wish_for((None, None))
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the effects as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod

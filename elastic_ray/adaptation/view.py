@@ -1,4 +1,4 @@
-"""What a policy sees of the run: one frozen value, equal on all ranks (pure)."""
+"""View of a run for policies: one frozen value, equal on all ranks (pure)."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class PolicyView:
         return None if self.noise is None else max(0.0, self.noise.var) * self.initial_batch_size
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for logs."""
+        """Return the view as plain values, for logs."""
         return dataclasses.asdict(self)
 
 
 class WatchedMetrics:
-    """A part of the control sums; see the module's text.
+    """Metrics of reports that policies watch; part of the control sums.
 
     Attributes:
         latest: what all ranks know rank 0 to have reported last, by name.
@@ -129,15 +129,15 @@ class WatchedMetrics:
         self.reports = 0
 
     def watch(self, names: Sequence[str]) -> None:
-        """These metrics as well; before the first epoch, on all ranks alike."""
+        """Watch these metrics as well; called before the first epoch, on all ranks alike."""
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:
-        """What another rank, or a checkpoint, knows."""
+        """Restore the metrics that another rank, or a checkpoint, knows."""
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
-        """This rank has reported, for the ``number``-th time in the run."""
+        """Record this rank's report ``number`` of the run."""
         numbers = {name: metrics.get(name) for name in self._names}
         self._own = {
             name: float(value)
@@ -147,7 +147,7 @@ class WatchedMetrics:
         self._own_reports = number
 
     def begin(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
 
     def size(self, world_size: int) -> int:
         """Values that ride along."""
@@ -163,7 +163,7 @@ class WatchedMetrics:
         return [float(self._own_reports), *(value for pair in pairs for value in pair)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """What rank 0 gave."""
+        """Take the metrics of rank 0 from the sums."""
         if self._names and sums[0] > 0:
             self.reports = round(sums[0])
             pairs = zip(self._names, sums[1::2], sums[2::2], strict=True)

@@ -17,7 +17,7 @@ Number: TypeAlias = float | Tensor
 
 
 def added(one: Number, other: Number) -> Number:
-    """Their sum, on the device of the first one that is on a GPU: a model's parameters may be on several."""
+    """Return the sum of two numbers on the first one's GPU, if any: a model's parameters may be on several."""
     if not isinstance(one, Tensor) and one == 0.0:
         return other  # no operation, which a GPU would have to be given
     if isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_cuda and other.is_cuda:
@@ -26,7 +26,7 @@ def added(one: Number, other: Number) -> Number:
 
 
 def read(numbers: Sequence[Number]) -> list[float]:
-    """All of them, as floats."""
+    """Read all numbers as floats, with one wait for each device."""
     found = [0.0 if isinstance(each, Tensor) else float(each) for each in numbers]
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(numbers):
@@ -54,7 +54,7 @@ def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], l
 
 
 def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What an optimizer keeps of parameters, with its counts of steps as floats; fused ones have them on the GPU."""
+    """Return optimizer states with their step counts as floats; fused optimizers keep these on the GPU."""
     counted = [place for place, state in enumerate(states) if isinstance(state.get("step"), Tensor)]
     steps = read([states[place]["step"] for place in counted])
     found = list(states)

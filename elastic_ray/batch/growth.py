@@ -1,4 +1,4 @@
-"""When a batch may grow, and when it goes back: by what the gradients have shown since (pure).
+"""Growth of the batch: when it may grow, and when it returns, by what the gradients have shown since (pure).
 
 The goodput model says which batch is worth most if its noise scale holds. This says whether that can be relied on: a
 signal that does not stand out of its own scatter is no endless noise, and a growth after which the gradients grow has
@@ -81,12 +81,7 @@ class GrowthWatch:
         self._paused_until = 0
 
     def observe(
-        self,
-        *,
-        batch_size: int,
-        steps: int,
-        signal: NoiseSignal | None,
-        loss: tuple[int, float] | None = None,
+        self, *, batch_size: int, steps: int, signal: NoiseSignal | None, loss: tuple[int, float] | None = None
     ) -> None:
         """Take a report.
 
@@ -125,7 +120,7 @@ class GrowthWatch:
 
     @property
     def hindrance(self) -> str:
-        """Why the batch may not grow now; empty where it may."""
+        """Reason why the batch may not grow now; empty if it may."""
         if self._signal is not None and not self._signal.present:
             return (
                 f"no signal: after {self._signal.updates} estimates the squared norm of the mean gradient does not "

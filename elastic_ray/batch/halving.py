@@ -1,4 +1,4 @@
-"""Which steps one worker takes in two halves, so that their gradients tell signal from noise (pure).
+"""Halving of steps on a single worker, so that the gradients of the halves tell signal from noise (pure).
 
 One worker with one micro-batch has one gradient in a step, which says nothing of its noise. Two successive gradients
 are no substitute: the model has moved between them, by ||G' - G||^2 / 2 in the variance, which grows with batch and
@@ -23,7 +23,7 @@ LEAST_HALF = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Halving:
-    """Which steps are halved at one batch size.
+    """Steps to be halved at one batch size.
 
     Attributes:
         since: committed steps when the first may be halved; 0 or more.

@@ -1,4 +1,4 @@
-"""What a user allows the batch to be, and what it is at one moment."""
+"""Limits of the batch size set by a user, and the division of the batch at one moment."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class BatchLimits:
 
     @property
     def fixed(self) -> bool:
-        """Whether the global batch stays M0."""
+        """True if the global batch is always M0."""
         return self.max_batch_size is None
 
     @property
     def one_size(self) -> bool:
-        """Whether there is no other global batch than M0, though it may be divided otherwise."""
+        """True if M0 is the only global batch, though it may be divided differently."""
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
@@ -101,7 +101,7 @@ class BatchLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BatchChoice:
-    """How a global batch is cut.
+    """Division of a global batch: samples of a worker at once, and accumulation steps.
 
     Attributes:
         atomic_bsz: m >= 1, most samples a worker takes in one micro-step.
@@ -170,7 +170,7 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 
 
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
-    """The same cut with at most ``bound`` samples at once on a worker, since more do not fit into memory.
+    """Return the division with at most ``bound`` samples at once on a worker, because more do not fit into memory.
 
     More and smaller micro-steps keep the batch, where it is fixed or accumulation is allowed; else it falls.
     """

@@ -58,9 +58,8 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
         samples: K, replicas x micro-batches; at least 2.
         scale: global batch / initial batch, above 0.
 
-    Raises:
-        ValueError: fewer than two samples, a scale that is not a finite number above 0, or norms that are not
-            finite.
+    Raises ValueError: fewer than two samples, a scale that is not a finite number above 0, or norms that are not
+    finite.
 
     Example:
         >>> estimate(mean_sq_norm=5.0, sq_norm_of_mean=4.0, samples=2, scale=1.0)
@@ -108,13 +107,12 @@ def estimate_groups(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSignal:
-    """How well the signal of a model's gradients is known.
+    """Strength of the gradient signal of a model, and how well it is known.
 
     Attributes:
         present: the smoothed squared norm of the mean gradient stands out of its own standard error.
         size: present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of
             Adam's kind.
-        updates: estimates so far.
     """
 
     present: bool
@@ -182,8 +180,7 @@ class SmoothedNoise:
             scale: global batch / initial batch of the step, above 0.
             steps: optimizer steps since the update before, where statistics are sampled rarely.
 
-        Raises:
-            ValueError: a scale that is not a finite number above 0, or values of another number of groups.
+        Raises ValueError: a scale that is not a finite number above 0, or values of another number of groups.
         """
         _check_scale(scale)
         new_sqr, new_var = _values(sqr), _values(var)
@@ -226,7 +223,7 @@ class SmoothedNoise:
 
     @property
     def signal(self) -> NoiseSignal:
-        """How well the signal is known."""
+        """Signal as known from the averages."""
         return NoiseSignal(present=self.has_signal, size=self.size, updates=self.updates)
 
     @property
@@ -261,7 +258,7 @@ class SmoothedNoise:
         return NoiseScale(sqr=max(sqr * self.size, TINY), var=max(var * self.size, TINY))
 
     def _signal(self, place: int) -> float:
-        """Return the average signal of a group, or of all behind the last one, in units of the size."""
+        """Return the average signal of a group, or of all after the last one, in units of the size."""
         sums = self.sqr[place] if place < len(self.sqr) else math.fsum(self.sqr)
         return sums / self.weight
 

@@ -1,4 +1,4 @@
-"""What a job knows about its speed and its batch, from rank 0's reports (pure)."""
+"""Planner of a job's batch, from rank 0's reports of speed and noise (pure)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class BatchPlanner:
 
     Attributes:
         loader: the training loader's limits, None before a worker is ready.
-        latest: the latest report.
         rates: last measured throughputs of as many workers with the same batch [samples/s].
         equal_shares: whether no rank takes more of a step than others, since more did not fit into its memory.
 
@@ -64,7 +63,7 @@ class BatchPlanner:
         self._chosen_for = 0
         self._measured: StepReport | None = None  # the latest that saw a step
         self._mixed: tuple[str, ...] = ()  # types of groups with several, those that were fitted longest ago first
-        self._strategy: str | None = None  # of the first that did: what others are told of
+        self._strategy: str | None = None  # of the first that did: what is reported to others
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
@@ -157,7 +156,7 @@ class BatchPlanner:
         return float(model.efficiency(report.batch_size))
 
     def open(self, loader: LoaderInfo | None) -> None:
-        """A worker has told the loader's limits."""
+        """Open the planner with the limits of a worker's loader."""
         if self.loader is not None or loader is None:
             return
         self.loader = loader
@@ -191,7 +190,7 @@ class BatchPlanner:
         return choice
 
     def take_over(self, group: GenerationSpec, gpu: str | None) -> None:
-        """The generation in effect was chosen for by a controller before this one."""
+        """Adopt the generation in effect, which an earlier controller chose the batch for."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
@@ -199,13 +198,13 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """The generation that was chosen for last will not come to be, unless it has been reported from already."""
+        """Withdraw the latest choice, whose generation will not exist, unless it has been reported from already."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Hear what others have measured; the batch to change to and why, None to go on as it is."""
+        """Hear what others have measured; the batch to change to and why, None to continue as it is."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
@@ -282,7 +281,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """What to fit now; None while nothing new is known or the last fit is recent."""
+        """Return what to fit now; None while nothing new is known or the last fit is recent."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -294,7 +293,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Take a fit; the batch to change to and why, None to go on as it is."""
+        """Take a fit; the batch to change to and why, None to continue as it is."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -303,7 +302,7 @@ class BatchPlanner:
         return self._reconsider() if gpu == self._gpu else None
 
     def close(self) -> None:
-        """The job is over: what was measured since the last fit is told as well."""
+        """Close the planner at the job's end, and report what was measured since the last fit."""
         for gpu, tuner in self._tuners.items():
             self._tell(gpu, tuner.snapshot())
 
@@ -315,7 +314,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
-        """The batch to change to and why; None to go on as it is."""
+        """The batch to change to and why; None to continue as it is."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None
@@ -355,7 +354,7 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """What to tell of measurements: those told before, unless they have changed by a tenth, and new ones.
+    """Return the measurements to report: earlier ones unless they have changed by a tenth, and new ones.
 
     Medians move a little with every report; what is told every second is to change rarely. Counts are told as 1, 10
     or 100.

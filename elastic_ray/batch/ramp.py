@@ -29,7 +29,7 @@ def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
 
 
 def _entry(entry: Any) -> tuple[float, int]:
-    """One (progress, batch), checked."""
+    """Check one (progress, batch) pair of a ramp and return it."""
     if not isinstance(entry, list | tuple) or len(entry) != 2:
         raise TypeError(f"a batch ramp must hold pairs (progress, global batch), but got {entry!r}")
     begin, size = entry

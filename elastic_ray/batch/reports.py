@@ -1,4 +1,4 @@
-"""What a train loop tells its job: what it trains on, which models, and how its steps went (pure)."""
+"""Reports of a train loop to its job: its data, its models, and its steps (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHOSEN = "auto/"
 
 
 def outdated(before: str, now: str, *, same_workers: bool) -> bool:
-    """Whether times under a strategy do not count any more, since the job trains with another one.
+    """True if times under the strategy `before` no longer count, because the job trains with another.
 
     Args:
         before: key of the one.
@@ -31,7 +31,7 @@ def outdated(before: str, now: str, *, same_workers: bool) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a wrapped model tells the job.
+    """Description of a wrapped model for the job.
 
     Attributes:
         kind: name of its class.
@@ -44,7 +44,7 @@ class ModelInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderInfo:
-    """What the training loader, and the models that it feeds, tell the job.
+    """Description of the training loader and its models for the job.
 
     Attributes:
         limits: what may be done with the batch.
@@ -60,7 +60,7 @@ class LoaderInfo:
 
     @property
     def max_workers(self) -> int:
-        """Most replicas that can each have a sample in every step."""
+        """Largest number of replicas that can each have a sample in every step."""
         limits = self.limits
         batch_size, smallest = (
             (limits.init_batch_size, 1) if limits.fixed else (limits.max_batch_size or 1, limits.lower)
@@ -74,8 +74,7 @@ class LoaderInfo:
         Args:
             min_workers: fewest workers of the job; several types have two at least.
 
-        Raises:
-            ValueError: the largest batch has fewer than four samples for each worker.
+        Raises ValueError: the largest batch has fewer than four samples for each worker.
         """
         largest = max(self.limits.init_batch_size, self.limits.max_batch_size or 1)
         workers = max(min_workers, 2)

@@ -17,10 +17,10 @@ from placement.goodput.model import NoiseScale
 
 @runtime_checkable
 class ScalingRule(Protocol):
-    """What the optimizer wrapper asks before each step. Users may bring their own."""
+    """Protocol of a learning-rate rule, called by the optimizer wrapper before each step. Users may bring their own."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
-        """One finite factor above or equal to 0 per parameter group.
+        """Return a finite factor of at least 0 for each parameter group.
 
         Args:
             scale: global batch M / initial batch M0, above 0; below 1 where memory forces a smaller batch.
@@ -149,8 +149,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 def by_name(name: str) -> ScalingRule:
     """The rule of that name, with its default options.
 
-    Raises:
-        ValueError: no such rule; the message lists those there are.
+    Raises ValueError: no such rule; the message lists those there are.
     """
     if name not in RULES:
         raise ValueError(f"learning-rate rule must be one of {', '.join(sorted(RULES))}, but got {name!r}")

@@ -55,7 +55,7 @@ def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = Non
 
 
 def compact(values: Tensor) -> Tensor:
-    """What is kept of values until later steps: of those in single precision bfloat16, half the memory.
+    """Return values in the form in which they are kept for later steps: single precision becomes bfloat16.
 
     The range is the same. Rounding by up to 2^-9 of each value adds 1e-6 of a gradient's squared norm to the variance
     that two of them show.
@@ -104,7 +104,7 @@ def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _as_it_is(states: _States, groups: _States) -> list[Tensor]:
-    """What other ranks have told."""
+    """Return denominators that other ranks have sent, unchanged."""
     return list(torch._foreach_add([state[DENOMINATOR] for state in states], 0.0))
 
 
@@ -132,7 +132,7 @@ _USED = {*_DENOMINATORS, "max_exp_avg_sq", "grad_avg"}
 
 
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides its step by a running size of the gradient, per coordinate.
+    """True if the optimizer divides its step by a running size of the gradient, per coordinate.
 
     Known by class, or by its state (``exp_avg_sq``, ``square_avg``, ``exp_inf``) for optimizers from
     elsewhere. Adadelta (its steps have a size of their own) and Adafactor (its moments are factored) are not.
@@ -155,7 +155,7 @@ def _eps(group: _State) -> float:
 
 
 def _step(state: _State) -> float:
-    """Steps behind a state; optimizers that keep no count are taken to be warm."""
+    """Return the number of steps in a state; optimizers that keep no count are taken to be warm."""
     return float(state.get("step", WARM_STEPS))
 
 
@@ -163,16 +163,14 @@ def _step(state: _State) -> float:
 def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> FlatPreconditioner | None:
     """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
 
-    1 for parameters with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had a gradient would count
+    1 for parameters with fewer than ``WARM_STEPS`` steps so far. Coordinates that never had a gradient would count
     with up to 1 / eps = 1e8; denominators are therefore floored at a hundredth of their parameter's root mean square,
     so that one waking coordinate cannot pass for the whole gradient.
 
     Args:
         optimizer: has ``state`` and ``param_groups``.
-        params: of one device.
 
-    Returns:
-        None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
+    Returns none, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     states = with_steps_read([optimizer.state.get(p, {}) for p in params])
@@ -248,7 +246,7 @@ class FlatPreconditioner:
             yield part
 
     def _denominators(self, part: Sequence[_Piece]) -> list[Tensor]:
-        """Of each piece, as a vector; at least its parameter's floor."""
+        """Return the denominators of each piece as a vector, not below the floor of its parameter."""
         found: list[Tensor] = [torch.empty(0)] * len(part)
         by_function: dict[_Function, list[int]] = {}
         for number, piece in enumerate(part):
@@ -269,7 +267,7 @@ class FlatPreconditioner:
         return found
 
     def _state(self, piece: _Piece) -> _State:
-        """What the optimizer keeps of a piece."""
+        """Return the optimizer state of a piece."""
         found: dict[str, Any] = {"step": self._steps[piece.place] + self._elapsed}
         for key, value in self._optimizer.state[self._params[piece.place]].items():
             if key in _USED and isinstance(value, Tensor):
@@ -304,15 +302,13 @@ class FlatPreconditioner:
 
 
 def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
-    """What the optimizer divides gradients of this type by, in float32 at least.
+    """Return the denominators of gradients in an optimizer state, in float32 at least.
 
     Args:
         state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
         group: the optimizer's options.
-        dtype: of the parameter.
 
-    Returns:
-        None where it divides by nothing, or not yet by anything of worth.
+    Returns None where it divides by nothing, or not yet by anything of worth.
     """
     function = _denominator(state)
     if function is None or _step(state) < WARM_STEPS:
@@ -327,7 +323,7 @@ def least_denominator(size: Tensor) -> Tensor:
 
 
 class BucketPreconditioner:
-    """One bucket's preconditioner, looked at anew every ``interval`` steps: what is kept of it is the same in between.
+    """Preconditioner of one bucket, renewed every ``interval`` steps.
 
     Args:
         interval: steps.
@@ -347,7 +343,6 @@ class BucketPreconditioner:
         """The preconditioner for this step; None = identity.
 
         Args:
-            step: number of the step.
             find: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.
         """
         current = step // self._interval

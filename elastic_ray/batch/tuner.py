@@ -51,12 +51,12 @@ _MAX_COUNT = 100  # steps beyond which a configuration weighs no more in a fit
 
 
 class BatchDoesNotFitError(RuntimeError):
-    """Not even the smallest local batch fits into a worker's memory."""
+    """Error raised if even the smallest local batch does not fit into a worker's memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDecision:
-    """What the batch should be.
+    """Decision on the batch, with its reason.
 
     Attributes:
         choice: the cut, per worker.
@@ -77,7 +77,7 @@ class BatchDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSnapshot:
-    """All that a tuner knows, frozen: for a fit in a thread, for a checkpoint, for another process.
+    """Snapshot of a tuner's knowledge, frozen: for a fit in a thread, for a checkpoint, for another process.
 
     Attributes:
         limits: the user's limits.
@@ -184,7 +184,7 @@ class BatchTuner:
             accum_steps: s.
             step_time: seconds per optimizer step; reports that are not finite and above 0 are left out.
             grad_time: seconds of one micro-step without synchronisation; 0 if not measured.
-            steps: steps behind the means.
+            steps: number of steps in the means.
             strategy: how gradients were synchronised; see ``outdated``.
         """
         if not (math.isfinite(step_time) and step_time > 0) or steps < 1:
@@ -206,7 +206,7 @@ class BatchTuner:
         self._batch_size = batch_size
 
     def set_prior(self, prior: Prior) -> bool:
-        """What others have measured of the same model; it serves until there is a fit of its own. Whether that is news.
+        """Use a model fitted by others until this tuner has its own fit; True if it is new. Whether that is news.
 
         var = tr(Sigma) / M0, and theirs may be another M0.
         """
@@ -232,7 +232,7 @@ class BatchTuner:
         self._watch.observe(batch_size=batch_size, steps=steps, signal=signal, loss=loss)
 
     def snapshot(self) -> TunerSnapshot:
-        """All that the tuner knows, as a value."""
+        """Return the tuner's knowledge as a value."""
         return TunerSnapshot(
             limits=self.limits,
             observations=tuple(_observation(*item) for item in self._records.items()),
@@ -260,8 +260,7 @@ class BatchTuner:
         Reports of one failure by several workers lower it once. A decision must follow: the current choice
         may be above the bound.
 
-        Raises:
-            BatchDoesNotFitError: the failing batch was the smallest allowed.
+        Raises BatchDoesNotFitError: the failing batch was the smallest allowed.
         """
         lower = 1 if self.limits.fixed else self.limits.lower
         failed = f"a worker ran out of memory with {atomic_bsz} samples"
@@ -416,7 +415,7 @@ class BatchTuner:
         )
 
     def _allows(self, cut: BatchChoice, batch_size: int) -> bool:
-        """Whether an adaptive batch may have this cut: not after a failure, nor if from other limits."""
+        """True if an adaptive batch may have this division: within limits, and not above a size that failed."""
         limits = self.limits
         return (
             limits.lower <= cut.atomic_bsz <= (self._upper or cut.atomic_bsz)
@@ -435,7 +434,7 @@ class BatchTuner:
         return limit if limits.max_batch_size is None else min(limit, limits.max_batch_size)
 
     def _forced(self, keep: BatchChoice, replicas: int, now: int) -> str | None:
-        """Why the batch must be another although nothing is gained by it; None where it need not."""
+        """Return why the batch must change although nothing is gained by it; None if it need not."""
         batch_size = self.limits.size_of(keep, replicas)
         wanted = max(now, self.limits.init_batch_size)
         if batch_size == wanted:
@@ -463,7 +462,6 @@ def _observation(key: _Configuration, record: _Record) -> Observation:
         grad_time=statistics.median(record.grad_times) if record.grad_times else 0.0,
         count=float(min(record.steps, _MAX_COUNT)),
         spread=max(
-            statistics.pstdev(map(math.log, record.step_times)),
-            _UNSURE if len(record.step_times) < _TELLING else 0.0,
+            statistics.pstdev(map(math.log, record.step_times)), _UNSURE if len(record.step_times) < _TELLING else 0.0
         ),
     )

@@ -1,1 +1,1 @@
-"""What a run leaves on storage: its directory, automatic checkpoints, and which are kept."""
+"""Storage of a run: its directory, automatic checkpoints, and their retention."""

@@ -7,7 +7,7 @@ one of another checksum is corrupt. The token differs each time, so that writing
 there, even of as many steps.
 
 Of a job that has finished the last one stays, and ``automatic/finished`` has its name: a job of the same name begins
-anew, and does not go on from there.
+anew, and does not continue from there.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StateFile:
 
 
 def write_note(storage: RunStorage, state: StateFile) -> None:
-    """Say that an automatic checkpoint is complete: from here on it counts."""
+    """Write the note that completes an automatic checkpoint, which counts from then on."""
     told = {"resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
     content = json.dumps({"format": _FORMAT, **told, "parts": state.parts}).encode()
     write_checked(storage, _note_of(state.path), lambda stream: stream.write(content))
@@ -83,13 +83,11 @@ def state_files(
     """Complete automatic checkpoints of a run, newest first; their files have not been looked into.
 
     Args:
-        storage: the run.
         directory: where they lie; empty for the run's own place.
         pass_over: takes why something that looks like one is not used, a sentence.
-        heard: called with every one, so that who waits sees that it goes on.
+        heard: called with every one, so that who waits sees that it continues.
 
-    Raises:
-        OSError: storage cannot be read, which says nothing about what is there.
+    Raises OSError: storage cannot be read, which says nothing about what is there.
     """
     directory = directory or posixpath.join(storage.path, DIRECTORY)
     if storage.filesystem.get_file_info(directory).is_file:
@@ -130,7 +128,7 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
 def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
     """Delete all automatic checkpoints but the one just written and the newest of fewer steps, ``keep`` in all.
 
-    Those of more steps are of a course that was left: the job went on from an earlier one because they were corrupt.
+    Those of more steps are of a course that was left: the job continued from an earlier one because they were corrupt.
     """
     others = [each for each in state_files(storage) if each.path != state.path]
     fewer = [each for each in others if each.steps < state.steps]
@@ -150,7 +148,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Those of ``states`` that a job did not finish with, in order.
+    """Return those of ``states`` that are of unfinished jobs, in order.
 
     Raises:
         OSError: storage cannot be read.

@@ -22,7 +22,7 @@ _SYNC_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a file must be.
+    """Size and SHA-256 checksum that a file must have.
 
     Attributes:
         sha256: in hexadecimal.
@@ -44,9 +44,7 @@ def write_checked(
     """Write a file; what is there of it after an error is the caller's to delete.
 
     Args:
-        storage: the run.
         path: of the file, on the run's file system; its directory exists.
-        write: writes it.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
         named: whether its name has to reach the disk as well; else the caller sees to its directory.
     """

@@ -13,7 +13,10 @@ Kind = tuple[torch.Size, torch.dtype, bool]
 
 
 class CopyBuffers:
-    """See the module's text. Writing to fresh memory is several times slower, so it is made, and touched, before."""
+    """Preallocated buffers for copies of tensors.
+
+    Writing to fresh memory is several times slower, so it is made, and touched, before.
+    """
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -28,11 +31,7 @@ class CopyBuffers:
         return found if len(found) == len(tensors) else None
 
     def make(self, kinds: Sequence[Kind]) -> None:
-        """Have buffers for tensors of these kinds, and no others.
-
-        Raises:
-            MemoryError: there is no memory for them.
-        """
+        """Have buffers for tensors of these kinds, and no others. Raises MemoryError: there is no memory for them."""
         self.made += 1
         self._buffers = []  # old and new buffers must not take memory at the same time
         why = ""
@@ -48,7 +47,7 @@ class CopyBuffers:
 
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
-    """Of these tensors."""
+    """Return the kinds of the tensors: shape, dtype, and whether they are on a GPU."""
     return [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
 
 

@@ -1,4 +1,4 @@
-"""SHELL: copies a directory from one file system to another, piece by piece, so that who waits sees that it goes on."""
+"""SHELL: copies a directory from one file system to another, piece by piece, so that a caller sees progress."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _THREADS = 4
 
 
 class SourceError(OSError):
-    """What is to be copied is not there, or may not be read; waiting for the storage that gets the copy is no help."""
+    """Error of the source of a copy: it is missing or unreadable, so waiting for the target's storage is no help."""
 
 
 class MissingSourceError(SourceError, FileNotFoundError):
-    """It is not there."""
+    """Error raised if the source of a copy does not exist."""
 
 
 class DeniedSourceError(SourceError, PermissionError):
-    """It may not be read."""
+    """Error raised if the source of a copy may not be read."""
 
 
 class UnfitSourceError(SourceError):
-    """There is something else in it than files and directories."""
+    """Error raised if the source of a copy holds anything but files and directories."""
 
 
 @contextlib.contextmanager
@@ -63,17 +63,14 @@ def copy_directory(
 
     Args:
         origin: file system of ``source``.
-        source: directory to copy.
         storage: the run that ``target`` is in.
         target: directory that gets the copies.
         go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-    Returns:
-        What each file must be, by its path below ``target``.
+    Returns what each file must be, by its path below ``target``.
 
-    Raises:
-        InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read, or
-            is neither file nor directory.
+    Raises InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read,
+    or is neither file nor directory.
     """
 
     files, directories = [], [target]
@@ -84,7 +81,7 @@ def copy_directory(
             directories.append(copy)
         else:
             files.append((entry.path, copy))
-    # An upload to S3 goes on in several threads of its own; several at once may deadlock (apache/arrow#32372).
+    # An upload to S3 continues in several threads of its own; several at once may deadlock (apache/arrow#32372).
     threads = 1 if isinstance(storage.filesystem, pyarrow.fs.S3FileSystem) else _THREADS
     pool = StorageCalls(target, threads=threads)
     copies = [
@@ -116,8 +113,7 @@ def add_files(
         origin, source, storage, target, go_on: as :func:`copy_directory`.
         noted: names of files that notes tell of; another one of the right size is of a try before.
 
-    Raises:
-        InterruptedError, SourceError: as :func:`copy_directory`.
+    Raises InterruptedError, SourceError: as :func:`copy_directory`.
     """
     added = {}
     for entry, copy in _below(origin, source, target):
@@ -171,7 +167,7 @@ def _copy_file(
 
 
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:
-    """What lies below ``source``, and the path of each copy below ``target``; without the notes of a checkpoint."""
+    """Yield what lies below ``source`` with each copy's path below ``target``; notes of a checkpoint are left out."""
     source = source.rstrip("/") or "/"
     if isinstance(origin, pyarrow.fs.LocalFileSystem):
         check_tree(source)
@@ -187,12 +183,10 @@ def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
     """Check that a local directory has files and directories only, or links to them.
 
     Args:
-        folder: the directory.
         above: the real paths of those that it was reached through.
 
-    Raises:
-        UnfitSourceError: it has a pipe, a socket or a device, whose reader would wait for ever, a link to nothing, or
-            one to a directory that it lies in; names it.
+    Raises UnfitSourceError: it has a pipe, a socket or a device, whose reader would wait for ever, a link to nothing,
+    or one to a directory that it lies in; names it.
     """
     above = (*above, os.path.realpath(folder))
     with reading_source():

@@ -1,4 +1,4 @@
-"""How often a job saves its state by itself (pure): the cost of a checkpoint against what a loss would cost.
+"""Interval of automatic checkpoints (pure): the cost of a checkpoint against the cost of a loss.
 
 With M the mean time between losses of the whole job and C what one checkpoint costs, the interval that wastes least is
 about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). Below C = M / 2 only; beyond that, M.

@@ -32,7 +32,6 @@ class LineFile:
 
     Args:
         filesystem: where the file is.
-        path: of the file.
         private: whether only its user may read it.
         in_parts: whether there may be too many lines to write them all anew.
     """
@@ -44,11 +43,7 @@ class LineFile:
         self._part = 0
 
     def append(self, lines: Sequence[str]) -> None:
-        """Add lines.
-
-        Raises:
-            OSError: they cannot be written; the file is as it was.
-        """
+        """Add lines. Raises OSError: they cannot be written; the file is as it was."""
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             self._append_locally("".join(f"{line}\n" for line in lines).encode())
             return
@@ -67,7 +62,7 @@ class LineFile:
             self._part, self._lines = self._part + 1, []
 
     def read(self) -> Iterator[str]:
-        """All lines so far."""
+        """Yield all lines written so far."""
         yield from self._read(self._path)
         if self._in_parts:
             for part in self._parts():

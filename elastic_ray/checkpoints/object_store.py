@@ -1,4 +1,4 @@
-"""SHELL: a trial's last checkpoint in the cluster's memory, for a trial that goes on from it while this one lives."""
+"""SHELL: a trial's last checkpoint in the cluster's memory, for a trial that continues from it while this one lives."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
     Args:
         checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
 
-    Returns:
-        A reference to them; None if they are larger than 256 MiB or cannot be read.
+    Returns A reference to them; None if they are larger than 256 MiB or cannot be read.
     """
     from ray.train import Checkpoint
 

@@ -26,17 +26,16 @@ _WITHOUT_S = 10.0  # as long as a rank waits for a checkpoint that rank 0 may no
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNote:
-    """What is written beside a checkpoint: where it stands, and the metrics it was reported with."""
+    """Note beside a checkpoint: its resume point and the metrics it was reported with."""
 
     resume_point: ResumePoint
     metrics: Mapping[str, Any]
 
 
 class ReportedCheckpoints:
-    """See the module's text.
+    """Stores the checkpoints that ranks report, in the background.
 
     Args:
-        storage: the run.
         calls: the run's calls on storage.
         timeout_s: silence of storage, or time in which it only fails, after which a checkpoint is given up [s].
     """
@@ -50,15 +49,12 @@ class ReportedCheckpoints:
         """Add the files of a rank that is not the first to the checkpoint that this one stores.
 
         Args:
-            checkpoint: what was reported.
             index: number of the report.
             is_stopping: whether the job is to end now.
 
-        Returns:
-            Why they are not kept; empty where they are.
+        Returns why they are not kept; empty where they are.
 
-        Raises:
-            WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
+        Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
         """
         begun_s = time.monotonic()
         while True:
@@ -96,17 +92,14 @@ class ReportedCheckpoints:
         """Store one.
 
         Args:
-            checkpoint: what was reported.
             index: number of the report.
             note: what is written beside it.
             is_stopping: whether the job is to end now.
 
-        Returns:
-            Path of the stored checkpoint; or None, and why it was given up.
+        Returns path of the stored checkpoint; or None, and why it was given up.
 
-        Raises:
-            WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
-                run's storage is not there, or denies it, is waited for: a mount that is away looks like that.
+        Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
+        run's storage is not there, or denies it, is waited for: a mount that is away looks like that.
         """
         if self._given_up is not None and not self._given_up.answer.done():  # this one would wait for as long
             return None, f"the checkpoint of report {index} was given up: {self._calls.silent_for(self._given_up)}"

@@ -1,4 +1,4 @@
-"""SHELL: what storage has of a run: where a job of its name can go on."""
+"""SHELL: what storage has of a run: where a job of its name can continue."""
 
 from __future__ import annotations
 
@@ -41,15 +41,13 @@ def find_stored(
     """Look what storage has.
 
     Args:
-        storage: the run.
         start_from: checkpoint that a trial starts from.
-        is_trial: the sweep decides where it goes on, and what its directory holds does not count.
+        is_trial: the sweep decides where it continues, and what its directory holds does not count.
         with_states: look for automatic checkpoints as well.
         verify: read reported checkpoints whole, and compare their checksums.
-        heard: called with every checkpoint, so that who waits sees that it goes on.
+        heard: called with every checkpoint, so that who waits sees that it continues.
 
-    Raises:
-        OSError: storage cannot be read, which says nothing about what is there.
+    Raises OSError: storage cannot be read, which says nothing about what is there.
     """
     if is_trial:
         return StoredProgress(start=storage.load_resume_point(start_from) if start_from is not None else None)

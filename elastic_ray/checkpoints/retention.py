@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept (pure; the rules are Ray Train's)."""
+"""Retention of a run's checkpoints (pure; the rules are Ray Train's)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CheckpointRetention:
     """The checkpoints of a run, oldest first, and which of them a new one displaces.
 
     Without a score the newest ``num_to_keep`` are kept. With one, the best ``num_to_keep`` are kept, and the
-    latest in addition where it is not among them: a run must always be able to go on from where it was. A
+    latest in addition where it is not among them: a run must always be able to continue from where it was. A
     checkpoint whose metrics lack the score, or whose score is no number, ranks below all others; among equals
     the newer one stays.
     """
@@ -21,7 +21,7 @@ class CheckpointRetention:
     def __init__(
         self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
     ) -> None:
-        """No checkpoint is kept yet.
+        """Check the rules; no checkpoint is kept yet.
 
         Args:
             num_to_keep: how many to keep, at least 1; None keeps all.
@@ -40,8 +40,7 @@ class CheckpointRetention:
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
         """Enter a new checkpoint.
 
-        Returns:
-            Paths of the checkpoints that are no longer kept, oldest first; the caller deletes them.
+        Returns paths of the checkpoints that are no longer kept, oldest first; the caller deletes them.
         """
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))

@@ -74,8 +74,8 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
             absolute; with a ``filesystem`` a path on that, without a scheme.
         filesystem: a file system of the user's own.
 
-    Raises:
-        ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without Java.
+    Raises ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without
+    Java.
     """
     if filesystem is not None:
         return filesystem, storage_path.rstrip("/") or "/"
@@ -121,15 +121,14 @@ class RunStorage:
 
     @property
     def local(self) -> bool:
-        """Whether it is a plain directory."""
+        """True if the storage is a local directory."""
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     def create(self) -> None:
         """Create the directory and the marker by which a worker sees that it reaches the same one.
 
-        Raises:
-            OSError: if the directory cannot be written, or is another user's although it is to be private; the message
-                names it.
+        Raises OSError: if the directory cannot be written, or is another user's although it is to be private; the
+        message names it.
         """
         try:
             make_directory(self.filesystem, self.path, private=self.private)
@@ -145,10 +144,9 @@ class RunStorage:
             ) from error
 
     def create_within(self, timeout_s: float) -> None:
-        """:meth:`create`, for who cannot wait for ever.
+        """Run :meth:`create` with a timeout.
 
-        Raises:
-            OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
+        Raises OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
         """
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
@@ -233,12 +231,10 @@ class RunStorage:
             metrics: the metrics reported with it; what JSON cannot hold is stored as its ``repr``.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-        Returns:
-            The checkpoint in the run's directory.
+        Returns the checkpoint in the run's directory.
 
-        Raises:
-            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
-                run's directory.
+        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
+        the run's directory.
         """
         from ray.train import Checkpoint
 
@@ -276,15 +272,12 @@ class RunStorage:
 
         Args:
             source: a local directory, or a checkpoint anywhere.
-            index: number of the checkpoint.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-        Returns:
-            Names of the files that were added; None while rank 0 has stored no such checkpoint.
+        Returns names of the files that were added; None while rank 0 has stored no such checkpoint.
 
-        Raises:
-            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
-                run's directory.
+        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
+        the run's directory.
         """
         origin, origin_path = _source_directory(source)
         self.check_reachable()
@@ -303,7 +296,7 @@ class RunStorage:
         return sorted(files)
 
     def is_storing(self, index: int) -> bool:
-        """Whether rank 0 has begun to store the checkpoint of this number, as far as that can be seen."""
+        """True if rank 0 has started to store checkpoint `index`, as far as that is visible."""
         target = f"checkpoint_{index:06d}"
         if not self.local:
             return self._exists(posixpath.join(self.path, target))
@@ -311,7 +304,7 @@ class RunStorage:
         return any(info.base_name.startswith((target, f".part_{index:06d}")) for info in infos)
 
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
-        """Where a checkpoint stands; None if it does not say so, or is not one that a job of ours wrote.
+        """Return the resume point of a checkpoint; None if it has none, or was not written by a job of ours.
 
         Args:
             checkpoint: a checkpoint, or the path of one on this run's file system.
@@ -337,11 +330,10 @@ class RunStorage:
 
         Args:
             pass_over: takes why something that looks like one is not used, a sentence.
-            heard: called with every one, so that who waits sees that it goes on.
+            heard: called with every one, so that who waits sees that it continues.
             verify: compare the files' checksums as well as their sizes, for which all of them are read.
 
-        Raises:
-            OSError: storage cannot be read, which says nothing about what is there.
+        Raises OSError: storage cannot be read, which says nothing about what is there.
         """
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
@@ -385,7 +377,6 @@ class RunStorage:
         """Return size and checksum of a checkpoint's files, by each of its notes; ranks may add one at the same time.
 
         Args:
-            path: of the checkpoint.
             note: rank 0's.
             names: of what is in it; of a note of added files that is not whole nothing counts.
         """
@@ -422,8 +413,7 @@ class RunStorage:
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
     """File system and path of a checkpoint that is to be copied.
 
-    Raises:
-        SourceError: it is no directory, or may not be read.
+    Raises SourceError: it is no directory, or may not be read.
     """
     from ray.train import Checkpoint
 
@@ -476,8 +466,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
     """The JSON beside a checkpoint; None where there is none or it is not ours.
 
-    Raises:
-        BadNoteError: there is something in its place. OSError: storage cannot be read.
+    Raises BadNoteError: there is something in its place. OSError: storage cannot be read.
     """
     name = posixpath.join(path, PROGRESS_FILE)
     try:

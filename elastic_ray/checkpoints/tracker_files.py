@@ -24,7 +24,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class TrackerFiles:
-    """One process's view of the directory."""
+    """Log directory of one process, with its copy on the run's storage."""
 
     def __init__(self, storage: RunStorage) -> None:
         self._storage = storage
@@ -37,11 +37,7 @@ class TrackerFiles:
         self._told = False
 
     def folder(self) -> str:
-        """A directory of this node, made if it is not there yet.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """A directory of this node, made if it is not there yet. Raises OSError: it cannot be made."""
         with self._lock:
             if not self._local and self._storage.local:
                 make_directory(self._storage.filesystem, self._target, private=self._storage.private)
@@ -53,7 +49,7 @@ class TrackerFiles:
             return self._local
 
     def close(self, timeout_s: float) -> None:
-        """The process logs no more: copy what has changed, for at most ``timeout_s``."""
+        """Close the folder: copy what has changed since, for at most ``timeout_s``."""
         if self._thread is None:
             return
         self._closing.set()

@@ -39,7 +39,7 @@ class Commands(click.Group):
     """Commands that are imported when they are called, so that ``--help`` and completion do not wait for Ray."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order in which they are needed."""
+        """Return the commands in the order in which they are needed."""
         return list(_HOMES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
@@ -77,7 +77,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The installed command."""
+    """Run the installed command."""
     cli(prog_name="elastic-ray")
 
 

@@ -50,8 +50,7 @@ class RefusedError(click.ClickException):
 def connect() -> None:
     """Join the running cluster as ``ray`` does: RAY_ADDRESS, else the one on this machine.
 
-    Raises:
-        ClickException: there is none, or it cannot be joined. RefusedError: for its token is missing or wrong.
+    Raises ClickException: there is none, or it cannot be joined. RefusedError: for its token is missing or wrong.
     """
     if ray.is_initialized():
         return
@@ -93,7 +92,7 @@ def ray_dashboard() -> str:
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:
-    """All jobs whose controllers live: plain ones and a sweep's trials."""
+    """Return all jobs whose controllers live: plain ones and a sweep's trials."""
     found = actors_named(_PREFIX)
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
@@ -120,7 +119,7 @@ def _ready(ref: Any) -> Any | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobClient:
-    """One job's controller.
+    """Client of one job's controller.
 
     Attributes:
         answers: what it had answered when it was looked for.
@@ -150,16 +149,16 @@ class JobClient:
             raise JobGoneError(self.answers.job) from None
 
     def status(self) -> JobStatus:
-        """Where it is now."""
+        """Return the job's present status."""
         status: JobStatus = self.ask("status")
         return status
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """What has happened to it."""
+        """Return the job's events from number `since`."""
         return tuple(self.ask("events", since))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Its members, by rank."""
+        """Return the job's members, by rank."""
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
@@ -221,8 +220,7 @@ def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
 def find_job(name: str) -> JobClient:
     """The one job of this name, or of this submission.
 
-    Raises:
-        ClickException: there is none, or the submission has several; names what there is.
+    Raises ClickException: there is none, or the submission has several; names what there is.
     """
     jobs = find_jobs(name)
     if len(jobs) == 1:
@@ -257,7 +255,7 @@ def not_found(name: str, there: Sequence[str]) -> click.ClickException:
 
 
 def snapshot() -> CoreSnapshot | None:
-    """What the allocator knows and has decided; None while there is none (it starts with the first job)."""
+    """Return the allocator's knowledge and decisions; None while there is none (it starts with the first job)."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
     return answer
 
@@ -269,7 +267,7 @@ def views() -> tuple[JobView, ...]:
 
 
 def explain(job: str) -> Explanation | None:
-    """Why the job has what it has; None if the allocator has not heard of it."""
+    """Explain a job's workers; None if the allocator does not know the job."""
     answer: Explanation | None = _ask_allocator("explain", job)
     return answer
 
@@ -281,7 +279,7 @@ def scaling() -> ScalingDecision | None:
 
 
 def page_address() -> str:
-    """Where the allocator serves the page; empty where it does not."""
+    """Return the address of the allocator's page; empty if it serves none."""
     answer: str | None = _ask_allocator("dashboard")
     return answer or ""
 
@@ -317,10 +315,9 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """What an operator may set, as it is, or as it would be with the wanted settings.
+    """Return the operator's settings in force, or as they would be with the wanted ones.
 
-    Raises:
-        ClickException: a quota is of a resource that no node has.
+    Raises ClickException: a quota is of a resource that no node has.
     """
     connect()
     return _settle("settings", *([] if wanted is None else [wanted]))
@@ -329,8 +326,7 @@ def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, An
 def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
     """Let these settings rule; returns those in force.
 
-    Raises:
-        ClickException: a quota is of a resource that no node has.
+    Raises ClickException: a quota is of a resource that no node has.
     """
     connect()
     return _settle("apply", wanted)
@@ -377,8 +373,7 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
 def forgive(name: str) -> str:
     """Have the allocator forget the failures of the node with this address or beginning of its id; returns its id.
 
-    Raises:
-        ClickException: no or several living nodes are meant, or nothing failed there.
+    Raises ClickException: no or several living nodes are meant, or nothing failed there.
     """
     node = living_node(name, "--forgive")
     if not _ask_allocator("forgive", node):
@@ -389,8 +384,7 @@ def forgive(name: str) -> str:
 def living_node(name: str, option: str) -> str:
     """The id of the node with this address or beginning of its id.
 
-    Raises:
-        ClickException: no or several living nodes are meant.
+    Raises ClickException: no or several living nodes are meant.
     """
     living = [node for node in ray_nodes() if node["Alive"]]
     meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]

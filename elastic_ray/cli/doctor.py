@@ -34,17 +34,14 @@ def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
 
 
 def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
-    """What is checked on the cluster, by node."""
+    """Return the checks of the cluster, by node."""
     from elastic_ray.cli import cluster
 
     try:
         cluster.connect()
     except click.ClickException as error:
         wrong = every_node or isinstance(error, cluster.RefusedError)
-        return [
-            check_storage(storage, 1),
-            Check(name="cluster", state="fail" if wrong else "warn", detail=error.message),
-        ]
+        return [check_storage(storage, 1), Check("cluster", "fail" if wrong else "warn", error.message)]
     nodes = [node for node in cluster.ray_nodes() if node["Alive"]]
     findings = [check_storage(storage, len(nodes)), check_cluster(len(nodes)), check_dashboard()]
     if every_node:
@@ -52,7 +49,7 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
             where = node_id[:SHORT_ID]
             if isinstance(answer, str):
                 detail = f"it cannot be looked at: {answer}; is elastic-ray installed there?"
-                findings.append(Check(name="node", state="fail", detail=detail, where=where))
+                findings.append(Check("node", "fail", detail, where=where))
             else:
                 findings += [dataclasses.replace(check, where=where) for check in answer]
     return findings
@@ -69,15 +66,15 @@ def check_cluster(nodes: int) -> Check:
         "an autoscaler may add some" if may_autoscale() else "no autoscaler",
         f"allocator with policy {seen.policy}" if seen is not None else "no allocator yet (the first job starts it)",
     ]
-    return Check(name="cluster", state="ok", detail="; ".join(parts))
+    return Check("cluster", "ok", "; ".join(parts))
 
 
 def check_dashboard() -> Check:
-    """What ``submit`` needs."""
+    """Check the dashboard, which ``submit`` needs."""
     from elastic_ray.cli import submission
 
     try:
         submission.client()
     except click.ClickException as error:
-        return Check(name="dashboard", state="warn", detail=error.message)
-    return Check(name="dashboard", state="ok", detail="takes submissions")
+        return Check("dashboard", "warn", error.message)
+    return Check("dashboard", "ok", "takes submissions")

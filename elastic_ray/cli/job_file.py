@@ -19,11 +19,10 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """What the options of ``elastic-ray submit`` say, in a file; paths are relative to the file.
+    """Options of ``elastic-ray submit`` in a file; paths are relative to the file.
 
     Attributes:
         script: that makes an ``ElasticTrainer``.
-        arguments: of the script.
         workers: (min, max); None leaves it to the script.
         gpus: train on GPUs; False leaves it to the script.
         scheduling: fields of ``SchedulingConfig``, in place of the script's.
@@ -47,8 +46,7 @@ class JobFile:
 def read_job_file(path: Path) -> JobFile:
     """Read a job's file.
 
-    Raises:
-        InputError: it cannot be read, or says something that is not understood; names the field and what is right.
+    Raises InputError: it cannot be read, or says something that is not understood; names the field and what is right.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ def jobs(everything: bool, as_json: bool) -> None:
 
 
 def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
-    """All jobs."""
+    """Read the rows of all jobs."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
@@ -59,7 +59,7 @@ def show_events(job: str, events: Sequence[JobEvent]) -> None:
 
 @click.command(short_help="Print what a job prints.")
 @job_argument
-@click.option("--follow", "-f", is_flag=True, help="Go on to the job's end; exit code 1 if it fails.")
+@click.option("--follow", "-f", is_flag=True, help="Continue to the job's end; exit code 1 if it fails.")
 @click.option("--events", "only_events", is_flag=True, help="What happened to the job, not what its script prints.")
 def logs(job: str, follow: bool, only_events: bool) -> None:
     """Print what a job's script and workers print; of one that was not submitted here, what happened to it."""
@@ -95,11 +95,7 @@ def _script_of(job: str) -> Submission | None:
 
 
 def follow_script(submission: str) -> None:
-    """Show a script's output to its end.
-
-    Raises:
-        Exit: with 1 if it fails.
-    """
+    """Show a script's output to its end. Raises Exit: with 1 if it fails."""
     from elastic_ray.cli import submission as ray_jobs
 
     ray_jobs.follow(submission, lambda chunk: click.echo(chunk, nl=False))

@@ -1,4 +1,4 @@
-"""What the listings say, from what the cluster answered: frozen rows, and their cells as text (pure)."""
+"""Listings of the command line, from the cluster's answers: frozen rows, and their cells as text (pure)."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
 
 def comes_from(own: str, submission: str) -> bool:
-    """Whether ``own``, the id of a submission, is of this id or name."""
+    """True if the submission id ``own`` is of this id or name."""
     return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
-    """What a job's controller has answered.
+    """Answers of a job's controller.
 
     Attributes:
         actor: the controller's name, ``job:`` included.
         status: None if it did not answer in time.
-        spec: likewise.
     """
 
     actor: str
@@ -60,7 +59,7 @@ class JobAnswers:
     spec: JobSpec | None = None
 
     def comes_from(self, submission: str) -> bool:
-        """Whether a submission of this id or name has started it."""
+        """True if a submission of this id or name has started the job."""
         return comes_from("" if self.spec is None else self.spec.submission, submission)
 
     @property
@@ -74,13 +73,10 @@ class Submission:
     """A script that Ray runs for ``elastic-ray submit``.
 
     Attributes:
-        submission: id.
         name: of the script's first job, unless the script names it itself.
         status: ``PENDING``, ``RUNNING``, ``STOPPED``, ``SUCCEEDED`` or ``FAILED``.
         message: Ray's, of one line.
-        entrypoint: the command.
         started_s: [s since the epoch], None before.
-        ended_s: likewise.
     """
 
     submission: str
@@ -93,19 +89,19 @@ class Submission:
 
     @property
     def ended(self) -> bool:
-        """Whether the script has ended."""
+        """True if the script has ended."""
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
     @property
     def phase(self) -> str:
-        """In the words that are used of jobs: a script that runs has not begun, or has ended, its jobs."""
+        """Phase in the words of jobs: a running script has not started its jobs yet, or they have ended."""
         words = {"PENDING": "submitted", "RUNNING": "script", "SUCCEEDED": "finished"}
         return words.get(self.status, self.status.lower())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow(JobStatus):
-    """One job, or a script without one; the fields of ``--json``.
+    """Row of one job, or of a script without one; the fields of ``--json``.
 
     Attributes:
         phase: one of ``JobPhase``; ``silent`` if the controller does not answer; of a script ``submitted``,
@@ -117,7 +113,6 @@ class JobRow(JobStatus):
         user: owner of the job; empty of a script.
         ended_s: when it ended [s since the epoch]; None while it has not.
         submission: Ray's submission that it came from; empty if it was started otherwise.
-        storage_path: of its specification.
     """
 
     phase: str  # type: ignore[assignment]  # also what a script is
@@ -136,7 +131,7 @@ class JobRow(JobStatus):
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended badly."""
+        """True if the job has failed."""
         return self.phase == JobPhase.FAILED.value
 
 
@@ -186,7 +181,7 @@ def job_rows(
 
 
 def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
-    """One job, from its controller's answers and the allocator's view."""
+    """Return the row of a job from its controller's answers and the allocator's view."""
     status, spec = answers.status, answers.spec
     view = state.view if state is not None else None
     row = JobRow(
@@ -228,7 +223,7 @@ def _script_row(script: Submission) -> JobRow:
 
 
 def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
-    """One line under ``JOB_COLUMNS``."""
+    """Return a job's cells under ``JOB_COLUMNS``."""
     low, high = row.min_workers, row.max_workers
     limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
     try:
@@ -262,18 +257,15 @@ def _age(row: JobRow, now_s: float) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """One living node; the fields of ``--json``.
+    """Row of one living node; the fields of ``--json``.
 
     Attributes:
         node_id: Ray's hex id.
         address: its IP address.
-        total: its resources.
         free: what elastic jobs may use of them altogether; None while there is no allocator to say.
         draining: whether it is about to go.
-        gpu_type: of its label.
         market: ``spot`` or ``on-demand``, where a label says so.
         jobs: planned workers by job.
-        labels: all labels.
         failures: what is known of workers that failed there; None for nothing.
     """
 
@@ -323,7 +315,7 @@ def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None)
 
 
 def node_cells(row: NodeRow) -> tuple[str, ...]:
-    """One line under ``NODE_COLUMNS``."""
+    """Return a node's cells under ``NODE_COLUMNS``."""
     return (
         row.node_id[:SHORT_ID],
         row.address,
@@ -355,7 +347,7 @@ def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
-    """One line under ``DECISION_COLUMNS``."""
+    """Return a decision's cells under ``DECISION_COLUMNS``."""
     change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
     when = f"{ago(now_s - record.time_s)} ago"
     return (when, record.trigger, record.job or "-", change, " ".join(record.reason.split()))

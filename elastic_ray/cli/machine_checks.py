@@ -1,4 +1,4 @@
-"""What ``elastic-ray doctor`` looks at on one machine; each check says how it went, and what to do if not well."""
+"""Checks of ``elastic-ray doctor`` on one machine; each says how it went, and what to do if it failed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _STORAGE_S = 30.0
 _COPIED_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """One finding.
+    """Finding of one check.
 
     Attributes:
         name: what was looked at.
@@ -43,7 +43,7 @@ class Check:
 
 
 def machine_checks() -> tuple[Check, ...]:
-    """All that concerns one machine."""
+    """Run all checks of one machine."""
     looks: Mapping[str, Callable[[], Check]] = {
         "versions": check_versions,
         "GPU": check_gpu,
@@ -58,23 +58,21 @@ def machine_checks() -> tuple[Check, ...]:
 
 
 def _survive(name: str, look: Callable[[], Check]) -> Check:
-    """A check that breaks is a finding, and the others go on."""
+    """A check that breaks is a finding, and the others continue."""
     try:
         return look()
     except Exception as error:
-        return Check(name=name, state="fail", detail=f"{type(error).__name__}: {error}".splitlines()[0])
+        return Check(name, "fail", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def check_versions() -> Check:
-    """What the installed package asks for is there."""
+    """Check that the requirements of the installed package are met."""
     from packaging.requirements import Requirement
 
     try:
         required = importlib.metadata.requires(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
-        return Check(
-            name="versions", state="warn", detail=f"{_PACKAGE} runs from a source tree: pip install it on every node"
-        )
+        return Check("versions", "warn", f"{_PACKAGE} runs from a source tree: pip install it on every node")
     found, wrong = [f"Python {platform.python_version()}"], []
     for requirement in (Requirement(text) for text in required):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -88,8 +86,8 @@ def check_versions() -> Check:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} must be {requirement.specifier}, but is {version}")
     if wrong:
-        return Check(name="versions", state="fail", detail=f"{'; '.join(wrong)}: pip install -U {_PACKAGE}")
-    return Check(name="versions", state="ok", detail=", ".join(found))
+        return Check("versions", "fail", f"{'; '.join(wrong)}: pip install -U {_PACKAGE}")
+    return Check("versions", "ok", ", ".join(found))
 
 
 def check_gpu() -> Check:
@@ -98,12 +96,12 @@ def check_gpu() -> Check:
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia/gpus").exists():
-            return Check(name="GPU", state="ok", detail="none here: jobs train on CPUs")
+            return Check("GPU", "ok", "none here: jobs train on CPUs")
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return Check(
-            name="GPU",
-            state="fail",
-            detail=f"there is an NVIDIA driver, but torch {torch.__version__} ({built}) sees no GPU: check nvidia-smi, "
+            "GPU",
+            "fail",
+            f"there is an NVIDIA driver, but torch {torch.__version__} ({built}) sees no GPU: check nvidia-smi, "
             "CUDA_VISIBLE_DEVICES, and that torch is a build for this driver",
         )
     names, kernels = [], set(torch.cuda.get_arch_list())
@@ -113,15 +111,15 @@ def check_gpu() -> Check:
         if kernels and not any(arch.startswith(f"sm_{major}") for arch in kernels):
             way = "a newer torch" if newest < 10 * major + minor else "an older torch"
             detail = f"torch {torch.__version__} has no kernels for GPU {number} (sm_{major}{minor}): install {way}"
-            return Check(name="GPU", state="fail", detail=detail)
+            return Check("GPU", "fail", detail)
         ones = torch.ones(8, 8, device=f"cuda:{number}")
         if float((ones @ ones).sum()) != 512.0:
-            return Check(name="GPU", state="fail", detail=f"GPU {number} computes wrong results")
+            return Check("GPU", "fail", f"GPU {number} computes wrong results")
         names.append(torch.cuda.get_device_name(number))
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     memory = torch.cuda.get_device_properties(0).total_memory / (1 << 30)
     driver = f", driver {version}" if (version := _driver_version()) else ""
-    return Check(name="GPU", state="ok", detail=f"{kinds}, {memory:.0f} GiB, CUDA {torch.version.cuda}{driver}")
+    return Check("GPU", "ok", f"{kinds}, {memory:.0f} GiB, CUDA {torch.version.cuda}{driver}")
 
 
 def _driver_version() -> str:
@@ -138,43 +136,41 @@ def check_nccl() -> Check:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        return Check(
-            name="NCCL", state="fail", detail="torch has no gloo, which every job needs: install a usual build"
-        )
+        return Check("NCCL", "fail", "torch has no gloo, which every job needs: install a usual build")
     if not torch.cuda.is_available():
-        return Check(name="NCCL", state="ok", detail="not needed without GPUs; gloo is there")
+        return Check("NCCL", "ok", "not needed without GPUs; gloo is there")
     if not dist.is_nccl_available():
-        return Check(name="NCCL", state="fail", detail="torch was built without NCCL: install torch's CUDA build")
+        return Check("NCCL", "fail", "torch was built without NCCL: install torch's CUDA build")
     from torch.cuda import nccl
 
     ones = [torch.ones(4, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
     sums = [torch.zeros_like(each) for each in ones]
     nccl.all_reduce(ones, sums)  # type: ignore[no-untyped-call]
     if any(float(each.sum()) != 4.0 * len(ones) for each in sums):
-        return Check(name="NCCL", state="fail", detail=f"an all-reduce over {count(len(ones), 'GPU')} gave a wrong sum")
+        return Check("NCCL", "fail", f"an all-reduce over {count(len(ones), 'GPU')} gave a wrong sum")
     version = ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
-    return Check(name="NCCL", state="ok", detail=f"{version}; an all-reduce over {count(len(ones), 'GPU')} is right")
+    return Check("NCCL", "ok", f"{version}; an all-reduce over {count(len(ones), 'GPU')} is right")
 
 
 def check_links() -> Check:
-    """How ranks of this machine reach each other's GPUs, and how fast its memory is copied."""
+    """Check how ranks of this machine reach each other's GPUs, and how fast its memory is copied."""
     import torch
 
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not number:
-        return Check(name="GPU links", state="ok", detail="none without GPUs")
+        return Check("GPU links", "ok", "none without GPUs")
     if number == 1:
         rate = _copied("cuda:0", "cpu")
         several = "several ranks on it talk by TCP, if each has a NCCL_HOSTID of its own; else over gloo"
-        return Check(name="GPU links", state="ok", detail=f"one GPU, {rate:.1f} GB/s to the host; {several}")
+        return Check("GPU links", "ok", f"one GPU, {rate:.1f} GB/s to the host; {several}")
     pairs = [(a, b) for a in range(number) for b in range(a + 1, number)]
     cut_off = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     rates = sorted(_copied(f"cuda:{a}", f"cuda:{b}") for a, b in pairs)
     detail = f"{count(number, 'GPU')}, one rank on each; copies between two: {rates[0]:.1f} to {rates[-1]:.1f} GB/s"
     if not cut_off:
-        return Check(name="GPU links", state="ok", detail=f"{detail}, all by NVLink or PCIe peer access")
+        return Check("GPU links", "ok", f"{detail}, all by NVLink or PCIe peer access")
     named = ", ".join(f"{a} and {b}" for a, b in cut_off[:4])
-    return Check(name="GPU links", state="warn", detail=f"{detail}; no peer access between {named}: by host memory")
+    return Check("GPU links", "warn", f"{detail}; no peer access between {named}: by host memory")
 
 
 def _copied(source: str, target: str) -> float:
@@ -215,8 +211,8 @@ def check_traps() -> Check:
     if wanted and interfaces.is_dir() and not is_there(wanted, [each.name for each in interfaces.iterdir()]):
         found.append(f"NCCL_SOCKET_IFNAME={wanted}: this machine has no such interface, and NCCL would find no way out")
     if found:
-        return Check(name="GPU traps", state="warn", detail="; ".join(found))
-    return Check(name="GPU traps", state="ok", detail="no variable of CUDA or NCCL is set that is known to do harm")
+        return Check("GPU traps", "warn", "; ".join(found))
+    return Check("GPU traps", "ok", "no variable of CUDA or NCCL is set that is known to do harm")
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
@@ -246,13 +242,13 @@ def check_ports() -> Check:
                     heard = answering.recv(len(_WORD)) == _WORD
     except Exception as error:
         reason = str(error).splitlines()[0]
-        return Check(name="ports", state="fail", detail=f"nothing can listen and be reached at {host}: {reason}")
+        return Check("ports", "fail", f"nothing can listen and be reached at {host}: {reason}")
     if not heard:
-        return Check(name="ports", state="fail", detail=f"something else answers at {host}")
+        return Check("ports", "fail", f"something else answers at {host}")
     return Check(
-        name="ports",
-        state="ok",
-        detail=f"{host} listens and answers; between nodes, TCP ports {_free_ports()} must be open, and Ray's own",
+        "ports",
+        "ok",
+        f"{host} listens and answers; between nodes, TCP ports {_free_ports()} must be open, and Ray's own",
     )
 
 
@@ -268,12 +264,12 @@ def _free_ports() -> str:
 def check_shared_memory() -> Check:
     """Ray's object store and loaders' processes share it."""
     if not _SHARED_MEMORY.is_dir():
-        return Check(name="shared memory", state="ok", detail="this system has no /dev/shm")
+        return Check("shared memory", "ok", "this system has no /dev/shm")
     free = shutil.disk_usage(_SHARED_MEMORY).free
     text = f"{free / (1 << 30):.1f} GiB free in {_SHARED_MEMORY}"
     if free < _LEAST_SHARED_BYTES:
-        return Check(name="shared memory", state="warn", detail=f"{text}: in a container, start it with --shm-size=8g")
-    return Check(name="shared memory", state="ok", detail=text)
+        return Check("shared memory", "warn", f"{text}: in a container, start it with --shm-size=8g")
+    return Check("shared memory", "ok", detail=text)
 
 
 def check_session() -> Check:
@@ -282,11 +278,11 @@ def check_session() -> Check:
 
     warning = session_warning()
     detail = warning or "no other account can write into them, or no cluster runs here"
-    return Check(name="Ray's folders", state="warn" if warning else "ok", detail=detail)
+    return Check("Ray's folders", "warn" if warning else "ok", detail)
 
 
 def default_storage() -> str:
-    """Where runs go whose RunConfig names no place."""
+    """Return the storage of runs whose RunConfig names no place."""
     return os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or "~/ray_results"
 
 
@@ -305,8 +301,8 @@ def check_storage(path: str, nodes: int) -> Check:
         storage.create_within(_STORAGE_S)
         call_storage(path, "deleting", lambda: storage.filesystem.delete_dir(storage.path), timeout_s=_STORAGE_S)
     except (OSError, ValueError) as error:
-        return Check(name="storage", state="fail", detail=str(error).splitlines()[0])
+        return Check("storage", "fail", detail=str(error).splitlines()[0])
     if nodes > 1 and "://" not in path:
         detail = f"{path} can be written here; all {nodes} nodes must share it (NFS), or use s3://bucket/dir"
-        return Check(name="storage", state="warn", detail=detail)
-    return Check(name="storage", state="ok", detail=f"{path} can be written")
+        return Check("storage", "warn", detail)
+    return Check("storage", "ok", f"{path} can be written")

@@ -45,7 +45,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The same for a terminal: as wide as that is, a cell that says how a thing is in its colour."""
+    """Return the table for a terminal, as wide as that is; a cell that tells a state has the state's colour."""
     from rich.table import Table
     from rich.text import Text
 
@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
 
 
 def on_terminal() -> bool:
-    """Whether output may be coloured and fitted to a width: a terminal, without NO_COLOR or TERM=dumb."""
+    """True if output may be coloured and fitted to a width: on a terminal, without NO_COLOR or TERM=dumb."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain
 

@@ -165,7 +165,7 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
 
 
 def scaling_lines(decision: ScalingDecision) -> list[str]:
-    """What the cluster is to be, what changes and why, and what users of jobs must know."""
+    """Return lines on the cluster's wanted nodes, what changes and why, and what users of jobs must know."""
     nodes = ", ".join(f"{n} {name}" for name, n in decision.nodes.items() if n) or "none"
     lines = [f"nodes wanted: {nodes}; {decision.usd_per_h:.3g} USD/h"]
     lines += [f"  {reason}" for reason in decision.reasons.values()]

@@ -31,8 +31,7 @@ _TAKEN = "already exists"
 def client() -> Any:
     """The client of the cluster's dashboard: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
 
-    Raises:
-        ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.
+    Raises ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.
     """
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
@@ -52,11 +51,11 @@ def client() -> Any:
 
 
 class TakenError(Exception):
-    """Another submission has this id."""
+    """Error raised if another submission has this id."""
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """An id for a submission of this name: Ray wants each id once, and a job that goes on has its old name."""
+    """An id for a submission of this name: Ray wants each id once, and a job that continues has its old name."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 
@@ -74,8 +73,7 @@ def next_id(name: str, taken: Sequence[str]) -> str:
 def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
     """Let Ray run a command on the cluster.
 
-    Raises:
-        TakenError: somebody else was faster. ClickException: Ray refuses it; in its words.
+    Raises TakenError: somebody else was faster. ClickException: Ray refuses it; in its words.
     """
     there = client()
     deadline = time.monotonic() + _AGENT_S
@@ -97,12 +95,12 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
 
 
 def submissions() -> tuple[Submission, ...]:
-    """Ours, whether they run or have ended; none where there is no dashboard to ask."""
+    """Return our submissions, running or ended; empty if there is no dashboard to ask."""
     return tuple(_read(each) for each in _listed() if _NAME in (each.metadata or {}))
 
 
 def _listed() -> Sequence[Any]:
-    """All jobs that Ray knows, none where there is no dashboard to ask."""
+    """Return all jobs that Ray knows; empty if there is no dashboard to ask."""
     try:
         listed: Sequence[Any] = client().list_jobs()
     except RefusedError:
@@ -127,7 +125,7 @@ def stop(submission: str) -> None:
 
 
 def output(submission: str) -> str:
-    """What a script has printed so far."""
+    """Return the output of a script so far."""
     try:
         text: str = client().get_job_logs(submission)
     except (RuntimeError, OSError) as error:

@@ -53,7 +53,7 @@ def submit(
     """Run SCRIPT, which makes an ElasticTrainer, on the cluster; give it ARGUMENTS after `--`.
 
     SCRIPT may also be a file such as job.yaml that names the script and says what the options would; options
-    that are given here outrank it. The script runs on the head node as one of Ray's submitted jobs, and goes on when
+    that are given here outrank it. The script runs on the head node as one of Ray's submitted jobs, and continues when
     this command has ended.
 
     \b
@@ -77,12 +77,7 @@ def submit(
         submission = ray_jobs.free_id(name, refused)
         use_gpu, user = True if gpus else None, login_name()
         said = Overrides(
-            workers=workers,
-            use_gpu=use_gpu,
-            scheduling=told.scheduling,
-            name=name,
-            submission=submission,
-            user=user,
+            workers=workers, use_gpu=use_gpu, scheduling=told.scheduling, name=name, submission=submission, user=user
         )
         entrypoint = command(script.resolve().relative_to(folder), arguments, said, python or told.python)
         try:

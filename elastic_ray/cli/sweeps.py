@@ -1,4 +1,4 @@
-"""What the listings say of a sweep, from the rows of its trials (pure)."""
+"""Listings of a sweep, from the rows of its trials (pure)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ class SweepStatus:
     """A sweep at one moment, as far as trials run or have ended within the hour.
 
     Attributes:
-        sweep: its name.
         running: trials that have not ended; ``done`` were trained to their end, ``cut`` were stopped before.
         metric: what trials are compared by; empty where that is not known.
         best: the best value that a trial reported last; None where none has.
         best_trial: the job that did; empty where none has.
-        parameters: of that trial.
         eta_s: until the trials that run have ended [s]; None where unknown.
     """
 
@@ -58,7 +56,7 @@ def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
 
 
 def sweep_status(sweep: str, trials: Sequence[JobRow]) -> SweepStatus:
-    """How a sweep stands; ``trials`` has one or more."""
+    """Return the status of a sweep; ``trials`` has one or more."""
     ranked = best_first(trials)
     best = ranked[0] if ranked[0].score is not None else None
     live = [row for row in trials if not _has_ended(row)]
@@ -101,7 +99,7 @@ def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
 
 
 def called(trials: Sequence[JobRow]) -> dict[str, str]:
-    """What trials are called, by job: the parameters in which they differ."""
+    """Return the names of trials by job: the parameters in which they differ."""
     said = {row.job: row.trial.parameters for row in trials if row.trial is not None}
     names = dict.fromkeys(name for each in said.values() for name in each)
     differ = [name for name in names if len({repr(each.get(name)) for each in said.values()}) > 1]
@@ -152,7 +150,7 @@ def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]
 
 
 def _sweep_row(trials: Sequence[JobRow]) -> JobRow:
-    """One row for all of a sweep's trials."""
+    """Return one row for all of a sweep's trials."""
     assert trials[0].trial is not None, "only trials are grouped"
     status = sweep_status(trials[0].trial.sweep, trials)
     begun = [row.submitted_s for row in trials if row.submitted_s is not None]
@@ -173,7 +171,7 @@ def _sweep_row(trials: Sequence[JobRow]) -> JobRow:
 
 
 def trial_cells(row: JobRow, name: str) -> tuple[str, ...]:
-    """One line under ``TRIAL_COLUMNS``."""
+    """Return a trial's cells under ``TRIAL_COLUMNS``."""
     score = "" if row.score is None else f"{row.score:.4g}"
     eta = ago(row.eta_s) if row.eta_s is not None and not _has_ended(row) else ""
     workers = str(row.workers) if row.workers else ""

@@ -23,7 +23,7 @@ COLUMNS = ("JOB", "WORKERS", "SAMPLES/S", "ENDS IN", "REASON")
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def simulate(arguments: tuple[str, ...]) -> None:
-    """What if: replay a trace (the options of `python -m placement.simulator`), or `--live` the jobs that run now.
+    """Simulate: replay a trace (the options of `python -m placement.simulator`), or `--live` the jobs that run now.
 
     `simulate --live --help` and `simulate --help` list the options of each.
     """
@@ -44,7 +44,7 @@ def simulate(arguments: tuple[str, ...]) -> None:
 @click.option("--policy", help="By default the cluster's own.")
 @json_option
 def live(text: str | None, policy: str | None, as_json: bool) -> None:
-    """When the jobs that run now will be done, and what they would have on other nodes or under another policy.
+    """Show when the jobs that run now will be done, and what they would have on other nodes or under another policy.
 
     Their own models and declared lengths count; a type of GPU that a job has not been on is taken to be like the one
     that it knows. All else that jobs ask for (CPUs, memory) counts as plentiful there.
@@ -78,7 +78,7 @@ def live(text: str | None, policy: str | None, as_json: bool) -> None:
 
 
 def row(here: Outlook) -> tuple[str, ...]:
-    """A job as it will go on."""
+    """A job as it will continue."""
     reason = " ".join(here.reason.split())
     return here.job, str(here.workers), _rate(here.goodput), _span(here.ends_s), reason
 

@@ -1,1 +1,1 @@
-"""How do the ranks of one generation find each other, and talk?"""
+"""Communication of one generation's ranks: how they find each other and exchange messages."""

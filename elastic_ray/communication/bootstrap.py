@@ -1,4 +1,4 @@
-"""What the members of a generation must tell each other before they can connect, in their controller's memory (pure).
+"""Bootstrap data of a generation's members in their controller's memory, needed before they can connect (pure).
 
 It takes the place of a rendezvous server: nothing of ours listens for it. Members reach it through Ray's actor calls,
 so that Ray says who may talk to a controller at all, and each call proves that it comes from a worker of this job.
@@ -25,11 +25,9 @@ class BootstrapRefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapCall:
-    """One call of a member that forms a generation.
+    """Call of a member that forms a generation.
 
     Attributes:
-        generation: the generation.
-        worker: the member.
         mac: that it knows the job's secret (:func:`call_mac`).
         tells: what the others are to know, by key.
         wants: keys that it waits for.
@@ -50,7 +48,7 @@ def call_mac(secret: str, generation: int, worker: str) -> bytes:
 
 
 class _Table:
-    """What the members of one generation have told."""
+    """Values that the members of one generation have published."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -73,7 +71,7 @@ class _Table:
             self.wake()
 
     def drop(self) -> None:
-        """The generation was given up."""
+        """Drop the values of an abandoned generation and wake its callers."""
         self.dropped = True
         self.wake()
 
@@ -84,7 +82,10 @@ class _Table:
 
 
 class Bootstrap:
-    """See the module's text. Lives in one event loop; what it holds may be lost: then a generation is not formed.
+    """Bootstrap server of a job's generations.
+
+    Lives in one event loop; if its data is lost, a generation is not formed. Lives in one event loop; what it holds may
+    be lost: then a generation is not formed.
 
     Args:
         secret: the job's.
@@ -99,8 +100,7 @@ class Bootstrap:
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
         """Take what a member tells; answer once all is there that it wants, or its time is up, with all that is there.
 
-        Raises:
-            BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
+        Raises BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
         """
         if not verify(call.mac, self._secret, "bootstrap", call.generation, call.worker):
             raise BootstrapRefusedError("a call that proves nothing")

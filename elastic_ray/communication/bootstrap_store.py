@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from elastic_ray.worker.bootstrap_caller import ControllerCaller
+
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
-
-
-class Caller(Protocol):
-    """One member's way to :class:`elastic_ray.communication.bootstrap.Bootstrap`, for one generation."""
-
-    def tell(self, values: Mapping[str, bytes]) -> None:
-        """Let the others know; returns at once."""
-
-    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
-
-        Raises:
-            RuntimeError: the controller does not answer, or refuses to.
-        """
 
 
 class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
@@ -37,7 +26,6 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more, unless the
             store is to :meth:`stay_open`.
         rank: rank of the member.
-        world_size: number of members.
         called_off: True once the group is not wanted any more; then nothing is waited for.
 
     Attributes:
@@ -46,7 +34,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
 
     def __init__(
         self,
-        caller: Caller,
+        caller: ControllerCaller,
         timeout_s: float,
         *,
         rank: int,
@@ -67,7 +55,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def tell_at_once(self) -> None:
-        """From now on, who sets something need not wait for anything next."""
+        """Publish values at once from now on, instead of with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
@@ -91,8 +79,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until these keys are there.
 
-        Raises:
-            RuntimeError: they did not come in time, or the controller refuses to answer.
+        Raises RuntimeError: they did not come in time, or the controller refuses to answer.
         """
         until_s = time.monotonic() + self._timeout_s if self._stays_open else self._until_s
         if timeout is not None:
@@ -109,7 +96,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell(tells)
 
     def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """These keys, and what else this member is about to ask for.
+        """Return the keys with those that this member is about to ask for.
 
         gloo asks for one peer's after the other. Where this member has told its own, it wants that of all.
         """
@@ -119,7 +106,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether these keys are known here; asks no peer, for watchdogs ask it again and again."""
+        """True if all keys are known here; asks no peer, because watchdogs call it often."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -137,28 +124,20 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many values are known here."""
+        """Return the number of values known here."""
         return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline stays."""
+        """Do nothing: the deadline stays."""
 
     def has_extended_api(self) -> bool:
-        """Without append, queues and the like."""
+        """Return False: append, queues and the like are not supported."""
         return False
 
     def add(self, key: str, amount: int) -> int:
-        """No group of ours counts anything.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """No group of ours counts anything. Raises NotImplementedError: always."""
         raise NotImplementedError(f"a rendezvous through the controller does not count, but was asked to: {key!r}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """No group of ours compares anything.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """No group of ours compares anything. Raises NotImplementedError: always."""
         raise NotImplementedError(f"a rendezvous through the controller does not compare, but was asked to: {key!r}")

@@ -22,14 +22,7 @@ from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.kept_groups import drop_ended_groups, keep_group
-from elastic_ray.communication.nccl import (
-    CUDA_POLL_S,
-    abort_nccl,
-    begin_nccl,
-    connect_nccl,
-    has_run,
-    identity_of,
-)
+from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, connect_nccl, has_run, identity_of
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.measures import OPERATIONS
 
@@ -53,7 +46,6 @@ class Communicator:
     which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
 
     Attributes:
-        gradients: its collectives.
         traffic: bytes that were handed to collectives of either group, by operation; what forms the group is left out.
             Of a broadcast only the root hands something over, of an all-gather each its own part.
         connections: of both gloo groups.
@@ -72,8 +64,7 @@ class Communicator:
             who can reach it. Empty where the ranks share none.
         called_off: True once the group is not wanted any more; asked while it forms.
 
-    Raises:
-        CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
+    Raises CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
     """
 
     def __init__(
@@ -138,7 +129,7 @@ class Communicator:
             ) from error
 
     def _authenticate_peers(self, prefix: str, secret: str, nonces: Sequence[bytes], until_s: float) -> None:
-        """Each pair of ranks proves to each other what only a worker of this job can.
+        """Authenticate each pair of ranks to each other by what only a worker of this job knows.
 
         Raises:
             CommunicationFailedError: a stranger has taken a rank's place.
@@ -183,7 +174,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """What carries gradients on a GPU: ``nccl`` or ``gloo``; empty for a rank alone."""
+        """Backend of gradients on a GPU: ``nccl`` or ``gloo``; empty for a rank alone."""
         return "" if self.world_size == 1 else "gloo" if self._nccl is None else "nccl"
 
     def leave(self, timeout_s: float) -> None:
@@ -206,7 +197,7 @@ class Communicator:
 
     @property
     def voided(self) -> bool:
-        """Whether the generation was called off."""
+        """True if the generation was called off."""
         return self._voided.is_set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, timeout_s: float | None = None) -> Any:
@@ -228,7 +219,7 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
     def ends_within(self, work: Any, wait_s: float) -> bool:
-        """Whether a started operation ends within this time; not if the generation is called off before."""
+        """True if `work` ends within `wait_s`; waiting stops when the generation is called off."""
         deadline = time.monotonic() + wait_s
         while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
             time.sleep(_PARTING_POLL_S)
@@ -311,7 +302,7 @@ class Communicator:
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
-        """What rank ``root`` gives as ``content``, on every rank; by choice in the gradient group."""
+        """Return the ``content`` of rank ``root`` on every rank; optionally in the gradient group."""
         length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
@@ -326,12 +317,10 @@ class Communicator:
         """Wait for a started operation; returns whether it has ended within ``patience_s`` (at least 0.1).
 
         Args:
-            work: the operation.
             patience_s: return after this time in any case.
             since_s: when the wait began, for one in pieces: the group's timeout counts from there [s, monotonic].
 
-        Raises:
-            CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
+        Raises CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
         """
         if self._nccl is None and self._waited_briefly(work) and not self._voided.is_set():
             return True
@@ -346,7 +335,7 @@ class Communicator:
         return True
 
     def mark_broken(self) -> None:
-        """A peer does not keep to the protocol: operations may be pending for ever."""
+        """Mark the communicator as broken: a peer violates the protocol, so operations may be pending for ever."""
         self.broken = True
 
     def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
@@ -356,8 +345,7 @@ class Communicator:
             works: of sends and receives; None for those in a batch.
             batched: what the batch has started.
 
-        Raises:
-            CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
+        Raises CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
         failure: list[str] = []
@@ -388,7 +376,7 @@ class Communicator:
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def _waited_briefly(self, work: Any) -> bool:
-        """Whether gloo's own wait, the cheapest, saw a good end; it cannot be called off, so it must be short."""
+        """True if gloo's own wait saw success. It is the cheapest wait, but cannot be called off, so it is short."""
         try:
             work.wait(_BRIEFLY)
         except RuntimeError:
@@ -479,8 +467,7 @@ class StagedTransfer:
     def wait(self) -> None:
         """Wait until what is sent has gone, or what comes is in its place.
 
-        Raises:
-            RuntimeError: the peer is gone, or the time is up.
+        Raises RuntimeError: the peer is gone, or the time is up.
         """
         self._work.wait()
         if self._into is not None:
@@ -505,8 +492,6 @@ class GradientGroup:
     The works are for ``Communicator.wait``.
 
     Args:
-        rank: of this process.
-        world_size: number of ranks.
         gloo: backend for CPU tensors.
         nccl: backend for CUDA tensors; None where gloo carries them, too.
         guard: carries an operation out unless the generation was called off, and turns errors into

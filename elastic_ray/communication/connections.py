@@ -1,4 +1,4 @@
-"""What the kernel knows of a group's connections: how long they were sending (Linux; no torch, no Ray)."""
+"""TCP statistics of a group's connections: how long they were sending (Linux; no torch, no Ray)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Connections:
 
     @staticmethod
     def of_process() -> list[Connection]:
-        """All sockets that this process has now; none where there is no ``/proc``, or none that may be read."""
+        """Return all sockets of this process; empty without a readable ``/proc``."""
         found: list[Connection] = []
         if _LIBC is None:
             return found
@@ -60,7 +60,7 @@ class Connections:
 
 
 def _is(descriptor: int, number: int) -> bool:
-    """Whether the descriptor still stands for this socket."""
+    """True if the descriptor still refers to this socket."""
     try:
         return os.fstat(descriptor).st_ino == number
     except OSError:
@@ -68,7 +68,7 @@ def _is(descriptor: int, number: int) -> bool:
 
 
 def _sending_s(descriptor: int) -> float:
-    """Of one connection [s]; 0 for what is none of TCP, or of an older kernel."""
+    """Return how long a connection was sending [s]; 0 if it is not TCP or the kernel is too old."""
     assert _LIBC is not None, "no connection was found elsewhere"
     told, size = ctypes.create_string_buffer(_ROOM), ctypes.c_uint32(_ROOM)
     failed = _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, told, ctypes.byref(size))

@@ -12,7 +12,7 @@ BACKEND = "elastic_ray"
 
 
 class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
-    """See the module's text.
+    """Work of a process group that has already ended.
 
     Args:
         tensors: its results.

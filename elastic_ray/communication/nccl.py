@@ -33,7 +33,7 @@ def identity_of(gpu: int) -> str:
 
 def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     """An NCCL backend that has not connected yet, and never blocks without end."""
-    # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
+    # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to continue.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_START_S))
@@ -52,12 +52,10 @@ def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off:
 
     Args:
         backend: NCCL's.
-        device: of this process.
         until_s: deadline [s, monotonic].
         called_off: True once the group is not wanted any more.
 
-    Raises:
-        RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
+    Raises RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
     """
     failure: list[str] = []
     stopped = threading.Event()
@@ -119,7 +117,7 @@ def abort_nccl(backend: Any) -> None:
 
 
 def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
-    """Whether operations that were waited for have run, as far as nobody has aborted them: what is aborted ends, too.
+    """True if the operations have run by the deadline and were not aborted.
 
     Where a peer is gone they never run, though NCCL's own wait has ended: that is for what the GPU does next.
 

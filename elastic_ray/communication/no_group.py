@@ -1,4 +1,4 @@
-"""What stands in the place of a group's parts before there is a group (pure)."""
+"""Placeholder for a group's parts before there is a group (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class NoGroup:
-    """Whatever is asked of it raises RuntimeError."""
+    """Placeholder that raises RuntimeError on any use."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the session has not entered a generation yet, or has left the last one")

@@ -18,16 +18,15 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole 
 
 
 def refuse_connections(told: Iterable[bytes]) -> int:
-    """Let the kernel drop whatever comes to the sockets that this process listens on and has told of.
+    """Let the kernel drop whatever comes to the sockets that this process listens on and has published.
 
     gloo listens for as long as a group lasts, though all have connected: strangers' connections would take up its
-    file descriptors, and what they send would be looked at. The connections that there are go on.
+    file descriptors, and what they send would be looked at. The connections that there are continue.
 
     Args:
         told: what peers were told, in which gloo writes a socket's address as the kernel has it.
 
-    Returns:
-        How many sockets were found.
+    Returns how many sockets were found.
     """
     if not sys.platform.startswith("linux"):
         return 0
@@ -41,7 +40,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
 
 
 def _close(descriptor: int, told: list[bytes]) -> bool:
-    """Whether the descriptor is a socket that listens where peers were told; it takes nothing in any more."""
+    """Close a listening socket at a published address to new connections; True if the descriptor is one."""
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return False

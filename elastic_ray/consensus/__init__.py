@@ -1,1 +1,1 @@
-"""What the ranks of a group tell each other before collectives, and what they have agreed on."""
+"""Consensus of a group's ranks: announcements before collectives, and agreements."""

@@ -1,4 +1,4 @@
-"""What all ranks decide together: numbers that ride on collectives, from which each rank concludes the same."""
+"""Joint decisions of all ranks: numbers that travel with collectives, from which each rank concludes the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # preemption, how often rank 0 has reported, its wishes that all ranks hold the same model (1) and compare it (2), and
 # whether a rank ran out of memory.
 CONTROL_SIZE = 9
-# A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
+# A vote continues with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
 _SUMS_ROOM = PAYLOAD_SIZE - _NAMES_END
@@ -37,13 +37,13 @@ Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
 class AgreedChanges:
-    """What the ranks of the present group have agreed on and not yet carried out.
+    """Decisions that the ranks of the present group have agreed on and not yet carried out.
 
     Attributes:
         generation: generation to go to after this step, 0 for none.
         stop: the job stops after this step, for good.
-        preempted: it stops there to go on another time.
-        batch: batch shape to change to, None to go on as it is.
+        preempted: it stops there to continue another time.
+        batch: batch shape to change to, None to continue as it is.
         comparison: all ranks are to compare their models with the next announcement that they make.
         ran_out: a rank ran out of memory in the step in progress: this one, or, once the sums are known, any.
         saves: checkpoints are reported in the present group.
@@ -66,7 +66,7 @@ class AgreedChanges:
         self._heard = self._others = 0
 
     def begin(self) -> None:
-        """A group was entered: nothing that another one agreed on counts in it."""
+        """Enter a group, in which agreements of another one do not count."""
         self.generation, self.batch, self.ran_out = 0, None, False
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self.comparison = self.saves = False
@@ -76,7 +76,7 @@ class AgreedChanges:
         self._wants_comparison = self._wants_comparison or wanted
 
     def compared(self) -> None:
-        """They do."""
+        """Mark the comparison as done."""
         self.comparison = False
 
     def ask_for_consensus(self) -> None:
@@ -84,7 +84,7 @@ class AgreedChanges:
         self._wants_consensus = True
 
     def take_consensus(self) -> bool:
-        """Whether all ranks are to hold the same model now, once."""
+        """Return True once if all ranks must make their models identical now."""
         asked, self._consensus = self._consensus, False
         return asked
 
@@ -99,24 +99,24 @@ class AgreedChanges:
         return batch
 
     def run_out(self) -> None:
-        """This rank has run out of memory."""
+        """Record that this rank has run out of memory."""
         self.ran_out = True
 
     def forget_ran_out(self) -> None:
-        """The step is undone."""
+        """Forget that ranks ran out of memory, because the step is undone."""
         self.ran_out = False
 
     def count_reports(self, reports: int) -> None:
-        """The run has made so many reports on this rank."""
+        """Set the number of reports that the run has made on this rank."""
         self.reports = reports
 
     def is_unrecorded(self) -> bool:
-        """Another rank than the first reports: True with the third time, if the first one never has."""
+        """True on the third report of another rank, if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
     def values(self, rank: int) -> list[float]:
-        """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
+        """Return this rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
         wishes = self._wishes
         ahead = float(wishes.prepared_ahead)
         wish = wishes.wanted_batch if rank == 0 else None
@@ -133,7 +133,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
+        """Take the sums over all ranks, from which every rank draws the same conclusions."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
@@ -159,8 +159,7 @@ class AgreedChanges:
             added: what this rank has added, by accumulator and name.
             agree: announces the vote; adds up numbers that ride along.
 
-        Returns:
-            Accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns accumulator, name and sum over the ranks, in the same order everywhere.
 
         Raises:
             CommunicationFailedError: the collective failed.
@@ -188,10 +187,9 @@ class AgreedChanges:
 
 
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
-    """What this rank has added, and 0 to what else the first rank has: one without a batch cannot know the names.
+    """Return this rank's sums, with 0 for names that only rank 0 has: a rank without a batch cannot know them.
 
-    Raises:
-        CommunicationFailedError: the collective failed.
+    Raises CommunicationFailedError: the collective failed.
     """
     if communicator.world_size == 1:
         return added

@@ -1,4 +1,4 @@
-"""Before the collectives of a group, its ranks tell each other what they are: a small all-reduce of a fixed size.
+"""Announcements between ranks before collectives: a small all-reduce of fixed size.
 
 Reductions of gradients are announced the first time. From then on a rank announces them only while it waits for long:
 they run in the gradient group, where ranks that do something else cannot meet them and can only make them wait.
@@ -23,7 +23,7 @@ from elastic_ray.consensus.intents import (
     notes_differ,
 )
 
-# Values that ride along, added up over the ranks; parts of the control sums have room of their own behind them.
+# Values that ride along, added up over the ranks; parts of the control sums have room of their own after them.
 PAYLOAD_SIZE = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
 # So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
@@ -32,7 +32,7 @@ _FINISHED_S = 7 * 24 * 3600.0
 _PATIENCE_S = 2.0
 _HEARING_S = 0.2
 _TAGS = 64
-# Bytes of a strategy's name, and how long a rank that cannot go on waits for those of the others.
+# Bytes of a strategy's name, and how long a rank that cannot continue waits for those of the others.
 _NAME_BYTES, _NAMES_S = 64, 5.0
 
 
@@ -79,8 +79,7 @@ class Announcer:
     def start_quietly(self, what: Announced, loader_steps: int) -> None:
         """Note what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
 
-        Raises:
-            RanksDisagreeError: this rank has not done what it announced before.
+        Raises RanksDisagreeError: this rank has not done what it announced before.
         """
         self._begin(what, loader_steps, 0, ())
 
@@ -143,17 +142,17 @@ class Announcer:
             raise
 
     def done(self) -> None:
-        """The collectives that were announced are all on their way."""
+        """Note that all announced collectives have been launched."""
         self._open = None
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """What ranks with samples have announced last, and those without take part in."""
+        """Latest announcement of the ranks with samples, which the others take part in."""
         return joined_by_idle([int(code) for code in self._values[: self._world]])
 
     @property
     def fingerprints(self) -> list[int]:
-        """By rank, as announced last."""
+        """Fingerprints by rank, as announced last."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
@@ -162,12 +161,12 @@ class Announcer:
         The announcement stands as long as the group does: a rank that announces something else later finds it.
 
         Raises:
-            RanksDisagreeError: another one goes on, as far as that is known in this time.
+            RanksDisagreeError: another one continues, as far as that is known in this time.
         """
         self._begin(what, loader_steps, fingerprint, ())
         self._open = None
         until_s = time.monotonic() + wait_s
-        self._work = None  # an outdated announcement, behind which these stand
+        self._work = None  # an outdated announcement, after which these are queued
         try:
             # Twice: the first may meet an outdated announcement of another rank, which then makes a second, too.
             standing = [self._stand(), self._stand()]
@@ -195,7 +194,7 @@ class Announcer:
         return self._work, self._tensor
 
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> bool:
-        """Whether all ranks have read the same, where all have reduced gradients of the same step.
+        """True if all ranks have read the same data, where all have reduced gradients of the same step.
 
         Args:
             tags: sums of their :meth:`step_tag`.
@@ -219,7 +218,7 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other.
+        """Return a tag and its square, which each rank adds to a reduction; exact in float32.
 
         Args:
             loader_steps: that it has committed.
@@ -229,7 +228,7 @@ class Announcer:
         return tag, tag * tag
 
     def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
-        """A phase begins; raises where the one before was not completed."""
+        """Begin a phase; raises if the one before was not completed."""
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time
         if self._open is not None:
@@ -249,7 +248,7 @@ class Announcer:
         self._work = self.communicator.all_reduce(self._tensor, timeout_s=timeout_s)
 
     def _speak(self) -> None:
-        """While waiting for long: say what for, and hear what the others say."""
+        """Announce the reason during a long wait, and receive the announcements of others."""
         if self._work is not None:
             if not self._work.is_completed():
                 return
@@ -262,10 +261,9 @@ class Announcer:
             self.communicator.keep_for(self._work)  # the others may need no announcement for as long as they train
 
     def _all_in_phase(self) -> bool:
-        """Whether all ranks have announced the same phase.
+        """True if all ranks have announced the same phase.
 
-        Raises:
-            RanksDisagreeError: they have, but not the same in it, nor what ranks without samples take part in.
+        Raises RanksDisagreeError: they have, but not the same in it, nor what ranks without samples take part in.
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
@@ -286,7 +284,7 @@ class Announcer:
         raise self._refused
 
     def _strategies(self) -> Sequence[str]:
-        """By rank, the strategies or collectives of what all have announced; empty where some have not told in time.
+        """Return the announced strategies or collectives by rank; empty if some ranks have not sent theirs in time.
 
         All ranks come here, for all know that they disagree; their announcements are over.
         """

@@ -1,4 +1,4 @@
-"""One rank's part in what the ranks agree on: announcements before collectives, votes, and what rides on them."""
+"""Consensus of one rank with the others: announcements before collectives, votes, and control values."""
 
 from __future__ import annotations
 
@@ -38,25 +38,23 @@ class ControlPart(Protocol):
     """
 
     def begin(self) -> None:
-        """A group was entered: what another one concluded does not count in it."""
+        """Enter a group, in which conclusions of another one do not count."""
 
     def size(self, world_size: int) -> int:
-        """How many; the same on all ranks of a group."""
+        """Return the number of values; the same on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's contribution; sums of it are exact in float32 where they must be."""
+        """Return this rank's contribution, whose sums are exact in float32 where they must be."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks, the same on every rank that hears them."""
+        """Take the sums over all ranks, the same on every rank that receives them."""
 
 
 class RankConsensus:
-    """See the module's text.
+    """Consensus of one rank with the ranks of its group.
 
     Args:
-        group: the present group.
         changes: what is agreed on and not carried out.
-        replicas: compares parameters.
         position: how far this rank is.
         parts: what else rides on the control sums.
         warn: tells the job's user.
@@ -92,14 +90,14 @@ class RankConsensus:
         self._parts.extend(parts)
 
     def follow_group(self) -> None:
-        """The group is another one: what its ranks tell each other before collectives, and what rides on them."""
+        """Follow the membership into a group: set up its announcements, and the parts of its control sums."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
             self.announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + sum(n for _, n in self._riding))
 
     def enter_group(self) -> None:
-        """A group was entered: what was agreed on, or compared, in another one does not count in it."""
+        """Enter a group, in which agreements and comparisons of another one do not count."""
         self._replicas.begin()
         self._changes.begin()
         for part in self._parts:
@@ -109,7 +107,6 @@ class RankConsensus:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
 
         Args:
-            what: it.
             payload: rides along, and is added up.
             plan: compared with that of the other ranks, in place of the parameters.
 
@@ -129,11 +126,9 @@ class RankConsensus:
         """Tell the other ranks that gradients are reduced next here, where that has to be said.
 
         Args:
-            what: the reductions.
             known: all ranks have made these before, and can make no others.
 
-        Returns:
-            Whether :meth:`agreed` must be asked before their results are used.
+        Returns whether :meth:`agreed` must be asked before their results are used.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -146,7 +141,7 @@ class RankConsensus:
         return True
 
     def _compares(self, what: Announced) -> bool:
-        """Whether parameters are compared with this announcement."""
+        """True if parameters are compared with this announcement."""
         steps, saves = self._position.steps, what.intent is Intent.BUFFERS
         if what.index == 0 and what.intent is Intent.END_OF_PASS:
             self._replicas.end_pass()
@@ -188,19 +183,17 @@ class RankConsensus:
         """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
 
         Args:
-            what: it.
             wait_s: longest wait for the others.
             fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
 
-        Returns:
-            The fingerprints of all ranks; none where they have not all come within this time.
+        Returns the fingerprints of all ranks; none where they have not all come within this time.
         """
         if self.announcer.announce_finished(what, self._position.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
 
     def reductions_started(self) -> None:
-        """The reductions that were announced are all on their way."""
+        """Note that all announced reductions have been launched."""
         self.announcer.done()
 
     def wait(self, work: Any) -> None:
@@ -209,11 +202,11 @@ class RankConsensus:
 
     @property
     def control_size(self) -> int:
-        """How many control values every reduction of gradients carries in the present group."""
+        """Number of control values that every reduction of gradients carries in the present group."""
         return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
-        """This rank's contribution to the control sums (``control_size`` values, exact in float32)."""
+        """Return this rank's contribution to the control sums (``control_size`` values, exact in float32)."""
         return self._changes.values(rank) + self._part_values(rank)
 
     def _part_values(self, rank: int) -> list[float]:
@@ -223,7 +216,7 @@ class RankConsensus:
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Every rank draws the same conclusions from the sums of all ranks' control values."""
+        """Draw the same conclusions on every rank from the sums of all ranks' control values."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
         if self._changes.ran_out:
             self._position.fail(RAN_OUT)
@@ -237,7 +230,7 @@ class RankConsensus:
             first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:
-        """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step.
+        """Return the tag that a rank adds to a reduction, so that :meth:`check_same_step` detects another step.
 
         Args:
             note: of the gradients, see ``notes_differ``.
@@ -246,9 +239,9 @@ class RankConsensus:
         return Announcer.step_tag(self._position.loader_steps, sample_tag + note)
 
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
-        """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
+        """Check that all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
 
-        Ranks that have read other samples for it are told of once: an augmentation may differ, which does no harm.
+        Ranks that have read other samples for it are reported once: an augmentation may differ, which does no harm.
         """
         if not self.announcer.check_same_step(tags, note):
             self._reads_differ = True
@@ -285,8 +278,7 @@ class RankConsensus:
             join: of a rank without samples: takes part in what the others have announced.
             plan: is compared as well.
 
-        Returns:
-            Accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns accumulator, name and sum over the ranks, in the same order everywhere.
 
         Raises:
             CommunicationFailedError: the group broke.

@@ -1,4 +1,4 @@
-"""What each rank is about to do, as a number that it tells the others before every collective (pure).
+"""Intents of ranks: what each is about to do, as a number announced before every collective (pure).
 
 Ranks that do different things must not meet in one collective: sizes that differ end a process, sizes that agree add up
 what does not belong together.
@@ -19,7 +19,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 class Intent(enum.IntEnum):
-    """What comes next on a rank."""
+    """Intent of a rank: what it does next."""
 
     GRADIENTS = 1
     EDGE = 2
@@ -46,10 +46,9 @@ _STEPPED = "which parameters have a gradient, and learning rates"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """What a rank announces.
+    """Announcement of a rank: its intent with details, and their code.
 
     Attributes:
-        intent: its kind.
         index: number of the model, or depth of the loader pass, by kind.
         detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
         strategy: what a user calls that, of gradients and of his own collectives; no part of :attr:`code`.
@@ -122,7 +121,7 @@ class Announced:
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:
-    """What the ranks are about to do, as the text of an error; by rank, with the committed steps of each.
+    """Return what the ranks are about to do as the text of an error; by rank, with the committed steps of each.
 
     Args:
         codes: of what they have announced.
@@ -150,12 +149,12 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Text of the error of a rank that is about to begin a step behind which another one's training has ended.
+    """Text of the error of a rank that is about to begin a step after which another rank's training has ended.
 
     Args:
         rank: the one that has returned.
         steps: of all loaders that it has committed.
-        other: a rank that goes on.
+        other: a rank that continues.
         others_steps: that this one has committed.
     """
     return (
@@ -194,7 +193,7 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """What all ranks with samples do, where those without can take part: call a model, gather or fetch, end the step.
+    """Return the announcement of the ranks with samples if the others can take part in it; else None.
 
     Args:
         codes: of what they have announced; those of ranks without samples name the end that they wait at.
@@ -217,7 +216,7 @@ def joined_by_idle(codes: Sequence[int]) -> Announced | None:
 
 
 def layouts_differ(codes: Sequence[int]) -> bool:
-    """Whether two ranks reduce gradients of one model, and not in the same layout."""
+    """True if two ranks reduce gradients of one model in different layouts."""
     known = [Announced.from_code(code) for code in codes if code]
     layouts = {(each.index, each.detail) for each in known if each.intent is Intent.GRADIENTS}
     return len(layouts) > len({index for index, _ in layouts})
@@ -230,13 +229,12 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, world_size: int) -> int:
-    """Whether all ranks have prepared the same next generation, from two sums over the ranks.
+    """Return how many generations ahead all ranks have prepared, from two sums over them; 0 if they differ.
 
     Each rank contributes d, how many generations ahead of the present one its prepared group is (0 for none), and
     d squared. All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).
 
-    Returns:
-        The common d, 0 where the ranks do not agree (yet).
+    Returns the common d, 0 where the ranks do not agree (yet).
     """
     total, squares = round(sum_of_distances), round(sum_of_squares)
     return total // world_size if total > 0 and world_size * squares == total * total else 0
@@ -249,6 +247,5 @@ def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Whether all ranks have the same digest and number by the sums of their ballots, as in
-    :func:`agreed_generations_ahead`."""
+    """True if all ranks have the same digest and number, by the sums; see :func:`agreed_generations_ahead`."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

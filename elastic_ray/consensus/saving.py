@@ -1,4 +1,4 @@
-"""Whether all ranks write their parts of a checkpoint after a step, or the first one the whole of it (pure)."""
+"""Agreement on a checkpoint: all ranks write their parts after a step, or rank 0 writes all of it (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import dataclasses
 import enum
 import secrets
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_ray.checkpoints.sharded.saver import PartSaver
 
 # Values of a rank that ride on the control sums; the token's halves are exact in float32.
 _RIDING = 4
@@ -14,7 +17,7 @@ _HALF_BITS = 16
 
 
 class Readiness(enum.Enum):
-    """Whether a rank can write its part."""
+    """Readiness of a rank to write its part."""
 
     READY = enum.auto()
     NOT_YET = enum.auto()
@@ -22,35 +25,16 @@ class Readiness(enum.Enum):
 
 
 class Saving(enum.Enum):
-    """What the ranks have agreed on."""
+    """Mode of saving that the ranks have agreed on."""
 
     TOGETHER = enum.auto()
     ALONE = enum.auto()
     LATER = enum.auto()
 
 
-class PartWriter(Protocol):
-    """Writes this rank's part."""
-
-    def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Whether it can.
-
-        Args:
-            rank: of this worker.
-            world_size: ranks of the group.
-            now: no step follows, so that there is time for all but what never comes.
-        """
-
-    def standing(self) -> Readiness:
-        """The same from what is known since :meth:`readiness` was asked last; costs nothing, and begins nothing."""
-
-    def begin(self) -> None:
-        """A group was entered: its rank writes another part there."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrder:
-    """All ranks write their parts of this checkpoint now.
+    """Order to all ranks to write their parts of one checkpoint now.
 
     Attributes:
         token: tells it apart from others of as many steps.
@@ -64,7 +48,7 @@ class SaveOrder:
 
 
 class SaveAgreement:
-    """See the module's text. All ranks add up what they say, and decide the same from the sums.
+    """Agreement of ranks on how to save: all sum their ballots, and decide the same from the sums.
 
     What is known without a look at the state rides on the control sums of every step (a ``ControlPart``). So when the
     first rank's wish for a checkpoint comes with the same sums, there is nothing left to agree on. Where models are to
@@ -75,39 +59,39 @@ class SaveAgreement:
     """
 
     def __init__(self) -> None:
-        self._writer: PartWriter | None = None
+        self._writer: PartSaver | None = None
         self._order: SaveOrder | None = None
         self._given_up = False
         self._heard: tuple[float, ...] | None = None
         self.refusals = 0
 
-    def serve(self, writer: PartWriter) -> None:
-        """This rank has something that writes its part."""
+    def serve(self, writer: PartSaver) -> None:
+        """Set the writer of this rank's part."""
         self._writer = writer
 
     def give_up(self) -> None:
-        """The first rank saves alone from now on."""
+        """Give up joint saving: rank 0 saves alone from now on."""
         self._given_up = True
 
     def begin(self) -> None:
-        """A group was entered: what was agreed on in another one does not count."""
+        """Enter a group, in which agreements of another one do not count."""
         self._order, self._heard, self.refusals = None, None, 0
         if self._writer is not None:
             self._writer.begin()
 
     @property
     def together(self) -> bool:
-        """Whether ranks are to save together, as far as this one knows."""
+        """True if ranks save together, as far as this one knows."""
         return self._writer is not None and not self._given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
-        """What this rank adds to the sums; exact in float64.
+        """Return this rank's ballot for the sums; exact in float64.
 
         Args:
             rank: of this worker.
             world_size: ranks of the group.
             divided: whether state lies with several ranks; equal on all.
-            now: as for ``PartWriter.readiness``.
+            now: as for ``PartSaver.readiness``.
         """
         self._order = None
         if not divided or world_size == 1:
@@ -118,7 +102,7 @@ class SaveAgreement:
         return [1.0, *_said(rank, readiness)]
 
     def decide(self, sums: Sequence[float], rank: int, world_size: int, *, now: bool) -> Saving:
-        """What comes of the sums; the same on all ranks.
+        """Return the mode of saving that the sums decide; the same on all ranks.
 
         Args:
             sums: of the ballots over all ranks.
@@ -138,7 +122,7 @@ class SaveAgreement:
         return Saving.TOGETHER
 
     def prepare(self, rank: int, world_size: int) -> None:
-        """A checkpoint is wanted for which not all ranks are ready: begin what is missing on this one."""
+        """Start what is missing on this rank for a wanted checkpoint."""
         if self._writer is not None and not self._given_up:
             self._writer.readiness(rank, world_size, now=False)
 
@@ -149,11 +133,11 @@ class SaveAgreement:
         return _RIDING
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """What this rank would say if a checkpoint was wanted now."""
+        """Return this rank's ballot for a checkpoint wanted now."""
         return _NEVER if self._writer is None or self._given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks."""
+        """Take the sums over all ranks."""
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:
@@ -162,7 +146,7 @@ class SaveAgreement:
         return (float(world_size), *heard) if heard is not None else ()
 
     def take_order(self) -> SaveOrder | None:
-        """What the ranks have agreed to write now, once."""
+        """Return the order that the ranks have agreed on, and clear it."""
         order, self._order = self._order, None
         return order
 
@@ -172,7 +156,7 @@ _NEVER = (0.0, 0.0, 0.0, 1.0)
 
 
 def _said(rank: int, readiness: Readiness) -> list[float]:
-    """One rank's contribution; the token in two halves, which the first one draws once it is ready."""
+    """Return one rank's ballot; rank 0 draws a token once it is ready, sent in two halves."""
     token = 1 + secrets.randbits(2 * _HALF_BITS) if rank == 0 and readiness is Readiness.READY else 0
     halves = [float(token >> _HALF_BITS), float(token & ((1 << _HALF_BITS) - 1))]
     return [*halves, float(readiness is Readiness.NOT_YET), float(readiness is Readiness.NEVER)]

@@ -1,4 +1,4 @@
-"""What an ``AdaptiveDataLoader`` was given, also in the shape of a torch DataLoader (torch)."""
+"""Arguments of an ``AdaptiveDataLoader``, also in the form of a torch DataLoader (torch)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class LoaderArguments:
         shuffle: None where the user has not said.
         options: further arguments of ``torch.utils.data.DataLoader``.
 
-    Raises:
-        TypeError, ValueError: arguments that exclude each other.
+    Raises TypeError, ValueError: arguments that exclude each other.
     """
 
     dataset: Any
@@ -103,10 +102,9 @@ class LoaderArguments:
             raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")
 
     def shown(self, name: str) -> Any:
-        """What a DataLoader with these arguments shows under this name.
+        """Return the value that a DataLoader with these arguments shows under `name`.
 
-        Raises:
-            AttributeError: it has no such attribute.
+        Raises AttributeError: it has no such attribute.
         """
         if name == "sampler" and self.sampler is None:
             if isinstance(self.dataset, IterableDataset):
@@ -124,7 +122,7 @@ class LoaderArguments:
         return {**own.pop("options"), **own}
 
     def facts(self, *, drop_last: bool) -> dict[str, Any]:
-        """What all ranks must have in common to cut the same batches, as plain values by name.
+        """Return the facts that all ranks must share to cut the same batches, as plain values by name.
 
         Args:
             drop_last: also as a sampler has it.
@@ -145,7 +143,7 @@ class LoaderArguments:
 
     @property
     def shuffles(self) -> bool:
-        """Whether the order is a new one in each epoch: unless told otherwise, except for whole batches."""
+        """True if each epoch has a new order: by default, except for whole batches."""
         return (not self.whole_batches) if self.shuffle is None else self.shuffle
 
 
@@ -156,9 +154,8 @@ def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderA
         given: what an ``AdaptiveDataLoader`` was given.
         batch_size: the global batch size in place of the DataLoader's own.
 
-    Raises:
-        ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs
-            into it.
+    Raises ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs
+    into it.
     """
     loader: DataLoader[Any] = given.dataset
     own = {"dataset", "whole_batches", "on_epoch"}

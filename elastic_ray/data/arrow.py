@@ -231,7 +231,7 @@ def _rows(table: pa.Table) -> list[Row]:
 
 
 def _values(column: Any) -> list[Any]:
-    """One Python or NumPy value per row of an Arrow array, converted column-wise where the type allows."""
+    """Convert an Arrow array to one Python or NumPy value per row, column-wise where the type allows."""
     if isinstance(column, pa.ChunkedArray):  # an extension type, or more than 2 GB of strings
         return [value for chunk in column.chunks for value in _values(chunk)]
     kind = column.type
@@ -261,7 +261,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _row_groups(fragments: Sequence[Any]) -> tuple[list[tuple[int, int]], Indices]:
-    """All (file, row group) that have rows, the number of the first row of each, and the total."""
+    """Return all (file, row group) that have rows, the number of each one's first row, and the total."""
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
         footers = list(pool.map(lambda fragment: [(g.id, g.num_rows) for g in fragment.row_groups], fragments))
     found = [(file, number, rows) for file, footer in enumerate(footers) for number, rows in footer if rows]
@@ -328,7 +328,7 @@ def _resolve(source: str, filesystem: Any) -> tuple[Any, str]:
 
 
 def _through_fsspec(source: str, unknown: Exception) -> tuple[Any, str]:
-    """The same for a scheme that pyarrow does not know."""
+    """Return the file system and path of a source whose scheme only fsspec knows."""
     try:
         import fsspec
 

@@ -27,13 +27,11 @@ _CHUNK = 1 << 20
 
 
 class StepSplit:
-    """How the next steps are cut; equal on all ranks but for ``rank``.
+    """Division of the next steps among ranks; equal on all ranks except for ``rank``.
 
     Args:
         batch_size: samples of a step.
         micro_steps: micro-batches of each rank.
-        world_size: ranks.
-        rank: this one.
         drop_last: leave out a last step smaller than the batch.
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
@@ -171,28 +169,28 @@ class StepBatches:
 
 
 class BatchSource(Protocol):
-    """What a loader takes the batches of one rank from."""
+    """Protocol of a source of one rank's batches, which a loader reads."""
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """(Re)start at ``position`` of the epoch: at a pass's beginning, and when group or batch have changed."""
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Close the source at the run's end."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; also again, where one was voided."""
 
     def commit(self) -> None:
-        """The step was used."""
+        """Commit the step, whose samples were used."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """What all ranks must have in common to use each sample of the epoch once, as plain values by name."""
+        """Return the facts that all ranks must share to use each sample of the epoch once, as plain values by name."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin at ``position``, with ``total`` samples in the pass."""
+        """True if a group of ``world_size`` may start at ``position``, with ``total`` samples in the pass."""
 
 
 @runtime_checkable
@@ -206,7 +204,7 @@ class BringsBatches(Protocol):
     known_rows: int | None
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> BatchSource:
-        """Where a loader's batches come from, with the user's ``collate_fn``."""
+        """Return the source of a loader's batches, with the user's ``collate_fn``."""
 
 
 class _PlannedBatches:
@@ -234,7 +232,7 @@ class _PlannedBatches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fetching:
-    """How samples are fetched.
+    """Settings for fetching samples: worker processes, epoch hook and DataLoader options.
 
     Attributes:
         num_workers: DataLoader worker processes.
@@ -298,11 +296,11 @@ class MapBatches:
         self._batches = iter(self._loader)
 
     def close(self) -> None:
-        """The run is over: worker processes end."""
+        """Close the source at the run's end: worker processes end."""
         self._batches = self._loader = None
 
     def end(self) -> None:
-        """The pass is over: unless they are kept for the next one, the worker processes go."""
+        """End the pass; worker processes end too, unless they are kept for the next one."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None
@@ -333,17 +331,17 @@ class MapBatches:
         return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
 
     def fetch(self) -> Any:
-        """This rank's next batch."""
+        """Return this rank's next batch."""
         assert self._batches is not None, "begin() comes first"
         return next(self._batches)
 
     def commit(self) -> None:
-        """The step was used."""
+        """Commit the step, whose samples were used."""
         for first in self._firsts:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """The length of the dataset, the epoch's order, and what can be told of the items."""
+        """The length of the dataset, the epoch's order, and facts about the items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)
@@ -355,7 +353,7 @@ class MapBatches:
         }
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin here."""
+        """True if a group of ``world_size`` may start at ``position``."""
         return can_switch(position=position, total=total, world_size=world_size)
 
 
@@ -367,7 +365,7 @@ def _sum_of(hashes: Mapping[int, int], firsts: Sequence[int]) -> int:
 def _shares(
     order: Order, position: int, cut: StepSplit, hashes: dict[int, int], *, sort: bool
 ) -> Iterator[tuple[int, list[int]]]:
-    """This rank's micro-batches from ``position`` on, each with the position of its first sample.
+    """Yield this rank's micro-batches from ``position``, each with the position of its first sample.
 
     Sorted, each rank reads one stretch of the file in a step.
     """
@@ -404,7 +402,7 @@ def _steps(position: int, total: int, cut: StepSplit) -> Iterator[range]:
 
 
 def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, seed: int) -> DataLoader[Any]:
-    """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork.
+    """Build a DataLoader whose workers persist within a pass, because a resize must not fork them again.
 
     What they draw for a sample follows from the seed, the epoch and its position, see ``seed_sample``.
     """
@@ -429,7 +427,7 @@ class StreamBatches:
         self._epoch = -1
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Go to ``position`` of the epoch's stream."""
+        """Seek to ``position`` of the epoch's stream."""
         if self._stream is None:
             self._stream = StreamSharder(self._dataset, seed=self._seed, epoch=epoch, position=position)
         elif epoch != self._epoch:
@@ -439,13 +437,13 @@ class StreamBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """The pass is over."""
+        """Do nothing at the end of a pass."""
 
     def close(self) -> None:
-        """The stream is read in this process: nothing has to end."""
+        """Do nothing: the stream is read in this process."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """As :meth:`MapBatches.step`; the samples of the pass are those that are known to be there."""
+        """Return the batches of the next step of the stream; the pass has the samples known to be there."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
         drawn = stream.next_step(
@@ -464,14 +462,14 @@ class StreamBatches:
         return StepBatches(total=total, sizes=cut.sizes(drawn.count, position), fetches=fetches, sample_tag=drawn.tag)
 
     def commit(self) -> None:
-        """The step was used: its items are let go."""
+        """Commit the step and release its items."""
         if self._stream is not None:
             self._stream.commit()
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """None: items are compared as they are read, see ``StepBatches.sample_tag``."""
+        """Return no facts: items are compared as they are read, see ``StepBatches.sample_tag``."""
         return {}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin here."""
+        """True if a group of ``world_size`` may start here."""
         return self._stream is not None and self._stream.can_switch(world_size)

@@ -1,4 +1,4 @@
-"""What can be told of some of a dataset's items, as facts that ranks compare (torch).
+"""Facts about some of a dataset's items, which ranks compare (torch).
 
 Items are looked at where that costs nothing: tensors, arrays, lists, tables, and such attributes of a dataset as name
 each of its samples (a list of files). No sample is loaded, and no code of the user's is called but ``__len__``: no file
@@ -117,7 +117,7 @@ def _is_frame(value: Any) -> bool:
 
 
 def _entries(value: Any, name: str) -> Facts:
-    """Some entries of a list, an array, a tensor or a data frame by name; none of anything else."""
+    """Return some entries of a list, an array, a tensor or a data frame by name; empty for anything else."""
     count = _length(value)
     if count < 0:
         return {}
@@ -146,7 +146,7 @@ def _table_facts(dataset: Any, name: str) -> Facts:
 
 
 def _plain(item: Any, depth: int = 0) -> Any:
-    """Some values of an item, as JSON has them; None for what is unknown, or is not there."""
+    """Return some values of an item in JSON types; None if unknown or absent."""
     kind = type(item)
     if kind is torch.Tensor:
         item = item.detach()

@@ -1,4 +1,4 @@
-"""How a dataset's copies in worker processes learn of a new epoch, and what random numbers they draw for a sample."""
+"""Epochs and random numbers of dataset copies in worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 
 def tell_errors() -> None:
-    """In a DataLoader's worker process: send the error in place of a batch that cannot be sent.
+    """Send an error in place of a batch that cannot be sent, in a DataLoader's worker process.
 
     Python pickles a batch in a thread of the worker process, whose errors it prints and forgets, and the training
     process would wait for the batch for ever.
@@ -23,7 +23,7 @@ def tell_errors() -> None:
 
 
 def _send_error(queue: Any, error: Exception, what: Any) -> None:
-    """Python's ``Queue._on_queue_feeder_error``, in the thread that sends; ``what`` is ``(number, batch)``."""
+    """Replace ``Queue._on_queue_feeder_error`` in the thread that sends; ``what`` is ``(number, batch)``."""
     worker = get_worker_info()
     if not isinstance(what, tuple) or worker is None:
         raise error
@@ -46,7 +46,6 @@ class EpochBatch(list[int]):
     Args:
         epoch: that they belong to.
         first: position of the first of them in the epoch's order.
-        indices: them.
     """
 
     __slots__ = ("epoch", "first")
@@ -75,7 +74,7 @@ def seed_sample(seed: int, epoch: int, position: int) -> None:
 
 
 class FollowsEpochs:
-    """A dataset that is told of each epoch by its first batch, in whichever process it is.
+    """Dataset to which each epoch is reported by its first batch, in whichever process it is.
 
     Args:
         dataset: the user's.
@@ -113,7 +112,7 @@ class FollowsEpochs:
         return found
 
     def _begin(self, batch: EpochBatch, number: int) -> None:
-        """A sample of the batch is about to be loaded."""
+        """Seed the sample of the batch that is about to be loaded."""
         if self._seed is not None:
             seed_sample(self._seed, batch.epoch, batch.first + number)
 

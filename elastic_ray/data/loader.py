@@ -38,12 +38,10 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
     """Batches of a loader.
 
     Args:
-        given: its arguments.
         seed: of its order.
         drop_last: whether a tail shorter than a batch is left out.
 
-    Raises:
-        ValueError: nothing would be left of an epoch.
+    Raises ValueError: nothing would be left of an epoch.
     """
     if isinstance(given.dataset, BringsBatches):
         return given.dataset.batch_source(given.options.get("collate_fn"))
@@ -82,7 +80,7 @@ def order_of(given: LoaderArguments) -> EpochOrder:
 
 
 class PlanFacts:
-    """What all ranks must have in common to share out the samples of one loader.
+    """Facts that all ranks must share to divide the samples of one loader.
 
     Args:
         given: the loader's arguments.
@@ -296,18 +294,18 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def _leads(self) -> bool:
-        """Whether this is the loader that speaks for the job, and that follows the batch it chooses."""
+        """True if this loader reports for the job and adopts the batch size that the job chooses."""
         return self._session.registry.loaders.leads(self)
 
     def join(self, session: Session) -> None:
-        """Belong to another run of this process from now on."""
+        """Join another run of this process."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0
             self._announce()
 
     @property
     def shape(self) -> BatchChoice:
-        """How a full step is cut on each worker now."""
+        """Division of a full step on each worker now."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
@@ -318,7 +316,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def current_local_bsz(self) -> int:
-        """Most samples a worker takes at once now."""
+        """Largest number of samples that a worker takes at once now."""
         return self.shape.atomic_bsz
 
     @property
@@ -334,7 +332,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """The same by accelerate's name, which scripts ask loaders for."""
+        """Global batch size now, by accelerate's name."""
         return self.current_batch_size
 
     def __len__(self) -> int:
@@ -368,7 +366,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def drop_last(self) -> bool:
-        """Whether a tail shorter than a batch is left out."""
+        """True if a tail shorter than a batch is dropped."""
         return self._drop_last
 
     def __getattr__(self, name: str) -> Any:
@@ -380,7 +378,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self.batches()
 
     def batches(self, *, joined_later: bool = False) -> Iterator[Any]:
-        """As ``iter()``; where ``joined_later``, nobody joins between the last step and the epoch's end."""
+        """Iterate over the batches. With ``joined_later``, no rank joins between the last step and the epoch's end."""
         self._join_present_run()
         loader_pass = self._session.enter_loop()
         if loader_pass.done:
@@ -413,7 +411,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._source.hash_of_rest(epoch, loader_pass.position)
 
     def _end_reading(self, loader_pass: PassProgress) -> None:
-        """A pass is over; one that was left long ago, and is only collected now, does not end the one that reads."""
+        """End reading of a pass; one that was left long ago does not end the one that reads."""
         if self._reading is None or self._reading[0] is loader_pass:
             self._source.end()
 
@@ -545,7 +543,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def _shares(self) -> Shares | None:
-        """What each rank takes of a step, where some are slower than others; None for equal shares."""
+        """Shares of a step for ranks of unequal speed; None for equal shares."""
         weights = self._session.share_weights
         if weights is None:
             return None

@@ -1,5 +1,4 @@
-"""In which order does an epoch use its samples? The same answer on every rank, from the seed and the epoch
-alone.
+"""Sample order of an epoch, the same on every rank, computed from the seed and the epoch only.
 
 Map-style datasets: an `EpochOrder` gives the indices of an epoch (`order_for` picks it); `sharding` then cuts
 them up by position. Iterable datasets: `StreamSharder` reads the stream on every rank and keeps its
@@ -45,7 +44,7 @@ class EpochOrder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexOrder:
-    """All of 0..samples-1, shuffled or as they are.
+    """Order of the indices 0..samples-1, shuffled or ascending.
 
     Attributes:
         samples: length of the dataset, >= 1.
@@ -131,7 +130,7 @@ class SamplerOrder:
 
 
 def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | None = None) -> EpochOrder:
-    """Which order an epoch over a map-style `dataset` has.
+    """Return the epoch order of a map-style `dataset`.
 
     A sampler decides alone, `shuffle` then plays no part; torch's DistributedSampler is taken apart: its
     `shuffle` and `seed` are used, its sharding and padding are not (see also `drops_last`). Else, shuffled,
@@ -161,8 +160,7 @@ def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | No
 
 
 def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
-    """Whether a tail shorter than a global batch is dropped: by the loader's argument or a
-    DistributedSampler's."""
+    """True if the loader's argument or a DistributedSampler drops a tail shorter than a global batch."""
     return drop_last or (_is_plain_distributed(sampler) and bool(cast("Any", sampler).drop_last))
 
 
@@ -179,7 +177,7 @@ def digest(order: Order) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStep(Generic[Item]):
-    """One rank's part of a global batch from a stream.
+    """Part of a global batch from a stream for one rank.
 
     Attributes:
         items: this rank's items, one list per micro-step, none empty.
@@ -253,15 +251,14 @@ class StreamSharder(Generic[Item]):
         self._skip(position)
 
     def seek(self, position: int) -> None:
-        """Go to `position`, dropping a drawn step: forwards by skipping, backwards by opening the stream
-        again."""
+        """Seek to `position`, dropping a drawn step: forwards by skipping, backwards by opening the stream again."""
         if position < self._position:
             self.start_epoch(self._epoch, position=position)
         else:
             self._skip(position)
 
     def can_switch(self, world_size: int) -> bool:
-        """Whether `world_size` workers may start here; see `sharding.can_switch`."""
+        """True if `world_size` workers may start here; see `sharding.can_switch`."""
         self._read_ahead(2 * world_size)
         total = self._position + len(self._ahead)
         return sharding.can_switch(position=self._position, total=total, world_size=world_size)
@@ -281,8 +278,7 @@ class StreamSharder(Generic[Item]):
 
         `micro_steps` may be a function of the step's samples.
 
-        Raises:
-            ValueError: bad input, or an empty stream.
+        Raises ValueError: bad input, or an empty stream.
         """
         self._read_ahead(batch_size + 2 * world_size)
         known = self._position + len(self._ahead)

@@ -1,4 +1,4 @@
-"""Which index stands where in a shuffled epoch? Any part of the answer, without the rest: pure integer arithmetic.
+"""Random access to a shuffled epoch's permutation with pure integer arithmetic.
 
 A permutation of 0..n-1 that keeps nothing but its keys: a Feistel network over the grid of a x b cells, the squarest
 one that holds n. A cell is (left, right); each round adds a keyed hash of one coordinate to the other, modulo that
@@ -42,7 +42,6 @@ class Permutation:
     """Indices 0..samples-1 in an order that depends on ``key`` alone; computed as they are asked for.
 
     Attributes:
-        samples: number of indices.
         key: any text; equal texts give equal orders. Empty: they ascend.
 
     >>> Permutation(samples=10**12, key="0 0")[7:10].tolist()

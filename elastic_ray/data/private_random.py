@@ -18,7 +18,7 @@ class PrivateRandom:
     instead.
 
     Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes.
-    The context may be entered again and goes on where it was left; the generators outside never notice.
+    The context may be entered again and continues where it was left; the generators outside never notice.
     """
 
     def __init__(self, *, seed: int, epoch: int, owner: object = None) -> None:

@@ -1,4 +1,4 @@
-"""Where a loader's run stands, in the words of torch's ``Stateful``."""
+"""Resume position of a loader's run, in the form of torch's ``Stateful``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ResumableLoader:
 
     @property
     def drop_last(self) -> bool:
-        """Whether a tail shorter than a batch is left out."""
+        """True if a tail shorter than a batch is dropped."""
         raise NotImplementedError
 
     @property
     def on_last_batch(self) -> bool:
-        """Whether the micro-batch in progress is the last one of its pass, as far as that is known of a stream."""
+        """True if the micro-batch in progress is the last one of its pass, as far as a stream's length is known."""
         step = self._session.passes.step
         if step is None or step.micro_steps - 1 > step.micro:
             return False
@@ -56,9 +56,10 @@ class ResumableLoader:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, as plain values, for a checkpoint of your own: its epoch, and the samples that each
-        pass of it has used. A step whose update is in the model counts as done. It is the same on all ranks, and for
-        all loaders of a run: one of them is enough.
+        """Return the resume point as plain values for a checkpoint of your own.
+
+        It holds the epoch, and the samples that each pass of it has used. A step whose update is in the model counts as
+        done. It is the same on all ranks, and for all loaders of a run: one of them is enough.
 
         Checkpoints that are given to ``report``, and automatic ones, have it already.
         """
@@ -67,7 +68,7 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin where ``state_dict`` was called; before the first epoch, on every worker alike.
 
-        A job that goes on from a checkpoint of its own stays where that stands, which its model does, too.
+        A job that continues from a checkpoint of its own stays where that stands, which its model does, too.
 
         Raises:
             ValueError: it is no such state; the message names the field.
@@ -79,8 +80,7 @@ class ResumableLoader:
 def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     """Have a run begin where ``state_dict`` of one of its loaders was called; they all have the same places.
 
-    Raises:
-        ValueError, RuntimeError: as :meth:`ResumableLoader.load_state_dict`.
+    Raises ValueError, RuntimeError: as :meth:`ResumableLoader.load_state_dict`.
     """
     point = ResumePoint.from_json(state)
     if point is None:
@@ -90,7 +90,7 @@ def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     present = run.states.progress
     if present.steps or present.epoch or present.passes:
         logger.info(
-            "the job goes on from its own checkpoint, after step %d; a loader's state of step %d is not used",
+            "the job continues from its own checkpoint, after step %d; a loader's state of step %d is not used",
             present.steps,
             point.steps,
         )

@@ -1,4 +1,4 @@
-"""Which samples of an epoch does which rank take next? Pure arithmetic, the same on every rank.
+"""Division of an epoch's samples among ranks: pure arithmetic, the same on every rank.
 
 An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one
 number, ``position``: how many samples of that order committed steps have used. World size, batch size and
@@ -8,7 +8,7 @@ shrinks or fails; a step that failed is drawn again by calling the same function
 
 Where evaluation keeps batches whole, they lie one after the other in that order; batch ``b`` ends at sample
 ``ends[b]``. A step takes the next ``world_size`` batches, one for each rank, so position is always the end of a batch,
-and a group of any size can go on from it. Only the last step may have fewer batches than ranks; its last ranks have
+and a group of any size can continue from it. Only the last step may have fewer batches than ranks; its last ranks have
 none.
 """
 
@@ -63,12 +63,10 @@ def step_size(
         least: fewest samples of a rank's share, 1 or 2. With 2 one worker alone leaves itself as many for the last
             step, and a leftover that would leave some rank one is taken along, at most two samples more per rank.
 
-    Returns:
-        0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
-        `world_size`.
+    Returns 0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
+    `world_size`.
 
-    Raises:
-        ValueError: bad input.
+    Raises ValueError: bad input.
 
     >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
     [8, 8, 5, 0]
@@ -113,7 +111,7 @@ def _size_before_leftover(remaining: int, batch_size: int, world_size: int, leas
 
 
 def can_switch(*, position: int, total: int, world_size: int) -> bool:
-    """Whether a generation of `world_size` workers may start here; if not, a planned change waits.
+    """True if a generation of `world_size` workers may start here; if not, a planned change waits.
 
     True if the samples that are left give each worker at least two (BatchNorm cannot do with one); at the beginning
     and the end of an epoch, if the next one, taken to be as long as this one, gives each at least one.
@@ -123,13 +121,11 @@ def can_switch(*, position: int, total: int, world_size: int) -> bool:
 
 
 def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int = 1) -> int:
-    """How many micro-steps a step of `count` samples has: `micro_steps`, or fewer if some would be below `least`.
+    """Return the number of micro-steps for `count` samples: `micro_steps`, or fewer if some would be below `least`.
 
-    Returns:
-        min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
+    Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
 
-    Raises:
-        ValueError: bad input.
+    Raises ValueError: bad input.
     """
     _check_count("world_size", world_size, at_least=1)
     _check_count("micro_steps", micro_steps, at_least=1)
@@ -142,15 +138,13 @@ def split(
 ) -> Indices:
     """Sizes of the pieces into which a step of `count` samples is cut.
 
-    Returns:
-        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
-        `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two
-        ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less
-        than `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least`
-        where `count` has as many for each rank.
+    Returns array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
+    `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two ranks'
+    sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less than
+    `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least` where
+    `count` has as many for each rank.
 
-    Raises:
-        ValueError: bad input, or shares of another number of ranks.
+    Raises ValueError: bad input, or shares of another number of ranks.
 
     >>> split(11, world_size=2, micro_steps=2).tolist()
     [[3, 3], [3, 2]]
@@ -172,12 +166,11 @@ def split(
 def rank_slices(
     count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> list[slice]:
-    """Which part of a step of `count` samples `rank` takes in each micro-step, as slices of 0..count; none without one.
+    """Return the slices of 0..count that `rank` takes in each micro-step of a step of `count` samples.
 
     A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
 
-    Raises:
-        ValueError: bad input, or rank outside 0..world_size-1.
+    Raises ValueError: bad input, or rank outside 0..world_size-1.
     """
     sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares, least=least)
     _check_count("rank", rank, at_least=0)
@@ -212,7 +205,7 @@ def _check_count(name: str, value: Any, *, at_least: int) -> None:
 
 
 def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
-    """Where batches of ``batch_size`` end in an order of ``samples``; the last one may be shorter, or is dropped.
+    """Return the ends of the batches in an order of ``samples``; the last batch may be shorter, or is dropped.
 
     >>> batch_ends(7, 3, drop_last=False), batch_ends(7, 3, drop_last=True)
     ([3, 6, 7], [3, 6])
@@ -225,8 +218,7 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
     """First and last + 1 sample of each rank's batch in the step at ``position``; shorter than ``world_size`` for
     ranks without one, empty at the end of the pass.
 
-    Raises:
-        ValueError: ``position`` is not where a batch begins.
+    Raises ValueError: ``position`` is not where a batch begins.
 
     >>> whole_step([3, 6, 7], position=3, world_size=4)
     [(3, 6), (6, 7)]
@@ -243,5 +235,5 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
 
 
 def batches_of(count: int, *, rank: int, world_size: int) -> int:
-    """How many of a pass's ``count`` batches a rank takes, if the group keeps its size."""
+    """Return the number of a pass's ``count`` batches that a rank takes, if the group keeps its size."""
     return len(range(rank, count, world_size))

@@ -16,15 +16,14 @@ _LEAST = 2  # samples of a micro-batch: BatchNorm cannot do with one
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What each rank is to take of a step.
+    """Weights of ranks for unequal shares of a step, with the least and most samples of a rank.
 
     Attributes:
         weights: of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1.
         least: fewest samples of a micro-batch, where an equal split has so many.
         most: most samples of a micro-batch, where an equal split has no more; None for no bound.
 
-    Raises:
-        ValueError: a weight is not above 0 and finite, or a bound is below 1.
+    Raises ValueError: a weight is not above 0 and finite, or a bound is below 1.
     """
 
     weights: tuple[float, ...]
@@ -51,8 +50,7 @@ def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
         shares: weights and bounds.
         micro_steps: micro-batches of each rank; every one gets a sample at least.
 
-    Returns:
-        One size of ``micro_steps`` or more for each rank; together they are ``count``.
+    Returns one size of ``micro_steps`` or more for each rank; together they are ``count``.
     """
     ranks = len(shares.weights)
     even = count // (ranks * micro_steps)

@@ -34,11 +34,7 @@ class BatchSamplerOrder:
         self.ends: list[int] = []
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """See ``EpochOrder``; sets ``ends``.
-
-        Raises:
-            ValueError: an empty batch, or an index outside the dataset.
-        """
+        """See ``EpochOrder``; sets ``ends``. Raises ValueError: an empty batch, or an index outside the dataset."""
         for told in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(told, "set_epoch", None)):
                 set_epoch(epoch)
@@ -61,7 +57,7 @@ class BatchSamplerOrder:
 
 
 class WholeBatches(MapBatches):
-    """As ``MapBatches``, but each step gives every rank the next whole batch; the last ranks of a pass may have none.
+    """Source of whole batches: each step gives every rank the next one; the last ranks of a pass may have none.
 
     Args:
         batch_size: samples of a batch; of no account where the order is a ``BatchSamplerOrder``.
@@ -84,7 +80,7 @@ class WholeBatches(MapBatches):
         self._ends: tuple[Order, Sequence[int]] | None = None
 
     def ends(self, epoch: int) -> Sequence[int]:
-        """Where the epoch's batches end."""
+        """Return the positions at which the epoch's batches end."""
         order = self.indices(epoch)
         if self._ends is None or self._ends[0] is not order:
             if isinstance(self._order, BatchSamplerOrder):
@@ -108,17 +104,17 @@ class WholeBatches(MapBatches):
         return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """As of ``MapBatches``, and where batches end."""
+        """Return the facts of ``MapBatches`` and a digest of where batches end."""
         ends = np.asarray(self.ends(epoch), dtype=np.int64)
         return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """A group of any size can go on from the end of a batch."""
+        """A group of any size can continue from the end of a batch."""
         return True
 
 
 def _own_batches(order: Order, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[tuple[int, list[int]]]:
-    """This rank's batches from ``position`` on, each with the position of its first sample."""
+    """Yield this rank's batches from ``position``, each with the position of its first sample."""
     while batches := whole_step(ends, position=position, world_size=cut.world_size):
         if cut.rank < len(batches):
             first, last = batches[cut.rank]

@@ -1,4 +1,4 @@
-"""What a job shows while it runs: pure lines of text, and a thin display for a terminal or a log."""
+"""Display of a job while it runs: pure lines of text, and a thin display for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def event_line(job: str, event: JobEvent) -> str:
 
 
 def report_line(job: str, report: Report, epochs: int | None) -> str:
-    """What was reported at the end of an epoch: ``job a1: epoch 3/30 done, loss 0.231, accuracy 0.94``."""
+    """Return a line on the report at an epoch's end: ``job a1: epoch 3/30 done, loss 0.231, accuracy 0.94``."""
     of = "" if epochs is None else f"/{epochs}"
     told = [f"{name} {value}" for name, value in list(_numbers(report.metrics).items())[:_MOST_METRICS]]
     return _line(job, [f"epoch {report.epochs_done}{of} done", *told])
 
 
 def _line(job: str, parts: Iterable[str]) -> str:
-    """What happened to a job, on one line that shows whatever others have named or said as text."""
+    """Return one line on a job; text that others have named or said is made printable."""
     return short_ids(printable(f"job {short_name(job)}: " + ", ".join(part for part in parts if part)))
 
 
@@ -61,7 +61,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def status_fields(status: JobStatus) -> dict[str, str]:
-    """What is worth showing of a status, by column; unknown values are left out."""
+    """Return the known values of a status that are worth showing, by column."""
     fields = {"workers": _workers(status)}
     if status.batch_size > 0:
         fields["batch"] = f"{status.batch_size}"
@@ -188,7 +188,7 @@ class JobDisplay:
             return
         try:
             print(line, file=self._stream, flush=True)
-        except (OSError, ValueError):  # closed pipe or stream: the job goes on unseen
+        except (OSError, ValueError):  # closed pipe or stream: the job continues unseen
             self._works = False
 
 
@@ -209,7 +209,7 @@ def _live(stream: TextIO) -> Live:
 
 
 def _table(status: JobStatus) -> Table:
-    """One row: the job, its phase, then what :func:`status_fields` knows."""
+    """Return a table of one row: the job, its phase, and the fields of :func:`status_fields`."""
     from rich.table import Table
     from rich.text import Text
 

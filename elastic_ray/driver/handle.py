@@ -114,7 +114,7 @@ class JobHandle:
     """A submitted job: ask it, hold it at a size, wait for it, stop it.
 
     While the handle's process lives, a thread renews the job's lease; without it the job ends itself after
-    ``ElasticConfig.lease_s``, or goes on if another process attaches in time. After the job's end all methods
+    ``ElasticConfig.lease_s``, or continues if another process attaches in time. After the job's end all methods
     answer from what the handle has kept. Its methods may be called from any thread.
     """
 
@@ -149,7 +149,7 @@ class JobHandle:
         if controller is None:
             raise ValueError(
                 f"there is no job {job!r} to attach to: it has ended, or its lease ran out; submit it again "
-                "under the same name to go on from its last checkpoint"
+                "under the same name to continue from its last checkpoint"
             )
         try:
             spec = _spec_of(controller)
@@ -167,7 +167,7 @@ class JobHandle:
         return self._spec.job
 
     def done(self) -> bool:
-        """Whether the job has ended, however it did."""
+        """True if the job has ended, in success or not."""
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -181,7 +181,7 @@ class JobHandle:
             timeout: longest wait [s]; None waits for ever.
 
         Raises:
-            TimeoutError: if the job has not ended within ``timeout``; it goes on.
+            TimeoutError: if the job has not ended within ``timeout``; it continues.
             TrainFunctionError: if the train function raised; it is also of the type of the user's exception.
             WorkersLostError: if all workers were lost more often than ``FailureConfig.max_failures`` allows.
             JobLostError: if the job's controller died.
@@ -190,7 +190,7 @@ class JobHandle:
         if ending is None:
             raise TimeoutError(
                 f"job {self.job!r} has not ended within {timeout:g} s ({_state(self._lease.last)}); "
-                "it goes on, ask again later or stop() it"
+                "it continues, ask again later or stop() it"
             )
         if ending.outcome is None:
             raise JobLostError(self.job, ending.lost, _state(ending.before or ending.status))
@@ -206,7 +206,7 @@ class JobHandle:
         return result
 
     def status(self) -> JobStatus:
-        """Where the job is now."""
+        """Return the job's present status."""
         answer = self._ask("status")
         if answer is not None and self._lease.ending is None:
             self._lease.answer(answer)
@@ -227,7 +227,7 @@ class JobHandle:
         return self._spec.storage_path
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """What has happened to the job so far, oldest first.
+        """Return the job's events so far, oldest first.
 
         Args:
             since: leave out this many of the oldest.
@@ -245,7 +245,7 @@ class JobHandle:
         return events[since:]
 
     def explain(self) -> Explanation | None:
-        """Why the job has the workers that it has, and what it would do with one more; ``str`` of it is for people.
+        """Explain the job's workers, and what it would do with one more; ``str()`` formats it for people.
 
         Returns:
             None if the job has ended, or the allocator has not heard of it yet.
@@ -274,7 +274,7 @@ class JobHandle:
             return None
 
     def explain_strategy(self) -> str | None:
-        """What ``strategy="auto"`` has found last: what is done with which parameters, predicted and measured times.
+        """Return the last choice of ``strategy="auto"`` as a table of parameters, predicted and measured times.
 
         Returns:
             A table as text; None before a choice, and where strategies are set by hand.
@@ -347,7 +347,7 @@ class JobHandle:
         self._ask("weigh", float(weight))
 
     def next_report(self, after: int | None = None, timeout: float = 10.0) -> Report | None:
-        """What the train function has reported next.
+        """Return the train function's next report.
 
         Args:
             after: ``index`` of the report before it; None for the first of this run. A trial waits in ``report`` until
@@ -387,7 +387,7 @@ class JobHandle:
 
         Args:
             now: in the middle of a step, and unsaved; its workers are gone at once. Else it saves itself after the step
-                in progress, so that a job of the same name goes on from there.
+                in progress, so that a job of the same name continues from there.
             reason: why, for the job's message and its last event.
         """
         self._ask("stop", now=now, reason=reason)
@@ -428,7 +428,7 @@ class JobHandle:
 
 
 def _spec_of(controller: Any) -> JobSpec:
-    """What was submitted, also from a controller that is being restarted."""
+    """Return the submitted specification, also from a controller that is being restarted."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
         try:

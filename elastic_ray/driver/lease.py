@@ -28,10 +28,9 @@ _COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJob:
-    """What is left of a job that has ended.
+    """Remains of a job that has ended.
 
     Attributes:
-        status: its last status.
         events: everything that happened to it.
         outcome: how it ended; None if its controller was lost before it could say.
         before: the last status that a lost controller gave; None if it was not lost.
@@ -83,7 +82,7 @@ class LeaseKeeper:
 
     @property
     def ending(self) -> EndedJob | None:
-        """What is left of the job, once it has ended."""
+        """Remains of the job, once it has ended."""
         return self._ending
 
     def wait(self, timeout_s: float | None) -> EndedJob | None:
@@ -93,7 +92,7 @@ class LeaseKeeper:
         return self._ending
 
     def answer(self, status: JobStatus) -> None:
-        """The controller has told how the job stands, beside a renewal."""
+        """Take the job's status, which the controller sends with a renewal."""
         self.last = status
 
     def look(self) -> None:
@@ -165,7 +164,7 @@ class LeaseKeeper:
                 logger.warning("job %s: renewing its lease failed: %r", self._job, error)
 
     def _away(self, error: BaseException) -> None:
-        """Its process has died, and Ray starts another one, as a rule; the job trains on meanwhile."""
+        """Note that the controller does not answer; Ray usually restarts it, and the job continues meanwhile."""
         now_s = time.monotonic()
         if self._away_since_s is None:
             self._away_since_s = now_s
@@ -185,7 +184,7 @@ class LeaseKeeper:
         self._end(self._collected)
 
     def _end(self, ending: EndedJob) -> None:
-        """The job has ended; only the first word of it counts."""
+        """Store how the job has ended; only the first call counts."""
         with self._lock:
             if self._ending is not None:
                 return

@@ -1,4 +1,4 @@
-"""What ``elastic-ray submit`` says of a script's jobs, as environment variables of the script's process (pure).
+"""Overrides of a script's jobs by ``elastic-ray submit``, as environment variables of its process (pure).
 
 - ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): in place of ``ScalingConfig(num_workers)`` of every trainer in the script;
 - ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): in place of ``ScalingConfig(use_gpu)``;
@@ -49,11 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8).
-
-    Raises:
-        ValueError: it is neither, or not 1 <= min <= max.
-    """
+    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8). Raises ValueError: it is neither, or not 1 <= min <= max."""
     match = _RANGE.fullmatch(text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -65,7 +61,7 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """What the environment asks for.
+    """Overrides that the environment asks for.
 
     Attributes:
         workers: (min, max); None leaves it to the script.
@@ -98,8 +94,7 @@ class Overrides:
     def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
         """Return the script's configuration with what is overridden replaced.
 
-        Raises:
-            ValueError: it has no such field, or the field no such value.
+        Raises ValueError: it has no such field, or the field no such value.
         """
         try:
             return dataclasses.replace(given, **{name: as_field(value) for name, value in self.scheduling.items()})
@@ -111,7 +106,6 @@ class Overrides:
 
         Args:
             given: the script's.
-            default: its class.
         """
         config = default() if given is None else given
         if not isinstance(config, default):
@@ -137,7 +131,7 @@ def as_field(value: Any) -> Any:
 
 
 def read_overrides(environment: Mapping[str, str]) -> Overrides:
-    """What the variables ask for.
+    """Read the overrides from environment variables.
 
     Raises:
         ValueError: a value is wrong; names the variable.
@@ -182,7 +176,7 @@ def script_stem() -> str:
 
 
 def fresh_name(stem: str, now: datetime.datetime) -> str:
-    """Such as ``train-0715-093012-1f3a``."""
+    """Return a unique name such as ``train-0715-093012-1f3a``."""
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem[:_MOST_LETTERS])
     return f"{letters.strip('-') or 'job'}-{now:{_FORMAT}}-{secrets.token_hex(2)}"
 

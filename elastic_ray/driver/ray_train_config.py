@@ -27,7 +27,7 @@ _WHOLE_ABOVE_ONE = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What ``ScalingConfig`` asks for; fields as in ``JobSpec``."""
+    """Values of ``ScalingConfig``; fields as in ``JobSpec``."""
 
     min_workers: int
     max_workers: int
@@ -38,7 +38,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(RunSettings):
-    """What ``RunConfig`` asks for; ``name`` is None unless the user chose one, ``callbacks`` are as they were given."""
+    """Values of ``RunConfig``; ``name`` is None unless the user chose one, ``callbacks`` are as they were given."""
 
     name: str | None
     callbacks: tuple[Any, ...]
@@ -143,7 +143,7 @@ def _check_amount(name: Any, amount: Any) -> None:
 
 
 def _label_selector(selector: Any) -> dict[str, str]:
-    """One selector for all workers."""
+    """Return the one label selector of all workers."""
     if selector is None:
         return {}
     if isinstance(selector, list):
@@ -226,7 +226,7 @@ def _check_failures(config: FailureConfig) -> None:
         raise ValueError(
             f"FailureConfig(controller_failure_limit={config.controller_failure_limit!r}) is not supported: "
             "the controller of an elastic job is not restarted; leave it out, and submit the job again "
-            "under its name to go on from its last checkpoint"
+            "under its name to continue from its last checkpoint"
         )
     reason = (
         "a preempted node costs an elastic job workers, not a restart, so there is nothing to count "
@@ -252,7 +252,7 @@ def job_name(name: Any) -> str | None:
         return None
     if not isinstance(name, str) or not _JOB_NAME.fullmatch(name):
         raise ValueError(
-            "RunConfig(name) must start with a letter or digit and go on with at most 127 letters, digits "
+            "RunConfig(name) must start with a letter or digit and continue with at most 127 letters, digits "
             f"or ._=,+- (it names a directory and an actor), but got {name!r}"
         )
     return name
@@ -295,7 +295,7 @@ _ELSEWHERE = {
         "is to lie beside it"
     ),
     "resume_from_checkpoint": (
-        "a job that is submitted again under the same RunConfig(name, storage_path) goes on from its last "
+        "a job that is submitted again under the same RunConfig(name, storage_path) continues from its last "
         "checkpoint by itself; to start another job from one, pass its path in train_loop_config and load it in "
         "the train function"
     ),
@@ -307,14 +307,12 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Say what to do in place of arguments that an elastic job has not; None counts as not given.
+    """Raise TypeError with the alternative for arguments that an elastic job lacks; None counts as not given.
 
     Args:
-        given: by name.
         known: names of those that there are.
 
-    Raises:
-        TypeError: there is one; names the way out.
+    Raises TypeError: there is one; names the way out.
     """
     for name, value in given.items():
         if name in _ELSEWHERE:

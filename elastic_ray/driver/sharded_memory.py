@@ -1,4 +1,4 @@
-"""What memory a worker needs of a model that is divided among workers, counted from the model itself (torch)."""
+"""Memory need of a worker for a model that is divided among workers, counted from the model itself (torch)."""
 
 from __future__ import annotations
 

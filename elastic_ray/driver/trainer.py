@@ -27,12 +27,7 @@ from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides,
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.driver.raylet_output import without_raylet_dumps
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
-from elastic_ray.integrations.ray_data.packing import (
-    check_datasets,
-    name_coordinator,
-    pack_datasets,
-    with_datasets,
-)
+from elastic_ray.integrations.ray_data.packing import check_datasets, name_coordinator, pack_datasets, with_datasets
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
@@ -51,7 +46,7 @@ def impossible(
     sizes: AllowedSizes = ANY_SIZE,
     unit: int = 1,
 ) -> str | None:
-    """Why these nodes, if no other job used them, could not run even the smallest size of a job.
+    """Return why these nodes, if no other job used them, could not run even the smallest size of a job.
 
     Args:
         bundle: resources of one worker.
@@ -61,8 +56,7 @@ def impossible(
         sizes: numbers of workers that the job may have.
         unit: workers that count as one of them, with what they need together on one node.
 
-    Returns:
-        A sentence that names the resource (or label) and what to change; None if the job could run.
+    Returns A sentence that names the resource (or label) and what to change; None if the job could run.
     """
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:
@@ -98,12 +92,12 @@ def impossible(
 
 
 def workers_on(node: Node, bundle: Resources) -> int:
-    """How many workers an otherwise empty node has room for."""
+    """Return how many workers fit on an otherwise empty node."""
     return min(int((node.total.get(name, 0.0) + TOLERANCE) / amount) for name, amount in bundle.items())
 
 
 def _no_such_label(label_selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    """Why no node meets the conditions on labels, and which values there are, as a sentence."""
+    """Return a sentence on why no node meets the label conditions, with the values that exist."""
     if not nodes:
         return "the cluster has no living node; start one with `ray start`"
     have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in label_selector if key in node.labels})
@@ -342,7 +336,7 @@ def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig, *, dataset
 
 
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """From the smallest to the largest size that is allowed.
+    """Restrict the sizes to those from the smallest to the largest that is allowed.
 
     Raises:
         ValueError: none is.
@@ -358,8 +352,7 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 def check_resources(spec: JobSpec) -> None:
     """Refuse a job that the cluster could never run.
 
-    Raises:
-        ImpossibleResourcesError: and no autoscaler may bring what is missing.
+    Raises ImpossibleResourcesError: and no autoscaler may bring what is missing.
     """
     reason = impossible(
         spec.bundle,

@@ -1,4 +1,4 @@
-"""What a framework's user says of adaptive batches."""
+"""Options of adaptive batches for users of a framework."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class BatchOptions:
         accumulated: micro-batches a step as the framework's own argument says it: the loader's batch is so many times
             the user's, and no worker takes more than the user's at once. The job may cut it in another way.
 
-    Raises:
-        ValueError: limits of a batch that has none; no whole number of micro-batches.
+    Raises ValueError: limits of a batch that has none; no whole number of micro-batches.
     """
 
     max_batch_size: int | None = None
@@ -46,8 +45,7 @@ class BatchOptions:
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
         """The loader that a user has made, as one whose batches all workers share; ``seed``: of its order.
 
-        Raises:
-            ValueError: an ``AdaptiveDataLoader``, whose batch is that of all workers, beside accumulated batches.
+        Raises ValueError: an ``AdaptiveDataLoader``, whose batch is that of all workers, beside accumulated batches.
         """
         if isinstance(given, er.AdaptiveDataLoader):
             if self.accumulated > 1:
@@ -65,9 +63,8 @@ class BatchOptions:
     def apply(self, loader: er.AdaptiveDataLoader) -> None:
         """Have a loader adapt its batch, if it is to be.
 
-        Raises:
-            RuntimeError, ValueError: as ``autoscale_batch_size``; ValueError if the loader was given another largest
-                batch by itself.
+        Raises RuntimeError, ValueError: as ``autoscale_batch_size``; ValueError if the loader was given another largest
+        batch by itself.
         """
         most, bounds, size = self.max_batch_size, self.local_bsz_bounds, loader.batch_size
         if self.accumulated > 1 and size is not None:

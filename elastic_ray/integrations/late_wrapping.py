@@ -1,4 +1,4 @@
-"""What a script holds of a model and a loader that a library has prepared before the model's optimizer was known."""
+"""Wrappers of a model and a loader that a library has prepared before the model's optimizer was known."""
 
 from __future__ import annotations
 

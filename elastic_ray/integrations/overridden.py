@@ -1,4 +1,4 @@
-"""Whether a library still has what an integration overrides: said by name when it is loaded."""
+"""Checks that a library still has what an integration overrides; reported by name when it is loaded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ TESTED = {"transformers": "5.24", "accelerate": "1.15", "lightning": "2.6"}
 def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str]]) -> None:
     """Check that classes of another library have the methods and properties that we override or call.
 
-    A library that is newer than what was tested is told of, and used.
+    A library that is newer than what was tested is reported, and used.
 
     Args:
         library: its distribution's name.
         extra: of elastic-ray, which installs a version that has them.
-        names: by class.
 
-    Raises:
-        ImportError: one is missing; the message names all that are.
+    Raises ImportError: one is missing; the message names all that are.
     """
     gone = [f"{owner.__name__}.{name}" for owner, each in names.items() for name in each if not hasattr(owner, name)]
     if gone:

@@ -1,4 +1,4 @@
-"""What ``ray.train.torch.prepare_model`` and ``prepare_data_loader`` give in an elastic job."""
+"""Wrappers that ``ray.train.torch.prepare_model`` and ``prepare_data_loader`` return in an elastic job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elastic_ray.session.session import Session
 # the code does counts. It does so alone, before it joins, as far as it knows where the others are; and for what is
 # left after it has joined.
 class PassEpochs:
-    """See the module's text."""
+    """Epochs of a run counted by the passes of its prepared loaders."""
 
     def __init__(self, session: Session) -> None:
         self._run = weakref.ref(session)
@@ -44,7 +44,7 @@ class PassEpochs:
         return session
 
     def add_model(self, module: torch.nn.Module) -> None:
-        """A model that the code trains."""
+        """Add a model that the code trains."""
         self._models.append(module)
 
     def begin_pass(self, loader: object) -> bool:
@@ -52,7 +52,7 @@ class PassEpochs:
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`Session.sync_point`.
-            RuntimeError: the job goes on from a checkpoint that the code has not asked for.
+            RuntimeError: the job continues from a checkpoint that the code has not asked for.
             CommunicationFailedError: this worker's code is ahead of the others'; another worker takes its place.
         """
         if self._first is None:
@@ -82,7 +82,7 @@ class PassEpochs:
                 module.zero_grad()
 
     def _comes_before(self, number: int) -> bool:
-        """Whether the others have left the pass of this number behind; joins them where it is not known to be so."""
+        """True if the others have left pass `number` behind; joins the job if that is not known."""
         session = self._session
         if not session.synced:
             if number < session.start.epochs_behind:
@@ -100,7 +100,7 @@ class PassEpochs:
         return False
 
     def _join(self, first: int) -> None:
-        """Become part of the job, and have the last epoch ended when the code returns."""
+        """Join the job, and have the last epoch ended when the code returns."""
         session = self._session
         if get_context().get_world_rank() == 0:
             logger.info(
@@ -117,7 +117,7 @@ class PassEpochs:
         self._session.ledger.begin_epoch()
 
     def _end_epoch(self) -> None:
-        """The code has come to the next epoch, or to its end."""
+        """End the epoch, because the code has come to the next one or to its end."""
         if self._within:
             self._within = False
             self._session.passes.end_epoch()
@@ -128,7 +128,7 @@ _epochs: weakref.WeakKeyDictionary[Session, PassEpochs] = weakref.WeakKeyDiction
 
 
 def epochs_of(session: Session) -> PassEpochs:
-    """Those of a run."""
+    """Return the pass epochs of a run."""
     return _epochs.setdefault(session, PassEpochs(session))
 
 
@@ -140,7 +140,7 @@ _WAY_OUT = (
 
 
 def check(function: str, given: Mapping[str, Any]) -> None:
-    """Whether a call of Ray Train's function can be kept.
+    """Check that an elastic job can keep the arguments of Ray Train's function.
 
     Args:
         function: its name.
@@ -162,12 +162,12 @@ def check(function: str, given: Mapping[str, Any]) -> None:
 
 
 def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
-    """What ``prepare_model`` wraps a model in."""
+    """Wrap a model for ``prepare_model``."""
     return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
 def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bool = True) -> RayTrainLoader:
-    """What ``prepare_data_loader`` wraps a loader in."""
+    """Wrap a loader for ``prepare_data_loader``."""
     return RayTrainLoader(data_loader, device)
 
 
@@ -175,11 +175,9 @@ class RayTrainModel(LateWrapped):
     """A model whose optimizer does not exist yet: they are wrapped together when the first epoch begins.
 
     Args:
-        module: the model.
         options: of ``DistributedDataParallel``, as the user has passed them.
 
-    Raises:
-        RuntimeError: training has begun.
+    Raises RuntimeError: training has begun.
     """
 
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
@@ -210,8 +208,7 @@ class RayTrainLoader(LoaderOnDevice):
         data_loader: with the batch size of one worker.
         device: the worker's.
 
-    Raises:
-        RuntimeError: its batches are cut by a sampler of batches.
+    Raises RuntimeError: its batches are cut by a sampler of batches.
     """
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
@@ -237,7 +234,7 @@ class RayTrainLoader(LoaderOnDevice):
         session = current_session()
         epochs, replays = epochs_of(session), True
         if not epochs.begin_pass(self):
-            # A worker that came behind the last step would run code after the loop without having run the loop's body.
+            # A worker that came after the last step would run code after the loop without having run the loop's body.
             for batch in self.loader.batches(joined_later=True):
                 replays = False
                 yield _moved(batch, self.device)
@@ -261,7 +258,7 @@ class _Sampler:
         self._sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: the loader knows the epoch."""
+        """Do nothing: the loader knows the epoch."""
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -285,13 +282,13 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _objects(*kinds: type) -> list[Any]:
-    """Everything of these types that this process holds. Asked once, when the first epoch begins."""
+    """Return all objects of these types in this process; called once, when the first epoch starts."""
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _optimizers_of(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Those that step the model; raises RuntimeError where there is none."""
+    """Return the optimizers that step the model; raises RuntimeError if there is none."""
     own = {id(p) for p in module.parameters()}
     found = [
         each

@@ -31,7 +31,6 @@ class AllocatorClient:
     """Sends a heartbeat every second, or sooner on demand, one at a time; finds the allocator, and makes it if need be.
 
     Args:
-        spec: the job.
         controller: handle of its controller.
         view: the job as the allocator is to see it now.
         hear: takes the allocator's answers: what others have measured of the job's model, and what to tell its user.
@@ -41,11 +40,7 @@ class AllocatorClient:
     """
 
     def __init__(
-        self,
-        spec: JobSpec,
-        controller: Any,
-        view: Callable[[], JobView],
-        hear: Callable[[HeartbeatReply], None],
+        self, spec: JobSpec, controller: Any, view: Callable[[], JobView], hear: Callable[[HeartbeatReply], None]
     ) -> None:
         self._spec = spec
         self._controller = controller
@@ -66,7 +61,7 @@ class AllocatorClient:
         self._beating: asyncio.Task[None] | None = None
 
     def soon(self) -> None:
-        """Something has changed: do not wait for the next second."""
+        """Send the view soon: something has changed."""
         self._due_s = 0.0
 
     def tick(self, now_s: float) -> None:
@@ -78,7 +73,7 @@ class AllocatorClient:
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     def ended(self) -> None:
-        """The job is over."""
+        """Report the job's end to the allocator."""
         self._over = True
         if self._allocator is not None:
             self._allocator.ended.remote(self._spec.job, self._seen())

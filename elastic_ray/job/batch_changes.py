@@ -21,7 +21,7 @@ class BatchChanges:
         self._record, self._background, self._events = parts.record, parts.background, parts.events
 
     def tick(self, now_s: float) -> None:
-        """Some ten times a second [s, monotonic]: begin a fit if one is due."""
+        """Start a fit if one is due; called about ten times a second with the monotonic time [s]."""
         snapshot = self._planner.due(now_s)
         if snapshot is not None:
             self._background.start(self._fit(snapshot))

@@ -1,4 +1,4 @@
-"""What the parts of a job share: handed to each of them, and the same for the job's whole life."""
+"""Shared parts of a job: given to each of its components, and the same for the job's whole life."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from elastic_ray.worker_group.group import WorkerGroup
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """One job under its controller.
+    """Parts of one job under its controller.
 
     Attributes:
         spec: as it was submitted.
         record: what is known of it.
         events: what happens to it.
-        writer: its storage.
-        planner: chooses its batches.
-        reports: its reports.
-        group: its workers.
         background: what runs beside the controller's loop, and may outlast the job.
         trackers: that its user looks at.
         metrics: that operators look at.

@@ -64,11 +64,7 @@ _DRIVER = "driver"
 
 
 def start(spec: JobSpec) -> Any:
-    """Return the job's controller, a warm one or a new one.
-
-    Raises:
-        ValueError: a controller of that name is alive.
-    """
+    """Return the job's controller, a warm one or a new one. Raises ValueError: a controller of that name is alive."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return _warm(spec) or _create(spec)
     key = store_train_loop(spec.train_loop, spec.callbacks)
@@ -120,7 +116,10 @@ def prepare_next() -> None:
 
 
 class JobController:
-    """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock."""
+    """Actor class of a job's controller.
+
+    Methods are coroutines of one event loop, so nothing here needs a lock.
+    """
 
     def __init__(self, spec: JobSpec | None, theirs: Spoken) -> None:
         check_spoken(theirs, "the driver", "its job's controller")
@@ -138,7 +137,7 @@ class JobController:
             self._main = asyncio.get_event_loop().create_task(self._wait_for_job())
 
     async def _wait_for_job(self) -> None:
-        """Of a warm one: it ends if no job comes."""
+        """Wait for a job in a warm controller; end the process if none comes."""
         await asyncio.sleep(read_config(os.environ).idle_s)
         async with self._takes:
             ray.kill(self._handle)
@@ -147,7 +146,6 @@ class JobController:
         """Run this job, as a controller that was made for it; False of one that has a job.
 
         Args:
-            spec: the job.
             own: name of this controller's actor, beside which it gets that of the job.
             owner: the job's driver, whose modules and output are its from now on.
             theirs: what the driver speaks.
@@ -197,7 +195,7 @@ class JobController:
         self._main = asyncio.get_event_loop().create_task(life())
 
     async def _leave(self) -> None:
-        """It died between two trials: the last one is over, and for the next one the sweep starts another."""
+        """End a controller that died between two trials; the sweep starts another for the next trial."""
         job = self._state_before.job if self._state_before is not None else self._spec.job
         logger.warning("job %s: its controller ends, which died after trial %s", self._name, job)
         try:
@@ -208,7 +206,7 @@ class JobController:
         ray.kill(self._handle)
 
     def _forget(self) -> None:
-        """There will be no other controller of this job."""
+        """Delete the journal, aliases and train function: no other controller of this job follows."""
         self._journal.close(delete=True)
         for own, alias in aliases(f"job:{self._name}", whole=True):
             delete_alias(alias, own)
@@ -235,12 +233,12 @@ class JobController:
         return self._job.status()
 
     async def _known(self) -> None:
-        """After a restart, answer once everything is known again; without what storage does not tell in time."""
+        """Wait after a restart until everything is known again, except what storage does not tell in time."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._recovered.wait(), _KNOWN_S)
 
     async def spec(self) -> JobSpec:
-        """What was submitted, without the train function."""
+        """Return the submitted specification, without the train function."""
         trial = self._spec.trial
         if trial is not None:
             trial = dataclasses.replace(trial, checkpoint_ref=None)  # an answer is not to keep it alive
@@ -257,15 +255,14 @@ class JobController:
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """All events from number ``since`` on."""
+        """Return all events from number ``since``."""
         await self._known()
         return tuple(self._job.record.events[since:])
 
     async def resize(self, workers: int) -> None:
         """Hold the job at this many workers.
 
-        Raises:
-            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
         await self._recovered.wait()
         self._job.hold(workers)
@@ -280,19 +277,14 @@ class JobController:
     async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
         """Save the job after the step in progress, and give its slots back until :meth:`resume`.
 
-        Raises:
-            ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: it cannot be paused, or is paused already.
         """
         await self._recovered.wait()
         self._job.pause(reason)
         await self._persist_state()
 
     async def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it.
-
-        Raises:
-            ValueError: it is not paused.
-        """
+        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
         await self._recovered.wait()
         self._job.resume()
         await self._persist_state()
@@ -317,30 +309,29 @@ class JobController:
         await self._persist_state()
 
     async def _persist_state(self) -> None:
-        """What a driver was told to be so is so also after this process's end."""
+        """Persist the state before it is reported to a driver, so that it survives this process."""
         self._job.journal_state()
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
     async def outcome(self) -> JobOutcome | None:
-        """How the job ended, once that is written as far as its storage answers; None while it has not."""
+        """Return the outcome once it is written, as far as storage answers; None while the job has not ended."""
         await self._recovered.wait()
         await self._job.written()
         return self._job.record.outcome()
 
     async def close(self) -> None:
-        """The driver has all it wants of an ended job."""
+        """Close the ended job, from which the driver has everything."""
         self._closed.set()
 
     async def dismiss(self) -> None:
-        """There will be no other trial: a controller that waits for one need not wait any longer."""
+        """Dismiss a controller that waits for another trial: none will follow."""
         if self._job.vacated is not None and self._closed.is_set():
             self._dismissed.set()
 
     async def renew(self, spec: JobSpec) -> str:
         """Run another trial after the one that was closed.
 
-        Returns:
-            Name of this controller; empty if it waits for no other trial.
+        Returns name of this controller; empty if it waits for no other trial.
 
         Everything but the train function, its config, and the places of results and checkpoints is to be the same.
         """
@@ -352,12 +343,12 @@ class JobController:
         return self._name
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """The allocator's decision for this job."""
+        """Take the allocator's decision for this job."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
     async def unsatisfiable(self, reason: str, final: bool) -> None:
-        """No node could ever offer what the job asks for, as the allocator sees the cluster.
+        """Handle the allocator's finding that no node could ever offer what the job asks for.
 
         ``final``: nor could one that the allocator's own autoscaling may ask for.
         """
@@ -373,7 +364,7 @@ class JobController:
         job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason))
 
     async def push(self, message: WorkerMessage) -> bool:
-        """A worker's message; whether the job goes on."""
+        """A worker's message; whether the job continues."""
         await self._recovered.wait()
         job = self._job
         await job.hear(message)
@@ -391,25 +382,24 @@ class JobController:
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
 
     async def introduce(self, told: WorkerReregistration) -> None:
-        """A worker of the controller before this one tells who it is."""
+        """Take the registration of a worker of an earlier controller."""
         if self._reconnection is not None:
             self._reconnection.hear(told)
 
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
         """Members of a generation that is being formed tell each other where they listen.
 
-        Raises:
-            BootstrapRefusedError: the caller is no member.
+        Raises BootstrapRefusedError: the caller is no member.
         """
         return await self._bootstrap.meet(call)
 
     async def claim_fault(self, index: int) -> bool:
-        """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
+        """Claim fault ``index`` of the script; True if it has not struck yet."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
 
     async def _run(self) -> None:
-        """The controller's life: one job, or one trial after the other while they come in time."""
+        """Run one job, or one trial after the other while they come in time."""
         try:
             await self._run_job()
             while await self._is_renewed():
@@ -426,7 +416,7 @@ class JobController:
         ray.kill(self._handle)
 
     async def _run_job(self) -> None:
-        """Until the job has ended and its driver has fetched the outcome, or is gone."""
+        """Run the job until it has ended and its driver has fetched the outcome, or is gone."""
         job = self._job
         try:
             try:
@@ -468,7 +458,7 @@ class JobController:
             job.finish(JobPhase.FAILED, error=error)
 
     async def _recover(self) -> None:
-        """After a restart: hear which workers live, release what none of them holds, and go on."""
+        """Recover after a restart: find the living workers, release what none of them holds, and continue."""
         if self._reconnection is None or self._state_before is None:
             return
         job, state = self._job, self._state_before

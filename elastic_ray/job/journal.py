@@ -45,8 +45,7 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
     """The train function and the callbacks that :func:`store_train_loop` has kept.
 
-    Raises:
-        LookupError: it is not there (any more).
+    Raises LookupError: it is not there (any more).
     """
     packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:
@@ -56,7 +55,7 @@ def stored_train_loop(key: str) -> tuple[bytes, bytes]:
 
 
 def delete_train_loop(key: str) -> None:
-    """It is not wanted any more."""
+    """Delete a train function from Ray's control store."""
     try:
         internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
     except Exception as error:
@@ -80,7 +79,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def read(self) -> tuple[ControllerState, tuple[JobEvent, ...]] | None:
-        """What the controller before has noted down; None for the first one. Blocks for some milliseconds."""
+        """Read the notes of the controller before; None for the first one. Blocks for some milliseconds."""
         text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
             return None
@@ -112,10 +111,9 @@ class Journal:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
     def begin_again(self, spec: JobSpec) -> None:
-        """The controller runs another job, or trial, from the next note on: nothing before it counts. Blocks.
+        """Begin again with another job or trial; nothing noted before counts. Blocks.
 
-        Raises:
-            Exception: the control store does not take it.
+        Raises Exception: the control store does not take it.
         """
         if not self.flush(_RENEW_S):  # else what is under way to the store would be written after this
             raise TimeoutError(f"Ray's control store has not taken a note within {_RENEW_S:g} s")

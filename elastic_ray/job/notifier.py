@@ -19,13 +19,12 @@ _DEADLINE_S = 10.0
 
 
 class Notifier:
-    """Posts what people want to be told of as JSON to the address of ``ElasticConfig(webhook)``.
+    """Posts the requested events as JSON to the address of ``ElasticConfig(webhook)``.
 
     A call that fails or takes too long is an event of kind ``warning``, and nothing else. The address may hold a
     secret: nothing shows it. A trial's end is its sweep's affair.
 
     Args:
-        spec: the job.
         warn: takes why a call has failed.
     """
 
@@ -67,7 +66,7 @@ def _post(url: str, body: bytes) -> None:
 
 
 def _without_address(error: Exception) -> str:
-    """What has gone wrong, in words that cannot hold the address."""
+    """Describe an error in words that cannot contain the webhook's address."""
     if isinstance(error, urllib.error.HTTPError):
         return f"it answered {error.code}"
     if isinstance(error, TimeoutError):

@@ -24,30 +24,29 @@ class Preemption:
 
     @property
     def active(self) -> bool:
-        """Whether the job is being preempted."""
+        """True if the job is being preempted."""
         return self._then is not None
 
     def begin(self, then: Allocated, now_s: float) -> None:
-        """The job is to have no nodes."""
+        """Begin to preempt the job, which is to have no nodes."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
     def follow(self, then: Allocated) -> None:
-        """A later allocation; it holds once the job has stopped, for ranks may have stopped already."""
+        """Replace the allocation that follows; it holds once the job has stopped, as ranks may have stopped already."""
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """Whether to tell the workers (again)."""
+        """True if the workers must be told (again) to save."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s
         return due
 
     def failed(self, now_s: float, training: Collection[str]) -> str:
-        """Why no rank will save the job any more; empty while one may.
+        """Return why no rank will save the job; empty while one may.
 
         Args:
-            now_s: the time.
             training: members that have not stopped yet; rank 0 has not before it has saved.
         """
         if not self.active:
@@ -59,10 +58,10 @@ class Preemption:
         return ""
 
     def lasted_s(self, now_s: float) -> float:
-        """How long it has lasted [s]."""
+        """Return how long the preemption has lasted [s]."""
         return now_s - self._since_s
 
     def end(self) -> Allocated | None:
-        """It is over: what follows; None if there was none."""
+        """End the preemption and return the allocation that follows; None if there was no preemption."""
         then, self._then = self._then, None
         return then

@@ -15,23 +15,16 @@ from elastic_ray.worker.messages import WorkerReport
 
 
 class ReportIntake:
-    """Takes a job's reports; a trial's are answered when training may go on.
+    """Takes a job's reports; a trial's are answered when training may continue.
 
     Args:
-        spec: the job.
         record: what is known of the job.
-        writer: its storage.
         tell: takes what the job's user is to know of its storage, a sentence.
         trackers: hear of every report, of some more than once.
     """
 
     def __init__(
-        self,
-        spec: JobSpec,
-        record: JobRecord,
-        writer: RecordWriter,
-        tell: Callable[[str], None],
-        trackers: RunTrackers,
+        self, spec: JobSpec, record: JobRecord, writer: RecordWriter, tell: Callable[[str], None], trackers: RunTrackers
     ) -> None:
         self._trial = spec.trial
         self._record, self._writer, self._tell, self._trackers = record, writer, tell, trackers
@@ -52,7 +45,7 @@ class ReportIntake:
         await self.queue.wait_for_reader(message.index)
 
     def _hear_again(self, message: WorkerReport, workers: int) -> None:
-        """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""
+        """Take a report that an earlier controller has received; its checkpoint, if any, was found in storage."""
         if (report := self._record.report_again(message, workers)) is not None:
             self._take(report)
 
@@ -73,10 +66,9 @@ class ReportIntake:
         return await self.queue.next(after, wait_s)
 
     async def catch_up(self, first_report: int) -> None:
-        """Go on with the files of the controller before this one, which knew of this first report; 0 for none.
+        """Continue with the files of the controller before this one, which knew of this first report; 0 for none.
 
-        Raises:
-            OSError: the files could not be read.
+        Raises OSError: the files could not be read.
         """
         for report in await self._writer.catch_up(first_report):
             self._take(report)

@@ -21,10 +21,10 @@ _NOTE_S = 2.0
 
 
 class JobShutdown:
-    """What is to be done once a job is over, step by step.
+    """Shutdown of a job, step by step.
 
     Args:
-        parts: of the job; the allocator is told of the end.
+        parts: of the job; the end is reported to the allocator.
         status: the job as others see it.
         notifier: tells people of the end.
 
@@ -48,7 +48,7 @@ class JobShutdown:
         self.return_value = value
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """The job has ended; its outcome waits until everything is known that belongs to it (``complete``)."""
+        """Record the job's end; the outcome waits until everything that belongs to it is known (``complete``)."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)
@@ -57,7 +57,7 @@ class JobShutdown:
         self._metrics.end()
 
     def record_again(self) -> None:
-        """What :meth:`record` has left open is known now."""
+        """Complete what :meth:`record` has left open."""
         phase, message, error = self._record.phase, self._record.message, self._error
         if error is None and phase is JobPhase.FAILED:
             error = RuntimeError(message)
@@ -72,7 +72,7 @@ class JobShutdown:
             self._written = self._background.start(self._finish())
 
     async def _finish(self) -> None:
-        """Trackers read what is written, and may take long: they come after it; a failed notice is written as well."""
+        """Finish the records: notices, then storage, then trackers, which read what is written."""
         await self._remember()
         await self._notifier.tell(self._record.phase.value, self._record.message)
         await self._writer.finish()
@@ -92,7 +92,7 @@ class JobShutdown:
             logger.warning("job %s: how it has ended is not remembered: %s", self._spec.job, error)
 
     async def written(self) -> None:
-        """Once the job has ended, and what is to be written of it is, as far as storage answers."""
+        """Wait until the job has ended and its records are flushed (best effort)."""
         if self._written is not None:
             await asyncio.wait([self._written])
 

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.record.writer import unreadable
 
+if TYPE_CHECKING:
+    from elastic_ray.job.supervisor import JobSupervisor
+
 logger = logging.getLogger("elastic_ray.job")
 
 _LOOK_AGAIN_S = 10.0
-
-
-class StartingJob(Protocol):
-    """The job, as far as its start concerns it."""
-
-    def begin_again(self) -> None:
-        """Give all workers back, and begin with others."""
-
-    def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """The allocator's decision for the job."""
-
-    def finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
-        """The job is over."""
-
-    def end_again(self) -> None:
-        """The job had ended before; all that its end needs is known by now."""
 
 
 class JobStarter:
@@ -38,13 +24,12 @@ class JobStarter:
 
     Args:
         job: the job, which acts on what was found.
-        parts: of it.
 
     Attributes:
         looking: whether all workers were lost, and storage is being looked at.
     """
 
-    def __init__(self, job: StartingJob, parts: JobContext) -> None:
+    def __init__(self, job: JobSupervisor, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
         self._events, self._reports, self._group = parts.events, parts.reports, parts.group
         self._planner = parts.planner
@@ -57,20 +42,20 @@ class JobStarter:
         self._later: Allocated | None = None
 
     def recall(self, first_report: int) -> None:
-        """A controller before this one knew of this first report; 0 for none."""
+        """Restore the number of the first report that an earlier controller knew of; 0 for none."""
         self._first_report = first_report
 
     @property
     def knows_reports(self) -> bool:
-        """Whether all reports are here that a controller before this one has heard."""
+        """True if all reports are here that an earlier controller has received."""
         return self._first_report is None or self._caught_up
 
     def hold_back(self, target: Allocated) -> None:
-        """The allocator's decision, which holds once the job starts again."""
+        """Hold back the allocator's decision until the job starts again."""
         self._later = target
 
     async def open(self) -> None:
-        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+        """Find the state of an earlier run of this name and prepare for workers; called before the first tick.
 
         A job whose storage does not say does not start anew, which would lose what was trained; it fails. One whose
         workers train on needs nothing of what is stored before it restarts.
@@ -100,13 +85,13 @@ class JobStarter:
             self._group.machine.reset(first_most=self._record.workers_at_most)
 
     def start_again(self, reason: str) -> None:
-        """All workers were lost, or are of no use: look what storage has, and start others."""
+        """Look for stored state and start other workers, because all were lost or are of no use."""
         if not self.looking and not self._record.phase.ended:
             self.looking = True
             self._background.start(self._start_again(reason))
 
     async def _start_again(self, reason: str) -> None:
-        """From what was saved last, heard of here or not, without what has been trained since."""
+        """Start from the last saved state, known here or not, without later training."""
         timeout_s = self._spec.elastic.storage_timeout_s
         knows = self._record.looked or self._record.resume_point is not None
         try:
@@ -134,11 +119,7 @@ class JobStarter:
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:
-        """Look what storage has of the run.
-
-        Raises:
-            OSError: it could not be read within ``timeout_s``.
-        """
+        """Look what storage has of the run. Raises OSError: it could not be read within ``timeout_s``."""
         stored = await self._writer.look(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None

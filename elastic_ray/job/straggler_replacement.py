@@ -15,7 +15,7 @@ _REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long afte
 
 
 class StragglerReplacement:
-    """See the module's text.
+    """Replacement of a job's stragglers, with the slow nodes it has seen.
 
     The allocator hears of a slow node and may move its workers elsewhere. Where it does not, a worker is replaced by
     another one on the same node, once: what is slow there may be its process or its GPU.
@@ -33,7 +33,7 @@ class StragglerReplacement:
         self._slow: dict[str, tuple[float, float]] = {}  # by node: ratio, and when it was slow last
 
     def slow_nodes(self, now_s: float) -> dict[str, float]:
-        """By node id, how many times longer than usual a step takes on a node that the job has or had [s, monotonic].
+        """Return the slowness of nodes that the job has or had: the ratio to the usual step time, by node id.
 
         Only nodes all of whose workers are to be replaced count, or were when the job left them.
         """
@@ -54,7 +54,7 @@ class StragglerReplacement:
         self._group.take(Replace(workers=frozenset(each.worker for each in chosen), reason=reason))
 
     def _note_replaced(self, current: GenerationSpec, now_s: float) -> None:
-        """Those that were to be replaced and are gone."""
+        """Note the nodes of workers that were to be replaced and are gone."""
         for worker, each in self._wanted.items():
             if current.rank_of(worker) is None:
                 self._tried[each.node] = now_s
@@ -67,7 +67,7 @@ class StragglerReplacement:
                 self._slow[node] = min(here), now_s
 
     def _may_replace(self, worker: str, current: GenerationSpec, now_s: float) -> bool:
-        """Whether another is to be started for it now: elsewhere, or on the same node for the first time."""
+        """True if a replacement may start now: elsewhere, or on the same node for the first time."""
         node = self._wanted[worker].node
         goal: Mapping[str, int] = self._group.goal.nodes
         here = sum(1 for member in current.members if member.node == node)

@@ -56,10 +56,11 @@ _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
 
 
 class JobSupervisor:
-    """From its submission to its end. All of it runs in the controller's event loop, so nothing here needs a lock.
+    """Supervisor of a job from its submission to its end.
+
+    All of it runs in the controller's event loop, so nothing here needs a lock.
 
     Args:
-        spec: the job.
         controller: handle of its controller, for workers and the allocator.
         background: what runs beside the loop, and may outlast the job.
         journal: for the controller that Ray starts in this one's place when its process dies.
@@ -129,8 +130,7 @@ class JobSupervisor:
     def hold(self, workers: int | None) -> None:
         """Hold the job at this many workers; None leaves its size to the allocator.
 
-        Raises:
-            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
         if workers is not None:
             views.check_size(workers, self._spec, self._planner)
@@ -148,8 +148,7 @@ class JobSupervisor:
         Args:
             reason: why, for its message and its events.
 
-        Raises:
-            ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: it cannot be paused, or is paused already.
         """
         if why_not := self._why_not_paused():
             raise ValueError(f"job {self._spec.job!r} cannot be paused: {why_not}")
@@ -158,7 +157,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def _why_not_paused(self) -> str:
-        """What is in the way of a pause, and the way out; empty for nothing."""
+        """Return what prevents a pause, and the way out; empty if nothing does."""
         if self.record.phase.ended:
             return f"it has ended ({self.record.phase.value})"
         if self._stopping_since is not None:
@@ -179,11 +178,7 @@ class JobSupervisor:
         return ""
 
     def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it.
-
-        Raises:
-            ValueError: it is not paused.
-        """
+        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
         if not self._paused or self.record.phase.ended:
             raise ValueError(
                 f"job {self._spec.job!r} cannot be resumed: it is not paused, it is {self.record.phase.value}"
@@ -220,7 +215,7 @@ class JobSupervisor:
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
     def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """The allocator's decision for this job."""
+        """Take the allocator's decision for this job."""
         if self.record.phase.ended or self._stopping_since is not None:
             return
         if self._paused:  # the allocator may not have heard of it yet
@@ -239,12 +234,12 @@ class JobSupervisor:
             self._note_paused()
 
     def _note_paused(self) -> None:
-        """The job has no group any more, or had none: it is paused if that was asked for."""
+        """Record the pause that was asked for, once the job has no group."""
         if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
             self.record.paused(self._paused)
 
     async def hear(self, message: WorkerMessage) -> None:
-        """A worker's message; a trial's report is answered when training may go on."""
+        """Handle a worker's message; a trial's report is answered when training may continue."""
         await self._messages.hear(message)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
@@ -260,23 +255,23 @@ class JobSupervisor:
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def claim_fault(self, index: int) -> bool:
-        """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
+        """Claim fault ``index`` of the script; True if it has not struck yet."""
         fresh = index not in self._claimed
         self._claimed.add(index)
         return fresh
 
     def came_back(self, worker: str, result: RunResult) -> None:
-        """A run of the train function has ended."""
+        """Handle the end of a run of the train function."""
         self._messages.run_ended(worker, result)
 
     def returned(self, worker: str, value: Sealed | None) -> None:
-        """A train function has returned; rank 0's value counts, or another's while there is none."""
+        """Store a train function's return value; rank 0's counts, or another's while there is none."""
         current = self.group.machine.current
         if current is None or current.rank_of(worker) == 0 or self._shutdown.return_value is None:
             self._shutdown.returned(value)
 
     def happened(self, note: Note) -> None:
-        """A group trains, or has failed."""
+        """Handle a note that a group trains, or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner}
@@ -299,7 +294,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def all_lost(self, reason: str) -> None:
-        """No worker is left that holds the state."""
+        """Handle the loss of all workers that held the state."""
         if self._starter.looking:
             return
         if self._stopping_since is not None:
@@ -321,11 +316,11 @@ class JobSupervisor:
         self._starter.start_again(reason)
 
     def cannot_begin(self, error: Exception) -> None:
-        """No worker can have a process."""
+        """Fail the job, because no worker can have a process."""
         self.finish(JobPhase.FAILED, error=error)
 
     def complete(self) -> None:
-        """All have left the train function."""
+        """Complete the job once all ranks have left the train function."""
         last, latest = self.record.last_state, self._planner.latest
         keeps = self._spec.states_kept and self._spec.elastic.keep_last_state
         if keeps and latest is not None and (last is None or last.steps < latest.total_steps):
@@ -334,11 +329,11 @@ class JobSupervisor:
         self.finish(JobPhase.FINISHED)
 
     def released(self) -> None:
-        """Resources were given back."""
+        """Notify the allocator that resources were released."""
         self._allocator.soon()
 
     def _may_be_preempted(self) -> bool:
-        """Whether it trains, no rank is at the end of its train function, and it can be saved, as far as known."""
+        """True if the job trains, no rank is at the end of its train function, and it can be saved, as far as known."""
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
@@ -348,7 +343,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
+        """Suspend the job, whose ranks have stopped at the same step; rank 0 has saved it, or could not."""
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -382,7 +377,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def journal_state(self) -> None:
-        """For the controller after this one."""
+        """Note the state for the controller after this one."""
         self._journal.note(self._state())
 
     def _state(self) -> ControllerState:
@@ -403,7 +398,7 @@ class JobSupervisor:
         )
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
-        """What the controller before this one has noted down."""
+        """Restore the notes of the controller before this one."""
         now_s = time.time()
         self.record.recall(JobPhase(state.phase), state.message, events)
         self._submitted_s = state.submitted_s
@@ -426,15 +421,15 @@ class JobSupervisor:
         self._shutdown.returned(from_text(state.return_value))
 
     def journal_revival(self, state: ControllerState) -> None:
-        """Before anything is heard that might end this controller as the one before."""
+        """Note the restart before any message that might end this controller like the one before."""
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def end_again(self) -> None:
-        """The job had ended before this controller knew all that the one before it did."""
+        """Record again the end of a job that ended before this controller knew everything."""
         self._shutdown.record_again()
 
     def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Go on with the workers that the controller before this one had, as far as they live."""
+        """Continue with the workers that the controller before this one had, as far as they live."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:
@@ -452,26 +447,25 @@ class JobSupervisor:
         self._allocator.soon()
 
     async def open(self) -> None:
-        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+        """Find the state of an earlier run of this name and prepare for workers; called before the first tick.
 
-        Raises:
-            ValueError: a setting of the controller's node is not understood.
+        Raises ValueError: a setting of the controller's node is not understood.
         """
         read_config(os.environ)
         await self._starter.open()
 
     async def written(self) -> None:
-        """Once the job has ended, and what is to be written of it is, as far as storage answers."""
+        """Wait until the job has ended and its records are flushed (best effort)."""
         await self._shutdown.written()
 
     def tell_others(self, now_s: float) -> None:
-        """Some ten times a second from the beginning to the end, also before the first tick."""
+        """Update the writer, trackers and metrics; called about ten times a second from start to end."""
         self._writer.tick(now_s)
         self._trackers.tick(now_s, self._planner, self.group.machine.current)
         self._metrics.tick(now_s)
 
     def tick(self) -> None:
-        """Some ten times a second until it has ended."""
+        """Advance the job; called about ten times a second until it has ended."""
         now_s = time.monotonic()
         self.group.tick(now_s)
         grace = self._stopping_since is not None and not self._preemption.active
@@ -493,7 +487,7 @@ class JobSupervisor:
             self._batches.advise(answer.priors)
 
     def _view(self) -> JobView:
-        """The job as the allocator is told of it."""
+        """Return the job's view for the allocator."""
         return views.allocator_view(
             self._spec,
             self._planner,
@@ -510,7 +504,7 @@ class JobSupervisor:
         )
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
-        """The job is over; nothing happens if it was before."""
+        """Finish the job; does nothing if it has ended before."""
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase, self._stop_reason)

@@ -6,7 +6,7 @@ import collections
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError
@@ -17,7 +17,7 @@ from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
 from elastic_ray.record.outlook import steps_to_reach
 from elastic_ray.record.worker_errors import WorkerError, WorkerErrors
-from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.sealed import Raised
 from elastic_ray.worker.messages import (
     GroupLost,
     RunFailed,
@@ -37,6 +37,9 @@ from elastic_ray.worker.messages import (
 )
 from placement.text import printable, printable_lines
 
+if TYPE_CHECKING:
+    from elastic_ray.job.supervisor import JobSupervisor
+
 logger = logging.getLogger("elastic_ray.job")
 
 _CAUSE = 300  # characters
@@ -44,28 +47,10 @@ _TRACEBACK = 8_000  # characters, from the end
 _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
-class HearingJob(Protocol):
-    """The job, as far as its workers may end or suspend it."""
-
-    def returned(self, worker: str, value: Sealed | None) -> None:
-        """A worker's train function has returned this."""
-
-    def suspend(self, why_not_saved: str) -> None:
-        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
-
-    def pause(self, reason: str) -> None:
-        """Save the job and give its slots back."""
-
-    def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
-        """The job is over."""
-
-
 class WorkerMessages:
     """The one place where workers' messages are told apart.
 
     Args:
-        job: the job.
-        parts: of it.
         errors: judges the exceptions of its workers.
 
     Attributes:
@@ -73,7 +58,7 @@ class WorkerMessages:
         torn: whether a worker is starting over that was inside an optimizer step, so that its state is of no step.
     """
 
-    def __init__(self, job: HearingJob, parts: JobContext, errors: WorkerErrors) -> None:
+    def __init__(self, job: JobSupervisor, parts: JobContext, errors: WorkerErrors) -> None:
         self._job, self._errors = job, errors
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
         self._reports, self._group, self._spec = parts.reports, parts.group, parts.spec
@@ -84,7 +69,7 @@ class WorkerMessages:
         self.stragglers = StragglerReplacement(parts)
 
     async def hear(self, message: WorkerMessage) -> None:
-        """A worker's message; a trial's report is answered when training may go on."""
+        """Handle a worker's message; a trial's report is answered when training may continue."""
         if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
         match message:
@@ -117,7 +102,7 @@ class WorkerMessages:
             self._events.warn(str(error))
 
     def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:
-        """Whether a numbered notice has come before: after a failure a new rank 0 repeats its predecessor's last."""
+        """True if a numbered notice came before: after a failure a new rank 0 repeats its predecessor's last one."""
         notice = detail.get("number"), text
         known = notice[0] is not None and notice in self._notices
         self._notices.append(notice)
@@ -146,14 +131,14 @@ class WorkerMessages:
         self.stragglers.hear(report, time.monotonic())
 
     def _look_whether_caught_up(self, report: StepReport) -> None:
-        """Whether a job that has lost steps is as far as before now."""
+        """Note that a job which has lost steps is as far as before, if it is."""
         goal = steps_to_reach(self._record.events)
         current = self._group.machine.current
         if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:
             self._events.note(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
 
     def _ready(self, message: WorkerReady) -> None:
-        """A worker has built its model; a loader whose batches cannot be shared out as asked ends the job."""
+        """Handle a worker that has built its model; a loader whose batches cannot be shared as asked ends the job."""
         resumed = message.resumed
         if resumed and resumed != self._resumed and self._group.machine.current is None:
             self._resumed = resumed
@@ -189,7 +174,7 @@ class WorkerMessages:
         self.torn = False
 
     def run_ended(self, worker: str, result: RunResult) -> None:
-        """A run of the train function has ended."""
+        """Handle the end of a run of the train function."""
         trains = self._group.machine.current is not None
         match result:
             case RunFinished(steps=steps) if (error := self._errors.at_end(steps)) is not None:
@@ -209,13 +194,13 @@ class WorkerMessages:
                 pass  # of workers that the job has given back since
             case GroupLost(cause=cause):
                 self._group.take(Lost(worker=worker, cause=cause))
-            case RunOutOfMemory(cause=cause) if trains:  # the others go on without it
+            case RunOutOfMemory(cause=cause) if trains:  # the others continue without it
                 self._group.take(Lost(worker=worker, cause=f"out of memory before it could join: {cause}"))
             case RunFailed():  # RunOutOfMemory is one
                 self._raised(worker, result)
 
     def _raised(self, worker: str, result: RunFailed) -> None:
-        """A worker's train function has raised: only that worker is lost, unless the error is the program's."""
+        """Handle a train function's error: only that worker is lost, unless the error is the program's."""
         machine, now_s = self._group.machine, time.monotonic()
         record = machine.workers.get(worker)
         if record is None:
@@ -227,11 +212,7 @@ class WorkerMessages:
             self._group.take(Left(worker=worker))
             return
         error = WorkerError(
-            worker=worker,
-            node=record.node,
-            steps=result.steps,
-            origin=result.origin,
-            raised=result.error,
+            worker=worker, node=record.node, steps=result.steps, origin=result.origin, raised=result.error
         )
         newcomer = not result.trained and machine.is_newcomer(worker)
         if newcomer:
@@ -268,8 +249,6 @@ class WorkerMessages:
         """Continue without a worker that has raised.
 
         Args:
-            worker: the worker.
-            error: what it raised.
             newcomer: it had come to others: the next one waits, the longer the more of them failed.
             trained: it had trained a step.
             reused: its process had run the train function before, which its node is not to blame for.

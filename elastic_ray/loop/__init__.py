@@ -1,1 +1,1 @@
-"""What a train loop calls, and the session that its thread belongs to."""
+"""Public functions of a train loop, and the session of its thread."""

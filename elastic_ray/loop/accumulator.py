@@ -44,7 +44,7 @@ class Accumulator(Mapping[str, float]):
         self._key = self._session.new_accumulator()
 
     def _join_present_run(self) -> None:
-        """Where a process trains several times over, the sums belong to the run that adds to them."""
+        """Join the present run: if a process trains several times, the sums belong to the run that adds to them."""
         present = session_of_thread()
         if present is not None and present is not self._session:
             self._session, self._key = present, present.new_accumulator()

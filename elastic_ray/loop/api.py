@@ -1,4 +1,4 @@
-"""What a train loop calls: its session, its place in the job, reports, epochs (the public functions of the loop)."""
+"""Public functions of a train loop: its session, its place in the job, reports, epochs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def current_session() -> Session:
     Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
     the environment describes.
 
-    Raises:
-        RuntimeError: this is another thread of a job's worker than the train function's.
+    Raises RuntimeError: this is another thread of a job's worker than the train function's.
     """
     session = session_of_thread()
     if session is None:
@@ -48,7 +47,7 @@ def session_of_new_model() -> Session:
 
     Outside a trainer, a model that is wrapped after the first epoch, or after an opening that failed, begins another
     run of the process: a notebook's cell that is run again, the next fold. Loaders made since, and the one that has fed
-    the run before, go along. A loop of the earlier run that goes on nevertheless raises (see
+    the run before, go along. A loop of the earlier run that continues nevertheless raises (see
     ``run.current.check_present``).
     """
     earlier = current_session()
@@ -64,7 +63,7 @@ def session_to_build() -> Session:
 
 
 def _run_after(earlier: Session) -> Session:
-    """Another run of this process, with the loaders that go along."""
+    """Start another run in this process, and move the loaders along."""
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
@@ -79,7 +78,7 @@ def _run_after(earlier: Session) -> Session:
 
 
 def _take_along(leading: weakref.ref[Any], session: Session) -> None:
-    """A loader that was made outside the train function feeds the next run too, unless that has made its own."""
+    """Move a loader made outside the train function to the next run, unless that has made its own."""
     loader = leading()
     if loader is not None and session.registry.loaders.info is None:
         loader.join(session)
@@ -87,7 +86,7 @@ def _take_along(leading: weakref.ref[Any], session: Session) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ElasticContext:
-    """Where this worker stands, in the style of ``ray.train.get_context()``. Values are read when asked for.
+    """Position of this worker, in the style of ``ray.train.get_context()``. Values are read when asked for.
 
     Before the first epoch no group is formed yet; ranks and sizes are then those of the group that this worker is
     expected to join. Of the workers that start a job, or start it again, exactly one sees rank 0, and on each node one
@@ -135,7 +134,7 @@ class ElasticContext:
 
 
 def get_context() -> ElasticContext:
-    """Where this worker stands in its job."""
+    """Return the context of this worker in its job."""
     return ElasticContext(current_session())
 
 
@@ -187,7 +186,7 @@ def get_checkpoint() -> Checkpoint | None:
 def get_tracker_dir() -> str:
     """Directory for what the train function logs by itself: tensors, images, text, a profiler's traces.
 
-    It belongs to the run, so that a new rank 0 goes on where the one before has stopped: ``tensorboard/user`` in the
+    It belongs to the run, so that a new rank 0 continues where the one before has stopped: ``tensorboard/user`` in the
     run's directory, which TensorBoard shows beside the run's own numbers. Where storage is not local it is a directory
     of this node, whose files are copied there every 15 s and when the train function returns. Without a trainer it is
     ``runs/user`` in the present directory, or what the environment variable ``ELASTIC_RAY_TRACKER_DIR`` says.

@@ -79,7 +79,7 @@ def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | tor
 
 
 def _reduced_whole(value: int, op: ReduceOp) -> int:
-    """The same of whole numbers, exactly: each rank knows all of them, and whether one of them is none of 64 bits."""
+    """Reduce whole numbers exactly: each rank knows all of them, and whether any exceeds 64 bits."""
     fits = _INT64.min <= value <= _INT64.max
 
     def perform(communicator: Communicator) -> bytes:
@@ -103,8 +103,7 @@ def _reduced_whole(value: int, op: ReduceOp) -> int:
 def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
     """The type in which ranks add up tensors of this one: gloo and NCCL know few, and take an error for a lost rank.
 
-    Raises:
-        TypeError: there is none.
+    Raises TypeError: there is none.
     """
     wide = _WIDER.get(dtype, dtype)
     if wide in _AS_THEY_ARE or (wide in _COMPLEX and op in ("sum", "mean")):
@@ -117,7 +116,7 @@ def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
 
 
 def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The same of a dense tensor; types that gloo cannot add up, or only roughly, travel as wider ones."""
+    """Reduce a dense tensor; types that gloo cannot sum, or only roughly, travel as wider ones."""
     mean = op == "mean"
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     summed = tensor.to(torch.get_default_dtype()) if mean and whole else tensor.resolve_conj()

@@ -37,7 +37,7 @@ class Epochs:
         self._begun = self._within = False
 
     def join(self) -> None:
-        """Become part of the job, as the first :meth:`begin_epoch` does: everything is built, nothing is trained yet.
+        """Join the job, as the first :meth:`begin_epoch` does: everything is built, nothing is trained yet.
 
         Afterwards this worker has the job's state and knows its place in the group.
 
@@ -55,7 +55,7 @@ class Epochs:
 
     @property
     def done(self) -> bool:
-        """Whether all have been trained, or a policy has ended the training; joins the job where that is not done."""
+        """True if all epochs are trained or a policy has ended the training; joins the job first if necessary."""
         self.join()
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 

@@ -1,1 +1,1 @@
-"""Who belongs to a job, and how a group of workers turns into the next one between two steps."""
+"""Membership of a job, and the change from one group of workers to the next between two steps."""

@@ -1,4 +1,4 @@
-"""From one generation to the next: announced, entered, broken, replaced, called off (pure)."""
+"""Changes between generations: announced, entered, broken, replaced, called off (pure)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MembershipConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Deadline:
-    """When to act on something, what it was, and the generation it happened in."""
+    """Deadline for an action, with its cause and the generation it belongs to."""
 
     at_s: float
     cause: str
@@ -86,7 +86,7 @@ class GenerationChanges(Roster):
         self._out: list[Instruction] = []
 
     def _lost(self, worker: str, cause: str, now_s: float, *, newcomer: bool = False) -> None:
-        """A worker is gone."""
+        """Remove a lost worker."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -97,7 +97,7 @@ class GenerationChanges(Roster):
             self._bereave(record, cause, now_s)
 
     def _rest_after_joiner(self, now_s: float) -> None:
-        """A joiner was of no use: the next one waits, the longer the more of them there were."""
+        """Delay the next joiner after a useless one, the longer the more of them there were."""
         recent = now_s - self._joiner_rested_s <= self.config.remember_s
         self._failed_joiners = self._failed_joiners + 1 if recent else 1
         rest_s = min(self.config.backoff_s * 2 ** min(self._failed_joiners - 1, 20), self.config.remember_s)
@@ -105,7 +105,7 @@ class GenerationChanges(Roster):
         self._not_before_s = max(self._not_before_s, self._joiner_rested_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
-        """Go on without a worker that was not expected to go."""
+        """Continue without a worker that was not expected to go."""
         if record.phase is WorkerPhase.MEMBER:
             self._bereft = True
             self._note_loss(record, cause)
@@ -131,7 +131,7 @@ class GenerationChanges(Roster):
         return AllLost(reason=f"lost all {len(lost)} workers: {'; '.join(lost)}" if len(lost) > 1 else cause)
 
     def _check_state(self, gone: WorkerRecord, cause: str) -> None:
-        """After all members were lost, those that started over in place were the last to hold the state."""
+        """End the job if the lost worker was the last that held the state, after all members were lost."""
         idle = self.current is None and self.in_flight is None
         if gone.has_state and idle and not self.holders() and not self._ended:
             self._end(AllLost(reason=f"lost worker {gone.worker}, the last that held the state: {cause}"))
@@ -168,7 +168,7 @@ class GenerationChanges(Roster):
     def _check_memory(self, workers: int) -> None:
         """Tell once of a group that is too small for its memory.
 
-        It goes on all the same: what the workers hold is lost if they end, and more of them may be there in a moment.
+        It continues all the same: what the workers hold is lost if they end, and more of them may be there in a moment.
         """
         need = self.config.sizes.memory
         short = workers if need is not None and workers < need.least_workers else 0
@@ -176,14 +176,14 @@ class GenerationChanges(Roster):
             self._note(
                 EventKind.WARNING,
                 workers,
-                f"{workers} workers go on, fewer than the {need.least_workers} that the job's memory asks for, until "
-                f"the allocator has decided again: {need.shortage(workers)}",
+                f"{workers} workers continue, fewer than the {need.least_workers} that the job's memory asks for, "
+                f"until the allocator has decided again: {need.shortage(workers)}",
                 generation=self.issued,
             )
         self._short = short
 
     def _force(self, cause: str, now_s: float) -> None:
-        """The generation is broken: go on with its survivors, who hold the state.
+        """Force a generation of the survivors, who hold the state, because the present one is broken.
 
         Where the change to it was under way, its joiners are among them: they may have trained in it already, and
         a worker that has must not be left behind with a state that differs from the others'.
@@ -211,7 +211,7 @@ class GenerationChanges(Roster):
             self._end(self._all_lost(cause))
 
     def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
-        """Whether all of them only were about to take over a state that one which starts over in place holds now."""
+        """True if a worker that starts over in place holds a newer state than `survivors`, who were to get it."""
         if any(w.phase is WorkerPhase.MEMBER for w in survivors):
             return False
         newest = max(w.state_generation for w in survivors)
@@ -241,7 +241,7 @@ class GenerationChanges(Roster):
         self._note(EventKind.CANCELLED, flight.spec.world_size, reason, generation=flight.spec.generation)
 
     def _step_failed(self, told: StepFailed, now_s: float) -> None:
-        """A collective failed on a worker: the news of who died may follow, else a generation of all is tried."""
+        """Handle a failed collective: news of a death may follow, else a generation of all is tried."""
         worker, generation, cause = told.worker, told.generation, told.cause
         flight, record = self.in_flight, self.workers.get(worker)
         if record is None:
@@ -264,7 +264,7 @@ class GenerationChanges(Roster):
             self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
 
     def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
-        """A joiner speaks as one that holds a state. Where the others went on without it, it is of no use to them."""
+        """Handle a joiner that speaks as a holder of state; if the others continued without it, it is of no use."""
         record.hold_state()
         flight = self.in_flight
         expected = flight is not None and (flight.spec.generation == generation or record in self.entering())
@@ -275,7 +275,7 @@ class GenerationChanges(Roster):
                 self._withdraw(f"joiner {record.worker} was given up", now_s)
 
     def _prepare_failed(self, told: PrepareFailed, now_s: float) -> None:
-        """A worker could not form the group of the generation in flight."""
+        """Handle a worker's failure to form the group of the generation in flight."""
         generation, cause, flight = told.generation, told.cause, self.in_flight
         if flight is None or flight.spec.generation != generation or self._hope is not None:
             return
@@ -298,7 +298,7 @@ class GenerationChanges(Roster):
                 self._give_up(record, "its group could not be formed")
 
     def _switched(self, told: Switched, now_s: float) -> None:
-        """A worker trains in a generation; with the first one it takes effect, with the last one it is complete."""
+        """Handle a worker's switch: with the first one the generation takes effect, with the last it is complete."""
         generation, flight, record = told.generation, self.in_flight, self.workers.get(told.worker)
         if record is not None and record.phase is WorkerPhase.READY:
             self._entered(record, generation, now_s)
@@ -316,7 +316,7 @@ class GenerationChanges(Roster):
             self._complete_switch(flight)
 
     def _take_effect(self, flight: InFlight, now_s: float) -> None:
-        """The first worker has entered the generation in flight: those that it leaves out are on their way out."""
+        """Put the generation in flight into effect after its first entry; workers left out are leaving."""
         before, self.current = self.generation, flight.spec
         flight.take_effect(now_s)
         self.trained = True
@@ -330,7 +330,7 @@ class GenerationChanges(Roster):
                 self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
 
     def _complete_switch(self, flight: InFlight) -> None:
-        """All have entered the generation in flight."""
+        """Complete the switch once all members have entered the generation in flight."""
         self.in_flight = None
         started = flight.from_workers == 0
         kind = EventKind.STARTED if started else EventKind.FAILURE if flight.forced else EventKind.RESIZE

@@ -1,4 +1,4 @@
-"""What the membership machine asks its shell to do: plain values."""
+"""Instructions of the membership machine to its shell: plain values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class AllLost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Complete:
-    """All members have finished."""
+    """Instruction: all members have finished, so the job is complete."""
 
 
 Instruction = Reserve | Launch | Release | Announce | Withdraw | Note | AllLost | Complete

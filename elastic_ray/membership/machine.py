@@ -34,7 +34,7 @@ _UNKNOWN = 4  # generations that a controller may have announced in its last mom
 
 
 class JobMembership(GenerationChanges):
-    """See the module's text; its attributes are those of its bases."""
+    """State machine of a job's membership; see its bases for its attributes."""
 
     def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
         """Begin without workers.
@@ -101,7 +101,7 @@ class JobMembership(GenerationChanges):
         now_s: float,
         named: int = 0,
     ) -> list[Instruction]:
-        """Go on after the controller's process was restarted, with the workers that live.
+        """Continue after the controller's process was restarted, with the workers that live.
 
         Args:
             survivors: the workers that live.
@@ -150,7 +150,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """Whether a worker has come, or is to come, to others that train, and holds no state that they lack."""
+        """True if a worker has joined, or will join, workers that train, and holds no state that they lack."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -175,7 +175,7 @@ class JobMembership(GenerationChanges):
         self._replace_reason = wish.reason
 
     def _keep_replaced(self, now_s: float) -> None:
-        """No other worker is to be had: those that were to be replaced stay."""
+        """Keep the workers that were to be replaced, because no others are available."""
         for record in self.workers.values():
             if record.replaced:
                 record.replace(False)
@@ -189,7 +189,7 @@ class JobMembership(GenerationChanges):
         self._out.append(Launch(worker=worker, node=record.node))
 
     def _ready(self, told: Ready, now_s: float) -> None:
-        """A worker waits for a generation."""
+        """Handle a worker that waits for a generation."""
         record = self.workers.get(told.worker)
         if record is None:
             return
@@ -201,7 +201,7 @@ class JobMembership(GenerationChanges):
             record.built_early()  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
-        """A worker's train function has unwound."""
+        """Handle a worker whose train function has unwound."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -221,7 +221,7 @@ class JobMembership(GenerationChanges):
             self._end(Complete())
 
     def _rerun(self, worker: str, has_state: bool, now_s: float) -> None:
-        """A worker builds its model anew in its process, and no generation that it knows of is one for it."""
+        """Handle a worker that rebuilds its model in its process and is in no generation that it knows of."""
         record = self.workers.get(worker)
         if record is None or record.phase not in (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING):
             return
@@ -345,7 +345,7 @@ class JobMembership(GenerationChanges):
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Who is too many on each node: members that are to leave, and others to be given back at once.
+    """Return the surplus workers of each node: members that must leave, and others to release at once.
 
     Members that are to be replaced leave once as many others are ready, or where the target has no place for them.
     """
@@ -384,10 +384,10 @@ def next_group(
     """Members of the next planned generation by rank; None where it is not worth one.
 
     It is not announced as long as it would have fewer than ``min_workers``, or for a while a size that is not allowed,
-    and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left go on in any
-    case. Who leaves hands over to members that stay, so leavers are kept while so few others stay that these would lack
-    memory; they go as others have come in their place. A group that is too small for its memory takes in joiners until
-    it is not, whether or not its size is allowed.
+    and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left continue in
+    any case. Who leaves hands over to members that stay, so leavers are kept while so few others stay that these would
+    lack memory; they go as others have come in their place. A group that is too small for its memory takes in joiners
+    until it is not, whether or not its size is allowed.
 
     Args:
         roster: the workers.

@@ -9,11 +9,9 @@ from elastic_ray.batch.limits import BatchChoice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
+    """Worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
 
     Attributes:
-        worker: its id.
-        node: the node that it is on.
         gpu_type: of the node's GPUs, in a job whose shares follow the types' speeds; else empty.
         speed: of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known.
     """
@@ -26,10 +24,9 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where a worker stands in its group; without arguments that of one that is alone.
+    """Position of a worker in its group; the defaults are those of a worker alone.
 
     Attributes:
-        rank: its rank.
         world_size: workers of the group.
         local_rank: its rank among those on its node.
         local_world_size: workers on its node.
@@ -48,7 +45,6 @@ class Returned:
     """A worker whose train function has returned.
 
     Attributes:
-        rank: its last one.
         steps: committed steps of all loaders.
     """
 
@@ -105,7 +101,7 @@ class GenerationSpec:
         return nodes.index(self.members[rank].node)
 
     def place_of(self, worker: str) -> RankInfo:
-        """Where a member stands."""
+        """Return the position of a member in the group."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
@@ -143,7 +139,7 @@ class StopJob:
     """End the job cleanly after the present step.
 
     Attributes:
-        save: it is only preempted: rank 0 saves its state first, and the job goes on from there another time.
+        save: it is only preempted: rank 0 saves its state first, and the job continues from there another time.
     """
 
     save: bool = False
@@ -154,14 +150,14 @@ ControllerMessage = GenerationSpec | Cancel | BatchProposal | StopJob
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """How much of the training a worker's state holds; larger is further.
+    """Version of a worker's training state; a larger one is further in the training.
 
     Attributes:
         step: committed optimizer steps (loader iterations).
         optimizers_stepped: optimizers already stepped within the step in progress (a GAN has two).
         averaged: which average of models was the last that it has been through, where ranks train by themselves between
             averages; larger is later, and 0 is none. It tells whose models count, not who is further.
-        lineage: generation of the last commit: of two groups that went on from the same step without knowing of
+        lineage: generation of the last commit: of two groups that continued from the same step without knowing of
             each other, the later one counts.
         passes: ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
         has_state: whether the worker holds a trained state at all; a newcomer does not.

@@ -1,4 +1,4 @@
-"""What a job's workers tell a controller that Ray has restarted, as the membership machine needs it (pure).
+"""Recovery of the membership machine after a restart of the controller, from its workers' replies (pure).
 
 The workers hold the truth: they train on without their controller, and each knows which generation it has entered.
 Generations that were announced and that no worker has entered are called off; every other fact is told to the machine
@@ -21,8 +21,6 @@ class SurvivingWorker:
     """A living worker.
 
     Attributes:
-        worker: its id.
-        node: its node.
         spec: the generation that it has taken up, or left as no member of it; None before its first.
         switched: the latest generation in which it has exchanged state; 0 before its first.
         ready: whether it has built its model.
@@ -48,12 +46,15 @@ class SurvivingWorker:
 
     @property
     def leaving(self) -> bool:
-        """Whether it is on its way out."""
+        """True if the worker is leaving."""
         return self.spec is not None and self.spec.rank_of(self.worker) is None
 
     @property
     def veteran(self) -> bool:
-        """Whether it trains: then it takes a generation up only when all have agreed on it, or the one before broke."""
+        """True if the worker trains.
+
+        It enters a generation only when all have agreed on it, or the one before broke.
+        """
         return self.spec is not None and self.switched > 0 and not self.leaving
 
 
@@ -120,8 +121,8 @@ def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: flo
 
 
 def _record(survivor: SurvivingWorker, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
-    """What the machine knows of a living worker."""
-    # A worker that trained before, and is no member of the newest, leaves, or the others have gone on.
+    """Return the membership record of a living worker."""
+    # A worker that trained before, and is no member of the newest, leaves, or the others have continued.
     passed_over = survivor.veteran and newest is not None and newest.rank_of(survivor.worker) is None
     if survivor.leaving or passed_over:
         phase = WorkerPhase.LEAVING

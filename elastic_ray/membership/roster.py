@@ -14,7 +14,7 @@ from elastic_ray.membership.signals import Switched
 
 
 class WorkerPhase(enum.Enum):
-    """Where a worker is in its life."""
+    """Phase of a worker's life."""
 
     RESERVING = "reserving"
     STARTING = "starting"
@@ -26,7 +26,7 @@ class WorkerPhase(enum.Enum):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class WorkerRecord:
-    """What the machine knows of one worker.
+    """Record of one worker in the membership machine.
 
     Attributes:
         worker: its id, "w" and a number that grows.
@@ -59,7 +59,7 @@ class WorkerRecord:
 
     @property
     def stays(self) -> bool:
-        """Whether it is neither on its way out nor to be replaced."""
+        """True if the worker is neither leaving nor to be replaced."""
         return self.phase is not WorkerPhase.LEAVING and not self.replaced
 
     @property
@@ -68,46 +68,46 @@ class WorkerRecord:
         return number(self.worker)
 
     def replace(self, wanted: bool) -> None:
-        """Whether it is to go once another is ready in its place."""
+        """Mark the worker to leave once another is ready in its place, or withdraw the mark."""
         self.replaced = wanted
 
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
-        """Come into a phase."""
+        """Enter a phase."""
         self.phase, self.since_s = phase, now_s
 
     def built(self, now_s: float, *, loaded: int, has_state: bool) -> None:
-        """It waits for a generation, with what it has loaded and what it holds."""
+        """Mark the worker as ready for a generation, with what it has loaded and what it holds."""
         self.enter(WorkerPhase.READY, now_s)
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def built_early(self) -> None:
-        """Its ``Ready`` has come before the ``Rerun`` that it belongs to."""
+        """Remember a ``Ready`` that arrived before the ``Rerun`` it belongs to."""
         self.rebuilt = True
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """It builds anew in its process, with the state of generation ``state_generation`` or without one."""
+        """Restart the worker in its process, with the state of generation ``state_generation`` or without one."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """It trains in a generation; with ``others`` in one that went on from theirs."""
+        """Make the worker a member of a generation; with ``others``, of one that continues from theirs."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
     def finish(self, returned: Returned) -> None:
-        """Its train function has returned."""
+        """Mark the worker as finished: its train function has returned."""
         self.phase, self.returned = WorkerPhase.FINISHED, returned
 
     def hold_state(self) -> None:
-        """It holds a trained state."""
+        """Mark the worker as holding a trained state."""
         self.has_state = True
 
     def fail_in(self, generation: int) -> None:
-        """A collective of this generation failed on it."""
+        """Record that a collective of this generation failed on the worker."""
         self.failed_in = max(self.failed_in, generation)
 
     def could_not_form(self) -> None:
-        """A planned generation with it as a joiner could not be formed."""
+        """Count a planned generation with this joiner that could not be formed."""
         self.failures += 1
 
 
@@ -116,16 +116,15 @@ class InFlight:
     """An announced generation that not all members have entered yet.
 
     Attributes:
-        spec: the generation.
         forced: it replaces a broken one: a worker that hears of it goes there at once.
         since_s: when it was announced.
         from_workers: workers of the generation before.
         from_state: whether some member was known to hold a trained state; without one, training begins.
-        loaded: steps of the furthest automatic checkpoint that a member has loaded; training goes on from there.
+        loaded: steps of the furthest automatic checkpoint that a member has loaded; training continues from there.
         pauses: pause of each worker that has entered.
         failed: workers that could not form its group.
         effective_s: when the first worker was known to have entered.
-        proof: what the first one told of its state.
+        proof: what the first one reported of its state.
     """
 
     spec: GenerationSpec
@@ -141,11 +140,11 @@ class InFlight:
 
     @property
     def begun(self) -> bool:
-        """Whether its members go there now, whatever else happens."""
+        """True if the members enter the generation now, whatever else happens."""
         return self.forced or self.effective_s is not None
 
     def take_effect(self, now_s: float) -> None:
-        """The first worker has entered it."""
+        """Record when the first worker entered the generation."""
         self.effective_s = now_s
 
     @property
@@ -155,12 +154,12 @@ class InFlight:
         return longest if self.from_workers else Pause()
 
     def entered(self, told: Switched) -> None:
-        """A worker has entered it."""
+        """Record that a worker has entered the generation."""
         self.pauses[told.worker] = told.pause
         self.proof = self.proof or told.proof
 
     def could_not_form(self, worker: str) -> None:
-        """A worker could not form its group."""
+        """Record that a worker could not form its group."""
         self.failed.add(worker)
 
 
@@ -170,7 +169,7 @@ def number(worker: str) -> int:
 
 
 class Roster:
-    """Who there is, in which generation they are, and which one they are heading for; questions only.
+    """Workers of a job with their present and next generations; it has queries only.
 
     Attributes:
         workers: every worker that exists or is asked for, by id.
@@ -198,7 +197,7 @@ class Roster:
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """As :meth:`workers_by_node`, without those on their way out and those that are to be replaced."""
+        """Return the number of workers by node, without those that leave or are to be replaced."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:
@@ -222,7 +221,7 @@ class Roster:
         return [w for w in self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY, WorkerPhase.MEMBER) if w.has_state]
 
     def is_planned(self, worker: str) -> bool:
-        """Whether the generation in flight has it as a member."""
+        """True if the worker is a member of the generation in flight."""
         return self.in_flight is not None and self.in_flight.spec.rank_of(worker) is not None
 
     def planned(self) -> list[WorkerRecord]:
@@ -231,11 +230,11 @@ class Roster:
 
     @property
     def expects_joiners(self) -> bool:
-        """Whether workers have a process and are not members yet: they import, build the model, or enter the group."""
+        """True if workers have a process but are not members yet: they import, build the model, or enter the group."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:
-        """Those of them that enter it now: the change is under way."""
+        """Return the planned members once they enter the generation in flight."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:

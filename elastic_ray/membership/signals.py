@@ -1,4 +1,4 @@
-"""What the membership machine hears: plain values."""
+"""Signals to the membership machine: plain values."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ class Signal:
 
 
 class Reserved(Signal):
-    """Its resources are reserved."""
+    """Signal: the worker's resources are reserved."""
 
 
 class Left(Signal):
-    """Its train function has unwound after it left a generation."""
+    """Signal: the worker's train function has unwound after it left a generation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Signal):
-    """Its train function has returned: training is complete for this rank.
+    """Signal: the worker's train function has returned, so training is complete for this rank.
 
     Attributes:
-        rank: its last one.
         steps: committed steps of all loaders.
     """
 
@@ -39,14 +38,14 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """It ran out of memory and builds anew in the same process; ``has_state`` when it kept a whole state."""
+    """Signal: the worker ran out of memory and rebuilds in its process; ``has_state`` if it kept a whole state."""
 
     has_state: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Signal):
-    """It has built everything and waits for a generation.
+    """Signal: the worker has built everything and waits for a generation.
 
     Attributes:
         has_state: it kept a trained state in memory, which is lost with it.
@@ -59,7 +58,7 @@ class Ready(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(Signal):
-    """It died, or was found hung; its process is (or will be) gone.
+    """Signal: the worker died or hung; its process is, or will be, gone.
 
     Attributes:
         cause: why, as a sentence.
@@ -80,7 +79,7 @@ class StepFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFailed(Signal):
-    """It could not form the group of ``generation``."""
+    """Signal: the worker could not form the group of ``generation``."""
 
     generation: int
     cause: str
@@ -88,7 +87,7 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """It trains in ``generation`` now.
+    """Signal: the worker trains in ``generation`` now.
 
     Attributes:
         pause: the time since its last committed step.
@@ -117,7 +116,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """These members, and no others, are to go once others are ready in their places."""
+    """Signal: exactly these members must leave once others are ready in their places."""
 
     workers: frozenset[str]
     reason: str

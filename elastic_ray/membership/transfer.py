@@ -1,4 +1,4 @@
-"""Which rank sends the training state to which, in how few rounds (pure)."""
+"""Schedule of the state transfer between ranks, in few rounds (pure)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Two threads meet here. The *control thread* (a Ray call, or nothing at all outside a trainer) delivers messages
 through :meth:`WorkerMembership.post`; the *training thread* asks for agreement, switches and regroups. Forming a
-group happens in a thread of its own, so that training on the present group goes on meanwhile.
+group happens in a thread of its own, so that training on the present group continues meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommunicatorFactory(Protocol):
 
 
 class LostGroupError(RuntimeError):
-    """No generation to go on with was announced in time."""
+    """No generation to continue with was announced in time."""
 
 
 class WorkerMembership:
@@ -47,8 +47,8 @@ class WorkerMembership:
         generation: number of the present generation, 0 before the first.
         voided: the present generation was called off.
         prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
-        wanted_batch: batch shape that the controller wants in the present generation, None to go on as it is.
-        stop_requested, preempting: the job is to stop; it is to go on another time.
+        wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
+        stop_requested, preempting: the job is to stop; it is to continue another time.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WorkerMembership:
             self._news.notify_all()
 
     def _follow(self) -> None:
-        """Something was heard or done: what the training thread reads in every step follows."""
+        """Update what the training thread reads in every step, after something was received or done."""
         self.generation = self.current.generation if self.current is not None else 0
         self.prepared_ahead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
         wish = self._wish
@@ -105,13 +105,13 @@ class WorkerMembership:
         self.voided = self.communicator is not None and self.communicator.voided
 
     def give_up(self, why: str) -> None:
-        """No generation will ever be announced again: who waits for one learns why at once."""
+        """Give up on further generations: waiting calls raise with the reason at once."""
         with self._news:
             self._hopeless = why
             self._news.notify_all()
 
     def _take_spec(self, spec: GenerationSpec) -> None:
-        """A generation was announced: begin to form its group, unless it is void or old."""
+        """Take an announced generation and start to form its group, unless it is void or old."""
         self._void_below = max(self._void_below, spec.void_below)
         if self.is_void(spec.generation):
             return  # its cancellation was faster
@@ -144,7 +144,7 @@ class WorkerMembership:
                 self._retired.retire(communicator)
 
     def _prepare(self, spec: GenerationSpec, rank: int) -> None:
-        """Form the group of a generation, in a thread of its own; it is told if that fails."""
+        """Form the group of a generation, in a thread of its own; a failure is reported."""
         try:
             communicator = self._form(spec, rank)
         except Exception as error:  # whatever it is, the change must not wait for this worker
@@ -186,11 +186,10 @@ class WorkerMembership:
             return spec, communicator
 
     def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Wait for a group to go on with and make it the present one: any for a newcomer, and for a member whose
+        """Wait for a group to continue with and make it the present one: any for a newcomer, and for a member whose
         group is broken only one that replaces it (a planned change still needs everybody's agreement).
 
-        Raises:
-            LostGroupError: none was formed within ``timeout_s``, or none will be.
+        Raises LostGroupError: none was formed within ``timeout_s``, or none will be.
         """
         deadline = time.monotonic() + timeout_s
         while True:

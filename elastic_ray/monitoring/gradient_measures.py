@@ -1,4 +1,4 @@
-"""What the ranks have measured of a model's gradients, and of the steps that it was trained in (pure)."""
+"""Measures of a model's gradients, and of the steps that trained it (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placement.goodput.model import NoiseScale
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientVariance:
-    """How much single samples' gradients differ, as one step has shown it; a raw, unbiased estimate.
+    """Variance of single samples' gradients, as measured in one step; a raw, unbiased estimate.
 
     Attributes:
         step: optimizer steps that were committed before the one that was measured.
@@ -52,18 +52,18 @@ class GradientNorms:
 
     @property
     def gradient(self) -> float:
-        """Of the whole model's gradient."""
+        """Norm of the whole model's gradient."""
         return math.hypot(*self.gradients)
 
     @property
     def update(self) -> float:
-        """Of the whole model's update."""
+        """Norm of the whole model's update."""
         return math.hypot(*self.updates)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasures:
-    """What is known of one model's steps, the same on every rank after each committed step of training.
+    """Measures of one model's steps, the same on every rank after each committed step of training.
 
     What has not been asked for (``Monitor``), or not been measured yet in the present group, is None. In a group of
     several workers, what one step has shown is known with the next one.

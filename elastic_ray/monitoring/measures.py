@@ -1,4 +1,4 @@
-"""What each worker of a group measures of a step (pure)."""
+"""Measures that each worker of a group takes of a step (pure)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMeasures:
-    """One worker's step.
+    """Measures of one worker's step.
 
     They travel in float32, so sizes are in MiB, a power of two: up to 64 MiB they are exact to the byte for gradients
     in float32, and to 1e-7 beyond.
@@ -59,7 +59,7 @@ class WorkerMeasures:
 
     @property
     def wire_mib(self) -> float:
-        """All that it handed to collectives in the step before [MiB].
+        """Bytes that the worker handed to collectives in the step before [MiB].
 
         What crosses the network depends on the algorithm: a ring's all-reduce of b bytes sends 2 b (R - 1) / R.
         """
@@ -67,7 +67,7 @@ class WorkerMeasures:
 
     @property
     def wire_mib_per_s(self) -> float:
-        """The same over the whole time of that step [MiB/s]; 0 before a step was timed."""
+        """Rate of bytes to collectives over the whole time of the step before [MiB/s]; 0 before a step was timed."""
         return self.wire_mib / self.step_s if self.step_s > 0 else 0.0
 
 

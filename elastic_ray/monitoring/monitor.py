@@ -1,4 +1,4 @@
-"""What is to be measured of the steps, and how often (pure)."""
+"""Settings of measurements: what is measured of the steps, and how often (pure)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Monitor:
                 raise ValueError(f"{name} must be 1 or more steps, or None for not at all, but got {every}")
 
     def joined(self, other: Monitor) -> Monitor:
-        """All that either asks for, as often as the more frequent of them does."""
+        """Return a monitor with all that either asks for, at the higher frequency."""
         return Monitor(
             noise_every=_more_often(self.noise_every, other.noise_every),
             variance_every=_more_often(self.variance_every, other.variance_every),

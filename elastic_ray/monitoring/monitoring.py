@@ -1,4 +1,4 @@
-"""What is asked for of one run's steps, and where what was measured of them is found (pure)."""
+"""Monitoring of one run's steps: what is asked for, and what was measured (pure)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class Monitoring:
-    """See the module's text.
+    """Monitoring of one run: requests, and the measures of its models.
 
     Args:
         traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
@@ -41,7 +41,7 @@ class Monitoring:
 
     @property
     def request(self) -> Monitor:
-        """All that was asked for."""
+        """Measurements requested so far."""
         return self._request
 
     def ask(self, monitor: Monitor) -> None:
@@ -54,17 +54,17 @@ class Monitoring:
             self.meter.ask()
 
     def take_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """The loop has reported, for the ``number``-th time in the run."""
+        """Record the loop's report ``number`` of the run."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
 
     def add_model(self, measures: Callable[[], StepMeasures]) -> None:
-        """The loop has wrapped another model, which is measured so."""
+        """Add the measures of another wrapped model."""
         self._models.append(measures)
 
     def measures(self, model: int = 0) -> StepMeasures:
-        """Of a model, in the order in which the loop wraps them; before there is one, of the workers alone."""
+        """Return the measures of a model, in wrapping order; before there is one, of the workers only."""
         if model < len(self._models):
             return self._models[model]()
         return StepMeasures(workers=self.meter.workers)
@@ -72,7 +72,7 @@ class Monitoring:
 
 # No clock but the monotonic one is read here. It measures nothing, and nothing rides, until someone asks.
 class StepMeter:
-    """See the module's text. A part of the control sums.
+    """Meter of this worker's steps; part of the control sums.
 
     Args:
         clock: the time [s]; only differences of it count.
@@ -113,16 +113,16 @@ class StepMeter:
         self.on = True
 
     def begin_step(self) -> None:
-        """The loader is about to fetch the first micro-batch of a step of training."""
+        """Begin a training step, before its first micro-batch is fetched."""
         if self.on:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def waited_for_data(self, seconds: float) -> None:
-        """The loader has fetched a micro-batch of the step [s]."""
+        """Add the time that the loader took for a micro-batch of the step [s]."""
         self._data_s += seconds
 
     def end_step(self) -> None:
-        """The step was committed."""
+        """End the committed step."""
         if not self.on:
             return
         now_s = self._clock()
@@ -145,7 +145,7 @@ class StepMeter:
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def begin(self) -> None:
-        """A group was entered: what lies between two groups is no step."""
+        """Enter a group; the time between two groups is no step."""
         self.workers = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0
@@ -158,7 +158,7 @@ class StepMeter:
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's gradients are complete, for the first time in the step."""
+        """Return this worker's row of measures, taken once its gradients are complete for the first time."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()
@@ -175,7 +175,7 @@ class StepMeter:
         return packed(self._own, rank, world_size)
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """All ranks' rows."""
+        """Take all ranks' measures from the sums."""
         if not self.on:
             return
         if self._waits_since_s is not None:
@@ -198,7 +198,7 @@ class _Looks:
         self._steps = 0
 
     def begin(self) -> None:
-        """What is looked at is another, and begins anew."""
+        """Restart with the present total as the start."""
         self._at_s, self._seen_s, self._by_step, self._steps = self._clock(), self._total_s(), 0.0, 0
 
     def end_step(self) -> float:
@@ -226,7 +226,7 @@ def host_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """What torch's allocator holds of the present CUDA device [bytes]; 0 for a process that has not used one."""
+    """Return the memory held by torch's allocator on the present CUDA device [bytes]; 0 if the process uses none."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -244,7 +244,7 @@ def memory_used() -> float:
 
 
 def _host_used(proc: Path) -> float:
-    """Of the host's memory; 0 where the kernel does not tell."""
+    """Return the used fraction of the host's memory; 0 if the kernel does not tell."""
     lines = _text(proc / "meminfo").splitlines()
     told = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
     total, available = told.get("MemTotal", 0), told.get("MemAvailable")
@@ -252,7 +252,7 @@ def _host_used(proc: Path) -> float:
 
 
 def _group_used(proc: Path, groups: Path) -> float:
-    """Of what the process's control group (version 2) may use; 0 where it has no limit of its own.
+    """Return the used fraction of the control group's memory limit (version 2); 0 without a limit.
 
     Cached files that nobody has used lately do not count: the kernel drops them first.
     """
@@ -268,7 +268,7 @@ def _group_used(proc: Path, groups: Path) -> float:
 
 
 def _device_used() -> float:
-    """Of the present CUDA device's memory, by all of its users; 0 for a process that has not used one."""
+    """Return the used fraction of the present CUDA device's memory, by all its users; 0 if this process uses none."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0.0
@@ -277,7 +277,7 @@ def _device_used() -> float:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel's says; empty where there is none."""
+    """Return the text of a kernel file; empty if there is none."""
     try:
         return path.read_text()
     except OSError:

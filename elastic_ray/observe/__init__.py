@@ -1,1 +1,1 @@
-"""What people see of jobs and of the cluster: a page, and the trackers of a run."""
+"""Observation of jobs and of the cluster for people: a page, and the trackers of a run."""

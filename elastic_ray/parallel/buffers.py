@@ -20,15 +20,14 @@ class BufferSync:
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What must be the same on all ranks."""
+        """Dtypes and shapes of the buffers, which must be the same on all ranks."""
         return [(str(b.dtype), tuple(b.shape)) for b in self._module.buffers()]
 
     @torch.no_grad()
     def __call__(self, communicator: Communicator) -> None:
         """Synchronise; a collective, called by all ranks at the same point.
 
-        Raises:
-            CommunicationFailedError: the group broke; buffers are as they were.
+        Raises CommunicationFailedError: the group broke; buffers are as they were.
         """
         if communicator.world_size == 1:
             return
@@ -62,23 +61,23 @@ class SavedBuffers:
         self._step: LoaderStep | None = None
 
     def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
-        """A forward pass is about to begin; ``goes_on``: for an update that earlier steps have begun."""
+        """Save the buffers before a forward pass; ``goes_on`` if it is for an update that earlier steps have begun."""
         if self._saved and (goes_on or step is self._step):
             return
         self._step = step
         self._saved = [(b, b.detach().clone()) for b in self._module.buffers()]
 
     def forget(self) -> None:
-        """The update was applied."""
+        """Forget the saved buffers, because the update was applied."""
         self._saved = []
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The update was left out."""
+        """Restore the saved buffers, because the update was left out."""
         for buffer, before in self._saved:
             buffer.copy_(before)
 
     def mend(self) -> None:
-        """The forward passes may have been in vain: restore buffers that hold NaN or infinity."""
+        """Restore the buffers if any holds NaN or infinity."""
         if not all(bool(buffer.isfinite().all()) for buffer, _ in self._saved):
             self.restore()

@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 
 class FiniteWatch:
-    """One model's, on one rank. Gradients are reduced by then, so that all ranks see and do the same.
+    """Watch of one model's gradients on one rank. Gradients are reduced by then, so that all ranks see and do the same.
 
     What AMP's scaler finds it leaves out by itself, and none of it comes by here. With a fused optimizer it does: that
     leaves it out in its own kernels.
 
     Args:
-        context: the run.
-        module: the model.
-        model: its number.
         nonfinite: what to do, one of ``NONFINITE``.
 
     Attributes:
@@ -46,15 +43,13 @@ class FiniteWatch:
     def are_finite(
         self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None, *, scaled: bool = False
     ) -> bool:
-        """Whether what the optimizer is about to apply is finite; tells of a streak of steps where it is not.
+        """True if the gradients to be applied are finite; reports a streak of steps where they are not.
 
         Args:
-            params: the parameters.
             suspects: ranks with gradients that were not finite when they were reduced, None where all were.
             scaled: AMP's scaler has asked the optimizer to leave out by itself what is not finite.
 
-        Raises:
-            NonFiniteGradientsError: it is not, and that is to end the training.
+        Raises NonFiniteGradientsError: it is not, and that is to end the training.
         """
         if not self.looks:
             return True
@@ -102,7 +97,7 @@ class FiniteWatch:
         return math.isfinite(float(largest)) or all(bool(grad.isfinite().all()) for grad in grads)
 
     def check_parameters(self) -> None:
-        """At the end of the train function.
+        """Check the parameters and buffers at the end of the train function.
 
         Raises:
             NonFiniteParametersError: parameters are NaN or infinite.
@@ -154,5 +149,5 @@ def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a sharded tensor those that this rank has."""
+    """Return the rows of a sharded tensor that this rank holds; other tensors unchanged."""
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor

@@ -1,4 +1,4 @@
-"""How many floating-point operations a model takes, and of how many its GPU is capable (torch).
+"""Floating-point operations of a model, and the peak of its GPU (torch).
 
 MFU = 3 F / peak, with F the operations of the forward passes in a second: a backward pass takes twice as many, and what
 checkpoints compute anew does not count.

@@ -16,7 +16,7 @@ from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 
 
 class ModelCopy(torch.nn.Module):
-    """What ``copy.deepcopy``, pickle and ``AveragedModel`` make of an ``AdaptiveDataParallel``.
+    """Copy of an ``AdaptiveDataParallel``, as ``copy.deepcopy``, pickle and ``AveragedModel`` make it.
 
     It is called as that, and its state dict has the same names. It belongs to no run: its gradients are not reduced,
     and no worker but its own knows of it::
@@ -37,15 +37,14 @@ class ModelCopy(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing is reduced anyway."""
+        """Return a context that does nothing: a copy reduces no gradients."""
         return nullcontext()
 
 
 def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
     """Return how to make a copy, as ``__reduce_ex__`` does.
 
-    Raises:
-        TypeError: parts of the model lie with other workers.
+    Raises TypeError: parts of the model lie with other workers.
     """
     tables = [name for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)]
     if tables or is_sharded_model(module):
@@ -67,7 +66,6 @@ def describe_model(
     """A wrapped model.
 
     Args:
-        module: the model.
         optimizer: steps it.
         amp: its loss is scaled.
         strategy: builder of its synchronisation's strategy; None is plain all-reduce.

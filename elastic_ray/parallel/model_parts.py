@@ -1,4 +1,4 @@
-"""How one wrapped model is kept on all ranks: whole on each, or in shards (torch)."""
+"""Parts of a wrapped model that is replicated on all ranks, or sharded among them (torch)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class KeptModel:
     """A model that is kept on all ranks.
 
     Attributes:
-        sync: its gradients.
         optimizers: by optimizer, what votes on updates and makes them.
         measured: by optimizer, carries out an update, and tells the statistics how far it moves the parameters.
         model_state, optimizer_states: what travels and is saved.
@@ -46,16 +45,12 @@ class KeptModel:
 
 
 class ModelParts:
-    """See the module's text.
+    """Builder of the parts of one wrapped model, replicated or sharded.
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: steps them; a ``JointOptimizer`` of several.
-        statistics: of the gradients.
         number: of the model, in the order in which the loop wraps them.
-        tables: its sharded tables.
     """
 
     def __init__(
@@ -72,18 +67,11 @@ class ModelParts:
         self._statistics, self._number, self._tables = statistics, number, tables
 
     def replicated(
-        self,
-        builder: Any,
-        tracker: NoiseTracker,
-        grad_scale: Callable[[], float],
-        *,
-        check_finite: bool,
-        scaler: Any,
+        self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
         """Whole on each rank.
 
         Args:
-            builder: of the strategy.
             tracker: of the noise scale.
             grad_scale: AMP's present loss scale, 1 without AMP.
             check_finite: whether to find out on which ranks gradients are NaN or infinite.
@@ -139,7 +127,7 @@ class ModelParts:
         return KeptModel(sync, parts, each_measured, ModuleState(module), states)
 
     def sharded(self) -> KeptModel:
-        """In shards.
+        """Return the parts of a sharded model.
 
         Raises:
             ValueError: its modules were sharded with different ``shard_size``.
@@ -151,23 +139,19 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.model_checks import shard_size_of
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
         from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
-        from elastic_ray.sync.sharded_parameters.shard_statistics import (
-            MovedRows,
-            RowDenominators,
-            ShardStatistics,
-        )
+        from elastic_ray.sync.sharded_parameters.shard_statistics import MovedRows, RowDenominators, ShardStatistics
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
         if len(optimizers_of(self._optimizer)) > 1:
             raise StrategyError(
-                "several optimizers of a sharded model (elastic_ray.fully_shard) are not served: give one optimizer "
+                "several optimizers of a sharded model (elastic_ray.fully_shard) are not supported: give one optimizer "
                 "several parameter groups; or shard and wrap the parts of the model by themselves, each with its "
                 'optimizer; or leave the model whole and shard what its optimizers keep, strategy="zero1"'
             )
         if self._tables:
             raise StrategyError(
-                "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not served: use "
+                "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not supported: use "
                 "torch.nn.Embedding, whose rows fully_shard divides among the ranks as well"
             )
         if not is_elementwise(self._optimizer):

@@ -16,7 +16,7 @@ class NonFiniteParametersError(FloatingPointError):
 
 
 def check_choice(nonfinite: object) -> str:
-    """What to do about them, as the user chose it.
+    """Check the user's choice for non-finite gradients and return it.
 
     Raises:
         ValueError: it is none of ``NONFINITE``.

@@ -1,4 +1,4 @@
-"""A wrapped model that runs out of memory: its step is lost, and the loop goes on to have it drawn again (torch).
+"""A wrapped model that runs out of memory: its step is lost, and the loop continues so that it is drawn again (torch).
 
 An exception would leave the user's loop, which only a job can begin anew. So what fails here is caught where it is
 raised: in the model's forward, in ``backward()`` and in ``optimizer.step()``. User code then has results of the right
@@ -48,7 +48,7 @@ def watch_backward() -> None:
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
-    """What a step that is lost goes on with: the output of ``module``, through which ``params`` get gradients of zero.
+    """Return an output for a lost step: that of ``module``, through which ``params`` get gradients of zero.
 
     Raises:
         torch.OutOfMemoryError: not even one sample at once fits, or the arguments cannot be cut.
@@ -96,7 +96,7 @@ def _called(module: torch.nn.Module, given: Any) -> Any:
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """One output of those of all parts."""
+    """Join the outputs of all parts into one."""
     flat = [tree_flatten(each) for each in outputs]
     return tree_unflatten(
         [_join(column, sizes, exact=exact) for column in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
@@ -104,7 +104,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any
 
 
 def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """What all parts have given at one place of their outputs, as one."""
+    """Join what all parts have returned at one place of their outputs."""
     if all(_is_of(each, size) for each, size in zip(column, sizes, strict=True)):
         return torch.cat(list(column))
     if exact and column[0] is not None:
@@ -140,7 +140,7 @@ class _Lost(torch.autograd.Function):
 
 
 def give_zero_gradients(params: Sequence[Tensor]) -> None:
-    """A backward pass over ``params`` that gives nothing."""
+    """Run a backward pass over ``params`` that gives zero gradients."""
     with torch.enable_grad():
         torch.autograd.backward(_Lost.apply(params[0].new_zeros(()), *params))  # type: ignore[no-untyped-call]
 

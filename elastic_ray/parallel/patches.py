@@ -19,10 +19,10 @@ class DividedOptimizer(Protocol):
     """State of an optimizer of which each rank has a part."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """All of it, by parameter, on rank 0; None where this rank has all. All ranks call it."""
+        """Return all states by parameter on rank 0; None where this rank has all. Called on every rank."""
 
     def loaded(self) -> None:
-        """The optimizer was given whole states."""
+        """Accept the whole states that were loaded into the optimizer."""
 
 
 SCHEDULES = ("progress", "steps")
@@ -109,12 +109,12 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """What tells a scaler's present scale, and what takes that back; neither waits for the GPU that it is on."""
+    """Return functions that capture and restore a scaler's scale; neither waits for the GPU that it is on."""
     return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
 
 
 def _unread_scale(scaler: Any) -> Any:
-    """Its scale; ``state_dict()`` would read it."""
+    """Return the scaler's scale without reading it from the GPU, as ``state_dict()`` would."""
     scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
     if isinstance(scale, torch.Tensor) and isinstance(tracker, torch.Tensor):
         return scale.clone(), tracker.clone()
@@ -122,7 +122,7 @@ def _unread_scale(scaler: Any) -> Any:
 
 
 def _take_back_scale(scaler: Any, kept: Any) -> None:
-    """Have a scaler go on from a scale that it had."""
+    """Have a scaler continue from a scale that it had."""
     if isinstance(kept, tuple):
         for present, before in zip((scaler._scale, scaler._growth_tracker), kept, strict=True):
             present.copy_(before)
@@ -131,7 +131,7 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
 
 
 def keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
-    """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
+    """Keep the loss scale constant while gradients accumulate: it changes with optimizer steps only."""
     original = type(scaler).update
 
     @functools.wraps(original)
@@ -177,8 +177,7 @@ def _override(target: Any, **methods: Any) -> None:
 def complete(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that leaves ``Optimizer.__init__`` out, as some Lookaheads do, the hooks of torch.
 
-    Raises:
-        TypeError: it lacks what every optimizer has; the message names it.
+    Raises TypeError: it lacks what every optimizer has; the message names it.
     """
     missing = [name for name in ("param_groups", "state", "defaults") if not hasattr(optimizer, name)]
     if missing:
@@ -225,12 +224,11 @@ def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
 def evaluated(
     optimizer: torch.optim.Optimizer, closure: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """What a closure returns, called once before the update, and the arguments for the optimizer's own step.
+    """Call a closure once before the update; return its value, and the arguments for the optimizer's own step.
 
     The gradients are then those of the whole group when it is decided whether they are applied, and at what rate.
 
-    Raises:
-        ValueError: the optimizer calls it several times, or after it has moved parameters; from its step.
+    Raises ValueError: the optimizer calls it several times, or after it has moved parameters; from its step.
     """
     with torch.enable_grad():
         value = closure()
@@ -269,8 +267,7 @@ _NOT_GIVEN = (
 def check_scaler(run: Run) -> None:
     """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
 
-    Raises:
-        RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
+    Raises RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
     """
     frame = sys._getframe(1)
     for _ in range(_NEAR):

@@ -1,4 +1,4 @@
-"""What ``AdaptiveDataParallel`` cannot do, said with the way out (torch)."""
+"""Refusals of ``AdaptiveDataParallel``, with the way out (torch)."""
 
 from __future__ import annotations
 
@@ -74,10 +74,9 @@ def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
 
 
 def check_stragglers(response: Any) -> StragglerConfig:
-    """What a run without a trainer is asked to do about slow workers.
+    """Check the response to slow workers that a run without a trainer asks for.
 
-    Raises:
-        ValueError: there is no such response, or only a trainer can give it.
+    Raises ValueError: there is no such response, or only a trainer can give it.
     """
     if response == "replace":
         raise ValueError(
@@ -91,7 +90,7 @@ def check_stragglers(response: Any) -> StragglerConfig:
 
 
 def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
-    """Say that under a trainer the job's configuration decides, where that does less than the loop asks for."""
+    """Warn that under a trainer the job's configuration decides, if that does less than the loop asks for."""
     if lacking:
         logger.warning(
             "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "
@@ -177,13 +176,13 @@ def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -
             raise ValueError(
                 f"{name} has max_norm={layer.max_norm}, with which each worker shortens the rows that its own samples "
                 f"look up, so that the replicas of the table drift apart ({workers} workers, or as many later). Leave "
-                "it out: shorten the looked-up vectors in forward(), or all rows behind optimizer.step() under "
+                "it out: shorten the looked-up vectors in forward(), or all rows after optimizer.step() under "
                 "torch.no_grad(), with torch.renorm; or train with one worker"
             )
 
 
 def _reach(hook: Any) -> Iterator[Any]:
-    """What a hook refers to by name, and what lies in dicts and lists among that."""
+    """Yield what a hook refers to by name, with the contents of dicts and lists among it."""
     try:
         found = inspect.getclosurevars(inspect.unwrap(getattr(hook, "__func__", hook)))
     except (TypeError, ValueError):  # a callable object, or written in C

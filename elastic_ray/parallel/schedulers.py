@@ -27,10 +27,9 @@ _PASS_IT = (
 
 
 class Schedulers:
-    """Schedulers of one model's optimizer; see the module's text.
+    """Schedulers of one model's optimizer.
 
     Args:
-        run: the run.
         optimizer: the model's.
         name: tells the optimizer apart from others of the run.
         given: those that were passed.
@@ -61,11 +60,7 @@ class Schedulers:
         return any("initial_lr" in group for group in self._optimizer.param_groups)
 
     def _check(self) -> None:
-        """Refuse a scheduler that is not known.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """Refuse a scheduler that is not known. Raises ValueError: there is one."""
         unknown = not self._known and not self._rates_were_loaded and self._has_initial_rates()
         known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
         strangers, made = self._strangers(known)
@@ -116,7 +111,7 @@ _BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)
 
 
 class LearningRates:
-    """See the module's text.
+    """Learning rates of one optimizer, scaled by a rule around each step.
 
     Args:
         optimizer: whose rates user code and schedulers set.
@@ -129,8 +124,7 @@ class LearningRates:
     Attributes:
         factor: what the latest step has multiplied them by; the mean over the parameter groups.
 
-    Raises:
-        TypeError, ValueError: there is no such rule.
+    Raises TypeError, ValueError: there is no such rule.
     """
 
     def __init__(
@@ -156,7 +150,7 @@ class LearningRates:
 
     @property
     def wants_statistics(self) -> str:
-        """What of the user's needs gradient statistics; empty for nothing."""
+        """Name of the setting that requires gradient statistics, or ""."""
         asked = not self._by_default and isinstance(self._rule, (AdaScale, AdamScale))
         return f"scaling_rule {type(self._rule).__name__}" if asked else ""
 
@@ -167,8 +161,7 @@ class LearningRates:
             scale: global / initial batch size.
             has_statistics: whether the strategy gives gradient statistics, without which no rule holds by default.
 
-        Returns:
-            The rates before, for :meth:`restore`; None where they are as they were.
+        Returns the rates before, for :meth:`restore`; None where they are as they were.
         """
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor
@@ -192,7 +185,7 @@ class LearningRates:
         return rates
 
     def restore(self, rates: Sequence[float]) -> None:
-        """The optimizer has stepped: have the rates that user code and schedulers have set."""
+        """Restore the rates set by user code and schedulers, after the optimizer's step."""
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 

@@ -157,10 +157,9 @@ def _as_given(info: Any) -> Any:
 
 
 def _shared(state: Any, info: Any) -> Any:
-    """What rank 0 has: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all ranks get it.
+    """Share rank 0's state: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all ranks get it.
 
-    Raises:
-        CommunicationFailedError: rank 0 is lost, and with it the whole.
+    Raises CommunicationFailedError: rank 0 is lost, and with it the whole.
     """
     first = current_session().rank == 0
     if info.full_state_dict and info.cpu_offload:

@@ -86,12 +86,10 @@ _ADDED_UP = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSteps:
-    """One of a model's optimizers, and what its steps take.
+    """Optimizer of a model, with the helpers of its steps.
 
     Attributes:
-        optimizer: it.
         groups: places of its parameter groups among those of all.
-        rates: its learning rates.
         finite: sees gradients that are not finite.
         tiles: votes on updates and makes them.
         measured: carries out an update, and tells the statistics how far it moves the parameters.
@@ -142,7 +140,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         monitor: what is measured of the steps besides the noise scale, and how often; :attr:`measures` has it.
         stragglers: what a run without a trainer (``torchrun``) does about slow workers: ``"ignore"`` (as None),
             ``"tell"`` (the log) or ``"share"``. Under a trainer ``ElasticConfig(stragglers=)`` says it.
-        fold_random: have torch's generators go on, from the first epoch on, with numbers of each rank's own, so that
+        fold_random: have torch's generators continue, from the first epoch on, with numbers of each rank's own, so that
             ranks that are seeded alike draw other dropout masks, and a worker that joins none of those of before.
             False leaves them as user code has seeded them.
 
@@ -250,7 +248,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return kept
 
     def _steps_of(self, kept: KeptModel, rule: Any, nonfinite: str, policies: PolicyRunner) -> list[OptimizerSteps]:
-        """What the steps of each optimizer take."""
+        """Build the helpers for the steps of each optimizer."""
         found, run = list[OptimizerSteps](), self._run
         for number, (each, groups) in enumerate(zip(self._optimizers, group_ranges(self._optimizers), strict=True)):
             rates = LearningRates(
@@ -334,7 +332,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 
     def _end_lost_pass(self) -> None:
-        """A backward pass has run out of memory: take part in what other ranks reduce."""
+        """Take part in what other ranks reduce, after a backward pass ran out of memory."""
         self._sync.end_lost_pass(give_zero_gradients)
         if self._scaler is not None:  # it asks for gradients
             for param in () if self._sharded else self._trainable.params:
@@ -388,7 +386,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._sync.strategy
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
-        """Go on with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
+        """Continue with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
 
         Every rank must ask for the same in the same step; ranks that differ learn it in the next one.
 
@@ -402,7 +400,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.set_strategy(strategy)
 
     def explain_strategy(self) -> StrategyTable:
-        """What is done with which parameters, measured times, and why; ``str`` of it is for people."""
+        """Return a table of each parameter's synchronisation, with measured times and reasons; ``str()`` formats it."""
         return self._sync.explain_strategy()
 
     @property
@@ -420,7 +418,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def measures(self) -> StepMeasures:
-        """What is known of the steps so far, as far as it was asked for (``monitor=``); the same on all ranks."""
+        """Measures of the steps so far, as far as requested (``monitor=``); the same on all ranks."""
         known = self._statistics.measures(self._run.registry.monitoring.meter.workers)
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
@@ -481,19 +479,19 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
     def _ask_for_shares(self) -> None:
-        """BatchNorm in training mode raises for one value per channel, as one sample without extent has."""
+        """Ask for at least two samples a rank if BatchNorm in training mode would raise for one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
             self._run.registry.ask_for_shares(LEAST_HALF)
 
     def _check_batch(self) -> None:
-        """Whether what an adaptive batch needs is measured."""
+        """Require the statistics that an adaptive batch needs."""
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _step(self, own: OptimizerSteps, apply: Any, closure: Any, **kwargs: Any) -> Any:
-        """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
+        """Carry out ``optimizer.step``: call ``apply`` with scaled learning rates, if the step is to be applied."""
         value = None
         if closure is not None:
             value, kwargs = evaluated(own.optimizer, closure, kwargs)
@@ -557,7 +555,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return result
 
     def _check_called(self) -> None:
-        """Whether parameters that became trainable can be taken in."""
+        """Check that parameters that became trainable can be included."""
         called, vars(self)["_called"] = self._called, False
         if not called and self._trainable.changed():
             raise RuntimeError(
@@ -566,7 +564,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             )
 
     def _counts(self, own: OptimizerSteps) -> bool:
-        """Whether the update is to be made; one that is left out leaves neither statistics nor buffers behind."""
+        """True if the update is to be made; an update that is left out leaves neither statistics nor buffers behind."""
         saved = self._saved_buffers
         left_out = False
         scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step

@@ -1,1 +1,1 @@
-"""What is known of a job and told of it: phase, events, reports, views."""
+"""Records of a job and reports on it: phase, events, reports, views."""

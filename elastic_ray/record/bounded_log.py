@@ -37,7 +37,7 @@ class BoundedLog(Generic[T]):
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
-        """Whether things of this number are not kept any more."""
+        """True if items of this number are no longer kept."""
         return self._full and number < self.low
 
     def put(self, number: int, thing: T) -> None:
@@ -55,11 +55,11 @@ class BoundedLog(Generic[T]):
             self.low += 1
 
     def began_with(self, number: int) -> None:
-        """The first thing had this number, though it is not kept."""
+        """Set the number of the first item, which is not kept."""
         self.first = number
 
     def values(self) -> tuple[T, ...]:
-        """What is kept, by number."""
+        """Return the kept items, by number."""
         return tuple(self._things[number] for number in sorted(self._things))
 
 
@@ -86,7 +86,7 @@ class Backlog:
         return line in self._lines
 
     def add(self, line: str) -> None:
-        """Another line."""
+        """Add a line; too many drop the oldest."""
         self._lines.append(line)
         if len(self._lines) - self._taken > self._most:
             del self._lines[self._taken]
@@ -98,19 +98,19 @@ class Backlog:
         return dropped
 
     def take(self) -> tuple[str, ...]:
-        """What is to be written now; either :meth:`written` or :meth:`failed` follows before the next time."""
+        """Return the lines to write now; either :meth:`written` or :meth:`failed` follows before the next call."""
         assert not self._taken, "lines are being written"
         self._taken = len(self._lines)
         return tuple(self._lines)
 
     def written(self) -> None:
-        """The lines that were taken are in the file."""
+        """Drop the taken lines, which are in the file."""
         for _ in range(self._taken):
             self._lines.popleft()
         self._taken = 0
 
     def failed(self) -> None:
-        """They are not."""
+        """Keep the lines, which could not be written."""
         self._taken = 0
         while len(self._lines) > self._most:
             self._lines.popleft()

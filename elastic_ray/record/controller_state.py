@@ -1,4 +1,4 @@
-"""What a controller that Ray starts anew must know of its job beyond what workers tell it: small and plain (pure)."""
+"""State of a job that a restarted controller needs beyond what workers tell it: small and plain (pure)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ControllerState:
 
     Attributes:
         job: its name.
-        run: its run (:func:`run_of`); a trial that is paused and goes on has another one.
+        run: its run (:func:`run_of`); a trial that is paused and continues has another one.
         phase: value of its ``JobPhase``.
         message: of its status.
         submitted_s: when it was submitted [s since the epoch].
@@ -57,7 +57,7 @@ class ControllerState:
         claimed: scripted faults that were carried out.
         first_report: number of its first report; 0 before it.
         return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
-        trackers: what its trackers have to know to go on with their runs.
+        trackers: what its trackers have to know to continue with their runs.
         format: of the note.
     """
 
@@ -102,11 +102,7 @@ class ControllerState:
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:
-        """The inverse of ``json.dumps(dataclasses.asdict(state))``.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """The inverse of ``json.dumps(dataclasses.asdict(state))``. Raises ValueError: it is something else."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
@@ -120,7 +116,7 @@ class ControllerState:
 
 
 def run_of(spec: JobSpec) -> str:
-    """What tells a run of a job, or of a trial, from the others that a controller may have."""
+    """Return a digest that tells a run of a job, or of a trial, from others of the same controller."""
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 

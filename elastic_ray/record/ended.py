@@ -18,14 +18,11 @@ _LEFT_OUT = ("last_pause", "metrics", "trial")  # of a status: read apart
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJobNote:
-    """How a job stood at its end.
+    """Note on a job at its end.
 
     Attributes:
-        status: its last.
         ended_s: when [s since the epoch].
         cause: last line of the traceback that ended it, or else the status' message.
-        user: its owner.
-        tenant: of the job.
         storage_path: where its results are.
         submission: Ray's submission that it came from; empty if it was started otherwise.
     """
@@ -77,11 +74,7 @@ class EndedJobNote:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EndedJobNote:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: it is something else, or of a newer release.
-        """
+        """The inverse of :meth:`to_json`. Raises ValueError: it is something else, or of a newer release."""
         told = load(text)
         if not isinstance(told, dict) or not isinstance(told.get("status"), dict):
             raise ValueError("a note of an ended job must be an object with an object 'status'")

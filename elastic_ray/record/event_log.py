@@ -19,8 +19,6 @@ class EventLog:
     """Takes what happens to a job.
 
     Args:
-        spec: the job.
-        record: gets every event.
         machine: who is a member.
         keep: takes every event as well, for the controller after this one.
     """
@@ -31,12 +29,10 @@ class EventLog:
         self._spec, self._record, self._machine, self._keep = spec, record, machine, keep
 
     def add(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
-        """Something has happened.
+        """Add an event.
 
         Args:
-            kind: what.
             before: size of the job before it.
-            after: its size afterwards.
             reason: a sentence.
             **facts: further fields of ``JobEvent``.
         """
@@ -54,14 +50,14 @@ class EventLog:
         self._keep(event)
 
     def note(self, kind: EventKind, reason: str, **facts: Any) -> None:
-        """Something has happened that leaves the job's size as it is."""
+        """Add an event that leaves the job's size unchanged."""
         workers = self._machine.world_size
         self.add(kind, workers, workers, reason, **facts)
 
     def warn(self, what: str) -> None:
-        """Something does not work that the job does not need."""
+        """Add a warning: something fails that the job does not need."""
         self.note(EventKind.WARNING, what)
 
     def storage(self, what: str) -> None:
-        """Something about storage that the job's user is to know."""
+        """Add an event about storage for the job's user."""
         self.note(EventKind.STORAGE, what)

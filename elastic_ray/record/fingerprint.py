@@ -1,4 +1,4 @@
-"""Which jobs train the same model, so that what is measured on one holds for all (pure).
+"""Fingerprint of jobs that train the same model, so that measurements of one hold for all (pure).
 
 Two jobs have the same fingerprint if their steps should take the same time on the same nodes at the same batch:
 

@@ -1,4 +1,4 @@
-"""What a job has lost so far (pure)."""
+"""Losses of a job so far (pure)."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Losses:
         self._just_raised = False  # since a group has trained last
 
     def recall(self, *, lost: float, failures: int, raised: int, fruitless: int, saved_steps: int) -> None:
-        """What the controller before this one has counted."""
+        """Restore the counts of the controller before."""
         self.lost, self.failures, self.raised = lost, failures, raised
         self.fruitless, self.saved_steps = fruitless, saved_steps
 
     def some_lost(self, before: int, after: int) -> None:
-        """A group has lost members; each counts as its part of the job, for what takes one often takes the others."""
+        """Count lost members, each as its part of the job, because losses often come together."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def one_raised(self) -> bool:
@@ -57,7 +57,7 @@ class Losses:
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """A group trains after the last loss."""
+        """Settle the losses: a group trains after the last one."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
@@ -110,7 +110,7 @@ class SizeHistory:
         self._stuck: tuple[int, int] = (-1, 0)
 
     def recall(self, state: ControllerState, at_s: float) -> None:
-        """What the controller before this one has seen; now is ``at_s`` [s since the epoch]."""
+        """Restore the history of the controller before; the time now is ``at_s`` [s since the epoch]."""
         if state.launched_at_s is not None:
             self.launched(self.settled_s - max(0.0, at_s - state.launched_at_s), state.launched_at_s)
         self.most_workers, self.resizes = state.most_workers, state.resizes
@@ -118,7 +118,7 @@ class SizeHistory:
         self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float, at_s: float) -> None:
-        """Processes start, and no group trains meanwhile; ``at_s`` is the same time in seconds since the epoch."""
+        """Record that processes start while no group trains; ``at_s`` is the same time in seconds since the epoch."""
         if self._launched_s is None:
             self._launched_s, self.launched_at_s = now_s, at_s
 
@@ -127,15 +127,15 @@ class SizeHistory:
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
     def told_of_start(self, now_s: float) -> dict[str, float]:
-        """The same as an event's detail; empty where none start."""
+        """Return the starting time as an event's detail; empty if no worker starts."""
         return {"start_s": self.starting_s(now_s)} if self._launched_s is not None else {}
 
     def start_ended(self) -> None:
-        """What was started is over, without a group."""
+        """End the present start, which gave no group."""
         self._launched_s = self.launched_at_s = None
 
     def settled(self, note: Note, now_s: float) -> None:
-        """A group trains."""
+        """Record that a group trains."""
         self.settled_s = now_s
         if self._launched_s is not None:
             self.start_s = now_s - self._launched_s
@@ -147,7 +147,7 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """Whether group after group fails without progress (ranks that run different code, a cut network).
+        """True if group after group fails without progress (ranks that run different code, a cut network).
 
         Args:
             steps: committed when the present one failed.
@@ -156,9 +156,9 @@ class SizeHistory:
         return self._stuck[1] > _STUCK_FAILURES
 
     def stuck_because(self, reason: str) -> str:
-        """What to say of it."""
+        """Return the message for a stuck job."""
         return f"{_STUCK_FAILURES} groups in a row failed without a single step; the last: {reason}"
 
     def saves_soon(self, now_s: float) -> bool:
-        """Whether it has trained for so short a time that it need not have saved itself."""
+        """True if the job has trained for so short a time that it need not have saved itself."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

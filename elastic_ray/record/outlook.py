@@ -1,4 +1,4 @@
-"""Where a job's time went, and how far it is: what a status tells of past and future (pure)."""
+"""Outlook of a job: where its time went, and how far it is (pure)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ _LEAST_EFFICIENCY = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Where the time since a job's submission went; the parts sum to the whole [s, each >= 0].
+    """Parts of the time since a job's submission; they sum to the whole [s, each >= 0].
 
     Attributes:
         waiting_s: for resources, without processes.
         starting_s: from the start of its processes until a group trained.
         pausing_s: of groups that trained, the pauses of their changes.
         catching_up_s: training after a restart, until the job was as far as before it.
-        training_s: the rest.
     """
 
     waiting_s: float = 0.0
@@ -51,13 +50,13 @@ class TimeSpent:
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
     def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
-        """With a span in which no group trained, and processes started during its last ``started_for_s``."""
+        """Add a span without a training group; processes started during its last ``started_for_s``."""
         starting_s = min(max(0.0, started_for_s), lasted_s)
         waiting_s = self.waiting_s + (lasted_s - starting_s)
         return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)
 
     def with_group(self, lasted_s: float, paused_s: float, *, catching_up: bool) -> TimeSpent:
-        """With a span in which a group trained, but for its pauses."""
+        """Add a span in which a group trained, except for its pauses."""
         pause_s = min(max(0.0, paused_s), lasted_s)
         name = "catching_up_s" if catching_up else "training_s"
         trained_s = getattr(self, name) + (lasted_s - pause_s)
@@ -230,7 +229,7 @@ def eta_range(
 
 
 def reports_to_end(reports: int, most: int | None) -> float | None:
-    """How far a run is that ends with its ``most``-th report, 0 to 1; None where there is no such bound."""
+    """Return the progress, 0 to 1, of a run that ends with report ``most``; None without such a bound."""
     return min(1.0, max(0, reports) / most) if most else None
 
 
@@ -248,12 +247,10 @@ def waits_for(
     storage: str,
     needs_node: bool,
 ) -> str:
-    """What a job waits for: storage, else slots or a node, a placement group, processes; empty where it trains.
+    """Return what a job waits for: storage, else slots or a node, a placement group, processes; empty if it trains.
 
     Args:
-        spec: the job.
         phase: where it is in its life.
-        workers: phase of each of its workers.
         target_workers: what the allocator has given it.
         storage: what it waits for storage for; empty where storage answers.
         needs_node: whether no node that there is could ever hold one of its workers.

@@ -19,7 +19,10 @@ from elastic_ray.worker.messages import WorkerReport
 
 
 class JobRecord:
-    """See the module's text. What it has to write waits in its backlogs for the job's ``RecordWriter``.
+    """Record of a job.
+
+    What it has to write waits in its backlogs for the job's ``RecordWriter``. What it has to write waits in its
+    backlogs for the job's ``RecordWriter``.
 
     Attributes:
         note: what the allocator has to tell the job's user.
@@ -63,7 +66,7 @@ class JobRecord:
         self.looked = False
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
-        """What storage has, of an earlier run of this name or of this one; returns checkpoints that are not kept.
+        """Take what storage has of an earlier run or of this one; return the checkpoints that are not kept.
 
         It counts more than what is known here: a message that a checkpoint is there may have been lost, and a
         user may have deleted one.
@@ -101,18 +104,18 @@ class JobRecord:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Path of what a restart would go on from; empty before the first."""
+        """Path of what a restart would continue from; empty before the first."""
         states = self.states
         return states[0].path if states else self.restart_point[0] or ""
 
     @property
     def resume_point(self) -> ResumePoint | None:
-        """Where a restart would go on; None at the beginning."""
+        """Resume point of a restart; None at the beginning."""
         states = self.states
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """An automatic checkpoint was written; its writer deletes the files of those that are not kept."""
+        """Record an automatic checkpoint; its writer deletes the files of those that are not kept."""
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
@@ -130,7 +133,7 @@ class JobRecord:
 
     @property
     def workers_at_most(self) -> int:
-        """Most workers that can go on from there, 0 for no limit.
+        """Largest number of workers that can continue from the resume point, 0 for no limit.
 
         Each needs samples in its first step: two, where there are as many, for BatchNorm cannot do with one.
         """
@@ -138,41 +141,41 @@ class JobRecord:
         return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
 
     def starting(self) -> None:
-        """Workers are being started."""
+        """Record that workers are being started."""
         if self.phase is JobPhase.WAITING:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
     def running(self) -> None:
-        """A group trains."""
+        """Record that a group trains."""
         self.phase = JobPhase.RUNNING
 
     def begins_again(self, *, waits_because: str | None) -> None:
-        """The job has no workers any more: others start, or it waits for resources, for this reason."""
+        """Record that the job has no workers: others start, or it waits for resources, for this reason."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
     def paused(self, why: str) -> None:
-        """The job has no workers until it is resumed."""
+        """Record that the job has no workers until it is resumed."""
         self.phase, self.message = JobPhase.PAUSED, why
 
     def ending(self, phase: JobPhase, message: str) -> None:
-        """The job has ended; its outcome follows with :meth:`end`."""
+        """Record the job's end; the outcome follows with :meth:`end`."""
         self.phase, self.message = phase, message
 
     def waits_for_resources(self, why: str, *, needs_node: bool = False) -> None:
-        """Why the job has no workers yet, as a sentence, and whether no node that there is could hold one."""
+        """Store a sentence on why the job has no workers yet, and whether it needs a node that does not exist."""
         self.message, self.needs_node = why, needs_node
 
     def user_told(self, text: str) -> None:
-        """What a worker had to tell the job's user."""
+        """Store a worker's message to the job's user."""
         self.told = text
 
     def allocator_told(self, note: str, cost_usd: float | None, start_s: float | None) -> None:
-        """What the allocator tells the job's user, what the job has cost [USD], when it would start [s from now]."""
+        """Store the allocator's message, the job's cost [USD], and when it would start [s from now]."""
         self.note, self.cost_usd, self.start_s = note, cost_usd, start_s
 
     def batch_chosen(self, reason: str) -> None:
-        """Why the batch that is chosen now is another one."""
+        """Store why the batch has changed."""
         self.batch_reason = reason
 
     def event(self, event: JobEvent) -> None:
@@ -187,7 +190,7 @@ class JobRecord:
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
-        """Go on with what a controller before this one has noted down; :meth:`catch_up` follows."""
+        """Continue with what a controller before this one has noted down; :meth:`catch_up` follows."""
         self.phase, self.message = phase, message
         self.events = list(events)
 
@@ -239,7 +242,7 @@ class JobRecord:
         return report
 
     def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
-        """After the end of an earlier controller, whose events are here: go on where its files end.
+        """Continue the files of an earlier controller, whose events are here, after their end.
 
         Args:
             lines: that ``events.jsonl`` lacks.
@@ -258,25 +261,25 @@ class JobRecord:
             self._reports.began_with(first_report)
 
     def waits(self, who: str, what: str) -> None:
-        """What someone waits for storage for; empty for nothing."""
+        """Record what `who` waits for storage for; empty for nothing."""
         if what:
             self._waits[who] = what
         else:
             self._waits.pop(who, None)
 
     def clear_waiters(self) -> None:
-        """Those that may have waited may be gone; who still waits says so soon."""
+        """Clear the waiters, which may be gone; those that still wait report soon."""
         self._waits.clear()
 
     @property
     def waiting(self) -> str:
-        """What the job waits for storage for, as a sentence; empty where storage answers."""
+        """Sentence on what the job waits for storage for; empty while storage answers."""
         return "; ".join(dict.fromkeys(self._waits.values()))
 
     def end(
         self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
     ) -> None:
-        """The job has ended."""
+        """Record the job's end and outcome."""
         self.phase, self.message = phase, message
         self._outcome = JobOutcome(
             phase=phase,
@@ -290,7 +293,7 @@ class JobRecord:
         )
 
     def outcome(self) -> JobOutcome | None:
-        """How the job ended; None before."""
+        """Return how the job ended; None before."""
         return self._outcome
 
 

@@ -19,7 +19,7 @@ class ReportQueue:
     the last ones are kept: an earlier one is to be looked for in the run's file, see :meth:`gone`.
 
     Args:
-        taken: number of the last report before the first one here; a run that goes on from a checkpoint counts on.
+        taken: number of the last report before the first one here; a run that continues from a checkpoint counts on.
         ahead: how many reports that are not taken may have been made before the next one waits; None for any number.
         keep: how many are kept.
     """
@@ -33,13 +33,13 @@ class ReportQueue:
         self._changed = asyncio.Event()
 
     def put(self, report: Report) -> None:
-        """A worker has reported."""
+        """Put a worker's report into the queue."""
         if report.index not in self._reports and not self._reports.gone(report.index):
             self._reports.put(report.index, report)
             self._wake()
 
     def begin_after(self, taken: int) -> None:
-        """The run goes on after this report; before anything is put here."""
+        """Set the report after which the run continues; called before anything is put here."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
@@ -47,7 +47,7 @@ class ReportQueue:
         return (self._taken if after is None else after) + 1
 
     def gone(self, number: int) -> bool:
-        """Whether the report of this number was here, and is not kept any more."""
+        """True if the report of this number was here and is no longer kept."""
         return self._reports.gone(number)
 
     @property
@@ -67,8 +67,7 @@ class ReportQueue:
             after: the last report that was dealt with; None for none of this run's.
             wait_s: longest wait [s].
 
-        Returns:
-            None if there is none (yet), or the queue was closed.
+        Returns None if there is none (yet), or the queue was closed.
         """
         after = self._taken if after is None else after
         if after > self._taken:
@@ -97,7 +96,7 @@ class ReportQueue:
         return next(report for report in self._reports.values() if report.index > number)
 
     def close(self) -> None:
-        """There will be no more reports; no caller waits any longer."""
+        """Close the queue: there will be no more reports, and no caller waits."""
         self._open = False
         self._wake()
 

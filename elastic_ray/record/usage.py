@@ -1,4 +1,4 @@
-"""What runs have used: hours and cost by user, tenant, job and week, from their events (pure)."""
+"""Usage of runs: hours and cost by user, tenant, job and week, from their events (pure)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """What was used by all that a row stands for; the fields of ``--json``.
+    """Row of usage; the fields of ``--json``.
 
     Attributes:
         user: owner of the jobs; None where the row stands for several, as in the next three.
-        tenant: of the jobs.
         job: name of its directory.
         week: ISO week of UTC, such as ``2026-W48``.
         gpu_hours: GPUs times hours that workers trained or stood ready.
@@ -68,9 +67,8 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
     """Return what one job has used, a row for each user, tenant and week.
 
     Args:
-        job: its name.
         events: of all its runs, oldest first.
-        seen_s: when its last run was known to go on, if it has not ended [s since the epoch].
+        seen_s: when its last run was known to continue, if it has not ended [s since the epoch].
     """
     spans = list(_spans(events, seen_s))
     worker_s: dict[int, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What a run's events prove: groups that began alike, epochs that used each sample once, steps that were redone (pure).
+"""Verification of a run's events: equal starts of groups, each sample once in an epoch, steps repeated (pure).
 
 Each proof is a link of a chain (``elastic_ray.state.proof``). A line that is missing, added or changed breaks it.
 """
@@ -23,7 +23,7 @@ _sum_of_all = functools.lru_cache(maxsize=8)(hash_of_all)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """Finding of one check.
 
     Attributes:
         line: of the events' file, from 1; 0 for the whole.
@@ -52,7 +52,7 @@ class _Proof:
 
     @property
     def says(self) -> str:
-        """What it is of."""
+        """Name of what the proof is about."""
         if self.event.kind is EventKind.PASS:
             return f"epoch {self.facts.get('epoch')}"
         return f"generation {self.event.generation}"
@@ -64,8 +64,7 @@ def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
     Args:
         lines: as they are in the file.
 
-    Returns:
-        What was found, in the order of the lines.
+    Returns what was found, in the order of the lines.
     """
     found: list[Finding] = []
     proofs = _read(lines, found)
@@ -90,7 +89,7 @@ def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
 
 
 def _place(proof: _Proof, proofs: Iterable[_Proof]) -> str:
-    """Where a link follows, in words."""
+    """Return in words where a link follows."""
     before = next((each for each in proofs if each.link == proof.before), None)
     return "the start" if before is None else f"step {before.step} ({before.says})"
 

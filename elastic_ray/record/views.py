@@ -1,4 +1,4 @@
-"""What others see of a job: the allocator its view, the driver its status (pure)."""
+"""Views of a job for others: the allocator its view, the driver its status (pure)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NO_GPU = None, None
 
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
-    """Most workers that the job has a use for, never fewer than its minimum."""
+    """Return the largest useful number of workers, never fewer than the job's minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 
@@ -46,8 +46,7 @@ def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
     """Refuse a size that the job cannot be held at.
 
-    Raises:
-        ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+    Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
     """
     most = max_workers(spec, planner)
     allowed = spec.scheduling.allowed_sizes
@@ -76,7 +75,7 @@ def allocator_view(
     paused: str = "",
     node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
-    """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
+    """Return the job's view for the allocator; ``resume_point`` says how far it is before its workers can."""
     limits = planner.loader.limits if planner.loader is not None else None
     most, wished = _wished(spec, planner, held_at)
     return JobView(
@@ -123,7 +122,7 @@ def allocator_view(
 
 
 def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[int, int | None]:
-    """Most workers, and the fewest that the user's own policies ask for; a size set by hand outranks them."""
+    """Return the most workers, and the fewest that the user's policies ask for; a size held by hand outranks them."""
     most = max_workers(spec, planner)
     if held_at is not None:
         return most, None
@@ -134,7 +133,7 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
 
 
 def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
-    """Most workers for now, None for no limit but the job's own."""
+    """Return the growth limit for now; None for no limit except the job's own."""
     # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
     return spec.min_workers if spec.trial is not None and not history.most_workers else None
 
@@ -153,7 +152,7 @@ def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | 
 
 
 def _run_progress(planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
-    """How far the run is; before its first report, where it begins."""
+    """Return the run's progress; before its first report, where it starts."""
     if planner.latest is not None:
         return planner.latest.progress
     return RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
@@ -171,9 +170,7 @@ def job_status(
     """The job as its driver sees it.
 
     Args:
-        spec: the job.
         planner: its speed and its batch.
-        record: its history.
         machine: its workers.
         submitted_s: when it was submitted [s since the epoch].
         now_s: the present [s since the epoch].
@@ -218,7 +215,7 @@ def job_status(
 
 
 def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
-    """What the job waits for; empty where it simply runs."""
+    """Return what the job waits for; empty if it runs."""
     return waits_for(
         spec,
         record.phase,
@@ -230,7 +227,7 @@ def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
 
 
 def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, record: JobRecord) -> JobStatus:
-    """The same with how far the job is, and what is left.
+    """Return the status with the job's progress, and what is left.
 
     A trial ends with its last epoch or with the most reports that its sweep gives one, whichever comes first.
     """
@@ -254,24 +251,18 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
     samples = samples_to_end(progress, size, first, planner.efficiency)
     steps = math.ceil(samples / status.batch_size) if samples is not None and status.batch_size else None
     return dataclasses.replace(
-        status,
-        progress=ratio,
-        samples_left=samples,
-        steps_left=steps,
-        eta_s=eta_s,
-        eta_low_s=low_s,
-        eta_high_s=high_s,
+        status, progress=ratio, samples_left=samples, steps_left=steps, eta_s=eta_s, eta_low_s=low_s, eta_high_s=high_s
     )
 
 
 def _note(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -> str:
-    """What to know of a job while it runs."""
+    """Return the notes on a job while it runs."""
     slow = map(str, report.stragglers) if report is not None else ()
     return "; ".join(filter(None, (record.note, record.waiting, wish_note(planner), record.told, *slow)))
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """What the user's own policies ask for, as a status says it; empty without a wish."""
+    """Return a text on the sizes that the user's policies ask for; empty without a wish."""
     match planner.wish:
         case (None, None):
             return ""
@@ -295,8 +286,6 @@ def members(
     """Members of the present generation by rank, as far as their processes are known.
 
     Args:
-        machine: the group.
-        record: of the job.
         processes: by worker.
         silence_s: by worker, for how long it has been silent [s].
         ratios: by worker, its time for equal work over the group's median.
@@ -322,7 +311,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Why a job has ended, on one line; of a train function's error also what the function raised."""
+    """Return why a job has ended on one line, with what its train function raised."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

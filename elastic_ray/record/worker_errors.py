@@ -1,4 +1,4 @@
-"""Whose an exception of a train function is: one worker's, which is lost, or the program's, which ends the job (pure).
+"""Attribution of a train function's exception: to one worker, which is lost, or to the program, which ends (pure).
 
 A program's error comes on every rank, or comes back. What one worker raises alone, and its replacement does not, is
 taken for the fault of its process, its GPU or its node.
@@ -29,20 +29,17 @@ SEVERAL_NODES = 3
 """Nodes that must see an error of a device, or failed starts, before these are the program's."""
 
 _STARTS_PER_WORKER = 3
-_MOST_NOTED = 32  # failures that the allocator is told of
+_MOST_NOTED = 32  # failures that are reported to the allocator
 _CAUSE = 120  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerError:
-    """One worker's exception.
+    """Exception of one worker.
 
     Attributes:
-        worker: its id.
-        node: its node.
         steps: steps of all loaders that were committed by then.
         origin: type and place; None where elastic_ray failed beside the train function.
-        raised: the exception.
     """
 
     worker: str
@@ -59,7 +56,7 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """What an exception means for its job.
+    """Verdict on what an exception means for its job.
 
     Attributes:
         ends: the error that ends the job; None where only the worker is lost.
@@ -93,7 +90,6 @@ class WorkerErrors:
         """Judge the exception of a worker that trained.
 
         Args:
-            error: the exception.
             others_train: other workers hold the state and have not returned from the train function.
             now_s: the time [s, monotonic].
         """
@@ -143,7 +139,6 @@ class WorkerErrors:
         """Judge the exception of a worker of a job that does not train yet.
 
         Args:
-            error: the exception.
             beside: workers that the job has, all started before this exception.
             nodes: how many nodes there are that could run a worker of the job.
             wanted: workers that the job is to have.
@@ -178,9 +173,6 @@ class WorkerErrors:
         """Note a worker that failed for the allocator.
 
         Args:
-            node: its node.
-            worker: its id.
-            cause: what it raised.
             starting: it had trained nothing.
             now_s: the time [s, monotonic].
             of_device: the error names a disk or a GPU of the node.

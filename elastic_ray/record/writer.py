@@ -74,7 +74,6 @@ class RecordWriter:
     """Writes what waits in a record's backlogs, reads what is stored, deletes what is not kept.
 
     Args:
-        spec: the job.
         record: what is known of the job.
         background: what runs beside the controller's loop.
         tell: takes what the job's user is to know of its storage, a sentence, once.
@@ -93,7 +92,7 @@ class RecordWriter:
         self._block: dict[int, Report] = {}
 
     def tick(self, now_s: float) -> None:
-        """Some ten times a second [s, monotonic]: write what is due, and note what storage does not answer."""
+        """Write what is due, and note what storage does not answer; called about ten times a second [s, monotonic]."""
         reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
         for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
             if writer.due(now_s):
@@ -130,7 +129,7 @@ class RecordWriter:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """The job has finished: keep its last automatic checkpoint alone, or none."""
+        """Delete automatic checkpoints of a finished job, except the last one if it is to be kept."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
@@ -149,10 +148,9 @@ class RecordWriter:
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
     async def look(self, timeout_s: float) -> StoredProgress:
-        """What storage has of the run. Failures are tried again.
+        """Read what storage has of the run. Failures are tried again. Failures are tried again.
 
-        Raises:
-            OSError: storage was silent, or failed, for ``timeout_s``.
+        Raises OSError: storage was silent, or failed, for ``timeout_s``.
         """
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
@@ -202,16 +200,14 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Go on with the files of a controller that died: events of the record that they lack are written.
+        """Continue with the files of a controller that died: events of the record that they lack are written.
 
         Args:
             first_report: number of the first report of this run, as the one before knew it; 0 for none.
 
-        Returns:
-            The last reports, which the record has taken as well.
+        Returns the last reports, which the record has taken as well.
 
-        Raises:
-            OSError: the files could not be read.
+        Raises OSError: the files could not be read.
         """
 
         def read() -> tuple[set[str], tuple[Report, ...]]:
@@ -226,7 +222,7 @@ class RecordWriter:
 
 
 def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
-    """Why a job cannot begin whose storage does not say where it stands."""
+    """Return the error of a job that cannot start because its storage does not say where it stands."""
     if isinstance(error, PermissionError):
         return RuntimeError(
             f"the controller of job {spec.job!r} may not read {spec.storage_path}: {error}. Files of a run are their "
@@ -235,6 +231,6 @@ def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
         )
     return RuntimeError(
         f"what an earlier run may have stored in {spec.storage_path} cannot be read, so that it is not known where job "
-        f"{spec.job!r} is to go on: {error}. Submit it again when its storage answers, with more patience "
+        f"{spec.job!r} is to continue: {error}. Submit it again when its storage answers, with more patience "
         f"(ElasticConfig(storage_timeout_s={spec.elastic.storage_timeout_s:g}) now), or under another RunConfig(name)"
     )

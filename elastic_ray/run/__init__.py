@@ -1,1 +1,1 @@
-"""What one run of a train function consists of, below the way in which its gradients are synchronised."""
+"""Concrete parts of one run of a train function, below gradient synchronisation."""

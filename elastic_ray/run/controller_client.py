@@ -1,4 +1,4 @@
-"""What a session needs of its job's controller, or of what takes a controller's place where a loop runs alone."""
+"""Protocol of a job's controller as a session uses it, also for what replaces it in a standalone loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ControllerClient(Protocol):
     paced: bool
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        """This worker has built its model and waits for its first generation.
+        """Report that this worker has built its model and waits for its first generation.
 
         Args:
             loader: the training loader's limits, if it has one.
@@ -30,10 +30,10 @@ class ControllerClient(Protocol):
         """
 
     def failed(self, generation: int, cause: str) -> None:
-        """A collective of ``generation`` failed here; this worker waits for the next generation."""
+        """Report a failed collective of ``generation``; this worker waits for the next generation."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """This worker trains in ``generation`` now, after this pause, with this proof of its state."""
+        """Report that this worker trains in ``generation`` now, with the pause and the proof of its state."""
 
     def report_soon(self) -> None:
         """Rank 0's account of its steps holds something that is not to wait for the next regular one."""
@@ -45,10 +45,10 @@ class ControllerClient(Protocol):
         """Files of another rank for the checkpoint that rank 0 reports under this number; blocks until it has them."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
-        """What the job's user should know: the kind of event, a sentence, and numbers."""
+        """Report an event to the job's user: its kind, a sentence, and numbers."""
 
     def tracker_dir(self) -> str:
         """A directory of this node that the train function may log into; the same run's, whoever is rank 0."""
 
     def claim_fault(self, index: int) -> bool:
-        """Whether this process may carry out fault number ``index`` of the script."""
+        """Return whether this process may carry out fault ``index`` of the script."""

@@ -29,7 +29,7 @@ def session_of_thread() -> Session | None:
 
 
 def _is_thread_of_torch() -> bool:
-    """Whether this thread works on a backward pass, and no Python code has started it."""
+    """True if torch runs a backward pass in this thread, which no Python code has started."""
     torch = sys.modules.get("torch")
     in_backward = torch is not None and torch._C._current_graph_task_id() != -1
     return in_backward and isinstance(threading.current_thread(), threading._DummyThread)
@@ -41,7 +41,7 @@ def check_present(session: object) -> None:
     if present is not None and present is not session:
         raise RuntimeError(
             "AdaptiveDataParallel must wrap every model before the first epoch: a model that was wrapped since has "
-            "begun another run of this process, so the loop of the run before cannot go on"
+            "begun another run of this process, so the loop of the run before cannot continue"
         )
 
 
@@ -53,7 +53,7 @@ def set_session(session: Session | None) -> None:
 
 
 def set_worker_session(session: Session | None) -> None:
-    """The same in a worker of a job, where no other thread may take itself for a run of its own."""
+    """Set the session of a worker of a job, where no other thread may start a run of its own."""
     global _in_worker
     set_session(session)
     _in_worker = session is not None

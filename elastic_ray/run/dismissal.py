@@ -1,10 +1,10 @@
-"""How the train function of a worker ends whose part in the job is over."""
+"""Dismissal of a worker: how its train function ends once its part in the job is over."""
 
 from __future__ import annotations
 
 
 class WorkerDismissed(BaseException):
-    """This worker's part in the job is over; ``stopped`` when the whole job is."""
+    """Exception that ends a worker's train function; ``stopped`` if the whole job ends."""
 
     def __init__(self, *, stopped: bool) -> None:
         super().__init__("stopped" if stopped else "left")

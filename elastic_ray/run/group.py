@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """See the module's text. Its attributes are read many times in a step, and change with :meth:`follow` alone.
+    """Present group of a worker. Its attributes are read many times in a step, and change with :meth:`follow` alone.
 
     Args:
         worker: id of this worker.
@@ -45,7 +45,7 @@ class Group:
         self.follow()
 
     def follow(self) -> None:
-        """The membership has taken another group, or has let go of all: who has left is alone."""
+        """Follow the membership into another group; a worker without one is alone."""
         spec, communicator = self._membership.current, self._membership.communicator
         self.generation_spec: GenerationSpec | None = spec
         self.generation = spec.generation if spec is not None else 0
@@ -65,13 +65,13 @@ class Group:
 
     @property
     def replaces_broken(self) -> bool:
-        """Whether the present generation was announced because the one before had broken."""
+        """True if the present generation was announced because the one before had broken."""
         spec = self.generation_spec
         return spec is not None and 1 < spec.generation <= spec.void_below
 
     @property
     def equal_shares(self) -> bool:
-        """Whether its ranks are to have equal shares of each step."""
+        """True if the ranks must have equal shares of each step."""
         return self.generation_spec is not None and self.generation_spec.equal_shares
 
     @property

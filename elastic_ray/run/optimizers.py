@@ -67,7 +67,7 @@ class OptimizerWatch:
         self._schedulers = weakref.WeakKeyDictionary()
 
     def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
-        """A scheduler was made; ``late`` if training has begun in a group that may change.
+        """Check a scheduler that was made; ``late`` if training has begun in a group that may change.
 
         Raises:
             RuntimeError: so late, and for the optimizer of a wrapped model.
@@ -75,10 +75,10 @@ class OptimizerWatch:
         if late and optimizer in self._known:
             raise RuntimeError(
                 f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the first epoch had "
-                "begun: workers that join later, and the job when it starts again, would go on with another schedule. "
-                "Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages that follow "
-                "each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is one "
-                "LambdaLR over all steps"
+                "begun: workers that join later, and the job when it starts again, would continue with another "
+                "schedule. Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages "
+                "that follow each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is "
+                "one LambdaLR over all steps"
             )
         self._schedulers[optimizer] = [*map(weakref.ref, self.schedulers_of(optimizer)), weakref.ref(scheduler)]
 
@@ -87,11 +87,11 @@ class OptimizerWatch:
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """One that was wrapped."""
+        """Record an optimizer that was wrapped."""
         self._known.add(optimizer)
 
     def look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step.
+        """Check an optimizer that is about to step.
 
         Raises:
             RuntimeError: no model was wrapped at all.

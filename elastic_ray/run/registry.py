@@ -1,4 +1,4 @@
-"""What a train function has built and registered with its session: models, loaders, hooks, buffers (pure).
+"""Registry of what a train function has built: models, loaders, hooks, buffers (pure).
 
 Hooks of one point are called in the order of registration, and those that a hook adds in the same round. Where the
 order of moments matters, ``tests/run/test_registry.py`` fails if two change places:
@@ -40,7 +40,7 @@ Noise = Callable[[], "NoiseScale | None"]
 
 
 class HookPoint(enum.Enum):
-    """When a hook is called."""
+    """Moment of a run at which hooks are called."""
 
     BEFORE_FIRST_EPOCH = enum.auto()
     BETWEEN_STEPS = enum.auto()
@@ -64,7 +64,7 @@ class ModelRegistry:
 
     @property
     def infos(self) -> tuple[ModelInfo, ...]:
-        """What they tell the job."""
+        """Descriptions of the models for the job."""
         return tuple(self._infos)
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class ModelRegistry:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Of the first model's parameter groups, as user code and schedulers set them; empty before there is one."""
+        """Learning rates of the first model as user code and schedulers set them; empty before there is one."""
         return self._rates[0]() if self._rates else ()
 
     def add(self, info: ModelInfo, noise: Noise, rates: Callable[[], tuple[float, ...]] = tuple) -> int:
@@ -83,16 +83,16 @@ class ModelRegistry:
         return len(self._noises) - 1
 
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
+        """Add a function that returns the factor on learning rates in the latest step of a newly wrapped model."""
         self._rate_factors.append(factor)
 
     @property
     def rate_factor(self) -> float | None:
-        """That of the first model; None before there is one."""
+        """Factor on the first model's learning rates; None before there is a model."""
         return self._rate_factors[0]() if self._rate_factors else None
 
     def noise(self) -> NoiseScale | None:
-        """Of the first model; None before an estimate."""
+        """Return the noise scale of the first model; None before an estimate."""
         return self._noises[0]() if self._noises else None
 
     def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
@@ -101,7 +101,7 @@ class ModelRegistry:
 
     @property
     def signal(self) -> NoiseSignal | None:
-        """What rank 0 knows of the first model's gradient signal; None before there is a model."""
+        """Gradient signal of the first model as rank 0 knows it; None before there is a model."""
         return self._signals[0]() if self._signals else None
 
     def gain(self, scale: float) -> float:
@@ -128,7 +128,7 @@ class LoaderRegistry:
         self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo) -> None:
-        """This loader leads from now on."""
+        """Make this loader the leading one."""
         if self._fixed_batch:
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
@@ -144,37 +144,37 @@ class LoaderRegistry:
         return self._failed or (self._leading is not None and self._leading() is None)
 
     def fail(self) -> None:
-        """The opening of the run failed: the next loader that is made leads."""
+        """Note that the opening of the run failed: the next loader that is made leads."""
         self._failed = True
 
     def leads(self, loader: object) -> bool:
-        """Whether this one does."""
+        """True if `loader` is the leading one."""
         return self._leading is not None and self._leading() is loader
 
     def add_late(self, join: weakref.WeakMethod[Any]) -> None:
-        """A loader was made after this run's first epoch; ``join`` takes it to another run."""
+        """Add a loader made after this run's first epoch; ``join`` moves it to another run."""
         self._late = [known for known in self._late if known() is not None]
         self._late.append(join)
 
     def add(self, close: weakref.WeakMethod[Any]) -> None:
-        """A loader belongs to this run; ``close`` ends its worker processes."""
+        """Add a loader of this run; ``close`` ends its worker processes."""
         self._made = [*(known for known in self._made if known() is not None), close]
 
     def close(self) -> None:
-        """The run is over: worker processes of its loaders end with it, whoever still holds the loaders."""
+        """Close the run's loaders: their worker processes end, whoever still holds the loaders."""
         for reference in self._made:
             if (close := reference()) is not None:
                 close()
 
     def late(self) -> Iterator[Callable[[Any], None]]:
-        """How each of those that are still there joins another run."""
+        """Yield the functions by which loaders that still exist join another run."""
         for reference in self._late:
             if (join := reference()) is not None:
                 yield join
 
 
 class Registry:
-    """See the module's text.
+    """Registry of one run: its models, loaders, hooks and buffers.
 
     Args:
         monitoring: what is measured of the run's steps.
@@ -231,16 +231,16 @@ class Registry:
         return self._saves()
 
     def has_hook(self, point: HookPoint) -> bool:
-        """Whether anything is called at such a point."""
+        """True if any hook is registered for the point."""
         return bool(self._hooks[point])
 
     def call(self, point: HookPoint) -> None:
-        """The run is at such a point."""
+        """Call the hooks of a point of the run."""
         for hook in self._hooks[point]:
             hook()
 
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
+        """Add a function that returns the factor on learning rates in the latest step of a newly wrapped model."""
         self.models.add_rate_factor(factor)
 
     def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
@@ -248,7 +248,7 @@ class Registry:
         self.models.add_signal(signal)
 
     def add_buffers(self, buffers: BufferSync) -> None:
-        """A model's buffers, synchronised at the end of every pass and in every new group."""
+        """Add a model's buffers, synchronised at the end of every pass and in every new group."""
         self._buffers.append(buffers)
 
     @property
@@ -262,7 +262,7 @@ class Registry:
             buffers(communicator)
 
     def add_effort(self, seconds: Callable[[], float | None]) -> None:
-        """A model whose operations for one sample take so long at the peak of its GPU [s]; None while not known."""
+        """Add the time of a model's operations for one sample at its GPU's peak [s]; None while not known."""
         self._efforts.append(seconds)
 
     @property
@@ -272,7 +272,7 @@ class Registry:
         return sum(each for each in found if each) if found and None not in found else None
 
     def add_gradients(self, gradients: GroupDependent) -> None:
-        """A model's gradients."""
+        """Add a model's gradients."""
         self._gradients.append(gradients)
 
     @property
@@ -281,7 +281,7 @@ class Registry:
         return tuple(each.strategy_name for each in self._gradients)
 
     def set_strategy(self, model: int, strategy: object) -> None:
-        """Have a model go on with another strategy; all ranks ask for the same between the same two steps.
+        """Have a model continue with another strategy; all ranks ask for the same between the same two steps.
 
         Raises:
             ValueError, TypeError: there is no such model or strategy, or the model cannot have it.
@@ -292,7 +292,7 @@ class Registry:
 
     @property
     def strategy_key(self) -> str | None:
-        """Those of all models; None while one of them is being chosen."""
+        """Keys of all models' strategies; None while one of them is being chosen."""
         if len(self._gradients) == 1:
             return self._gradients[0].strategy_key
         keys = [each.strategy_key for each in self._gradients]
@@ -305,7 +305,7 @@ class Registry:
 
     @property
     def loader_info(self) -> LoaderInfo | None:
-        """What the job is told of the loader that the batch is chosen for, and of the models; None without one."""
+        """Description of the leading loader and the models for the job; None without a loader."""
         loader = self.loaders.info
         return dataclasses.replace(loader, models=self.models.infos) if loader is not None else None
 
@@ -326,38 +326,38 @@ class Registry:
         return Halving(since=steps + UNHALVED_STEPS, adapts=adapts, every=every, least=least)
 
     def adds_up_gradients(self) -> None:
-        """The loop leaves gradients of one step for the next: no step is halved from here on."""
+        """Note that the loop accumulates gradients over steps: no step is halved from now on."""
         if not self._adds_up:
             self._adds_up = True
             self.halving_changes += 1
 
     def have_chosen(self, number: int) -> bool:
-        """Whether the strategies of so many models that were wrapped first are not being chosen."""
+        """True if none of the first `number` models has its strategy still being chosen."""
         return all(each.strategy_key is not None for each in self._gradients[:number])
 
     @property
     def meets_in_passes(self) -> bool:
-        """Whether passes of a model wait for other ranks, besides reductions of gradients."""
+        """True if passes of a model wait for other ranks, besides reductions of gradients."""
         return any(each.meets_in_passes for each in self._gradients)
 
     @property
     def gradients_are_local(self) -> bool:
-        """Whether some differ from rank to rank."""
+        """True if some models' gradients differ from rank to rank."""
         return any(each.local for each in self._gradients)
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether some wait for an update."""
+        """True if some gradients wait for an update."""
         return any(each.is_open for each in self._gradients)
 
     @property
     def drifts(self) -> bool:
-        """Whether some models differ from rank to rank by design."""
+        """True if replicas of some models intentionally diverge."""
         return any(each.drifts for each in self._gradients)
 
     @property
     def in_parts(self) -> bool:
-        """Whether state lies with several ranks that each can write its part of; the same on all."""
+        """True if state is divided among ranks that can each write their part; the same on all of them."""
         gradients = self._gradients
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
 
@@ -368,14 +368,14 @@ class Registry:
 
     @property
     def settled(self) -> bool:
-        """Whether none does after the steps that are committed, and this rank can save all alone, and is to."""
+        """True if all replicas are identical and this rank alone should write the checkpoint."""
         if self.in_parts and self.saving.together:
             return False
         return all(each.settled for each in self._gradients)
 
     @property
     def marker(self) -> int:
-        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+        """Marker of the last average that ended on this rank: larger is later, 0 before the first."""
         return max((each.marker for each in self._gradients), default=0)
 
     def drift_layout(self, *, trained: bool) -> int:
@@ -384,14 +384,14 @@ class Registry:
         return digest((layouts, trained)) if layouts else 0
 
     def after_step(self) -> None:
-        """All ranks have committed a step that trained."""
+        """Let the models average after a training step that all ranks have committed, where it is due."""
         drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
             shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: take part in what others have announced of a model."""
+        """Take part in what others have announced of a model, because this rank has no sample in the step."""
         self._gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -404,7 +404,7 @@ class Registry:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """The same in a new group, before its ranks exchange state; see ``Registry``."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state."""
         counts = holds and self.marker == marker
         for each in self._gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
@@ -415,7 +415,7 @@ class Registry:
             each.prepare_to_save()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """The present group is about to change, as all its ranks have agreed.
+        """Prepare all models for a change of the group that its ranks have agreed on.
 
         Args:
             stays: whether each of its ranks is in the next one.
@@ -427,6 +427,6 @@ class Registry:
             each.before_change(stays)
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group with all models."""
         for each in self._gradients:
             each.enter_group()

@@ -1,4 +1,4 @@
-"""One run of a train function in one process: what its models, its steps and its changes of group have in common."""
+"""Run of a train function in one process: the shared base of its models, its steps and its changes of group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What a run consists of. Rooms above take it whole; what is below takes the parts that it needs.
+    """Parts of a run. Rooms above take it whole; what is below takes the parts that it needs.
 
     Args:
         worker: id of this worker, unique in the job.
@@ -150,7 +150,7 @@ class Run:
 
     @property
     def progress(self) -> RunProgress:
-        """Where the run stands."""
+        """Progress of the run."""
         return self.states.progress
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
@@ -163,16 +163,16 @@ class Run:
         self.controller.tell(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
-        """A named moment of the run, for scripted faults."""
+        """Pass a named moment of the run, for scripted faults."""
         if self.faults is not None:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
     def mark_synced(self) -> None:
-        """This worker has become part of the job."""
+        """Mark this worker as part of the job."""
         self.synced = True
 
     def run_out_of_memory(self) -> bool:
-        """This rank has run out of memory in the step in progress; False where smaller micro-batches are no way out.
+        """Record that this rank ran out of memory in the step in progress; False if smaller micro-batches do not help.
 
         Where it has taken more than an equal share, or its gradients are averaged already, the group has to change.
         """
@@ -203,7 +203,7 @@ class Run:
         return True
 
     def bound_memory(self, step: LoaderStep) -> None:
-        """All ranks take fewer samples at once from now on than in a step that did not fit into a worker's memory."""
+        """Bound the samples taken at once on all ranks, after a step that did not fit into a worker's memory."""
         failed, progress, info = max(map(max, step.sizes)), self.states.progress, self.registry.loaders.info
         progress.bound_memory(failed)
         assert info is not None and progress.memory_bound is not None, "the loader leads"
@@ -228,7 +228,7 @@ class Run:
         self.registry.call(HookPoint.SHAPE_CHANGED)
 
     def may_choose(self, number: int) -> bool:
-        """Whether this model's strategy may be chosen now: one at a time, for all share the steps that are timed."""
+        """True if this model's strategy may be chosen now: one at a time, because all share the timed steps."""
         return self.registry.have_chosen(number)
 
     def add_model(

@@ -1,1 +1,1 @@
-"""One run of a train function in one process: its steps, votes and changes of group."""
+"""Session of a train function in one process: its steps, votes and changes of group."""

@@ -1,4 +1,4 @@
-"""What policies may see of a run, and how their requests are carried out in it."""
+"""Adaptation of a run by policies: what they may see, and how their requests are carried out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic_ray.steps.step import LoaderStep
 
 
 class Adaptation:
-    """See the module's text; one for each run.
+    """Adaptation of one run by its policies.
 
     Args:
         run: the run that policies look at, and change.
@@ -73,7 +73,7 @@ class Adaptation:
 
     @property
     def rate_factor(self) -> float:
-        """What policies have multiplied learning rates by."""
+        """Factor by which policies have multiplied learning rates."""
         return self.runner.values.rate_factor
 
     @property
@@ -90,25 +90,25 @@ class Adaptation:
 
     @property
     def stopped(self) -> bool:
-        """Whether they have ended the training."""
+        """True if policies have ended the training."""
         return self.runner.values.stopped is not None
 
     def ends(self, loader_pass: PassProgress) -> bool:
-        """Whether they have ended it in this pass."""
+        """True if policies have ended the training in this pass."""
         stopped, progress = self.runner.values.stopped, self._progress
         if stopped is None or stopped[0] != progress.epoch or stopped[1] >= len(progress.passes):
             return False
         return progress.passes[stopped[1]] is loader_pass
 
     def held_shape(self) -> BatchChoice | None:
-        """How the batch that they have set is cut in the present group; None where the job chooses."""
+        """Return the division of the batch that policies have set, in the present group; None if the job chooses."""
         info, batch_size = self._run.registry.loaders.info, self.held_batch
         if info is None or batch_size is None:
             return None
         return cut_within(info.limits, batch_size, self._run.group.world_size)
 
     def before_step(self, step: LoaderStep) -> None:
-        """A step has begun; ``before_train`` and ``before_epoch`` come before the first of a run and an epoch."""
+        """Call ``before_train`` and ``before_epoch`` before the first step of a run and of an epoch."""
         if not step.leads:
             return
         values, self._step = self.runner.values, step
@@ -119,7 +119,7 @@ class Adaptation:
         self._call("before_step")
 
     def after_step(self, step: LoaderStep) -> None:
-        """A step that trained was committed: apply what all ranks have agreed on with it, and ask anew.
+        """Apply what all ranks agreed on with a committed training step, and ask the policies again.
 
         Raises:
             PolicyError: of a strict policy, on every rank.
@@ -135,12 +135,12 @@ class Adaptation:
         self._call("after_step")
 
     def end_epoch(self) -> None:
-        """The epoch in progress is about to end."""
+        """Call ``after_epoch`` before the epoch ends."""
         if self.runner and self.runner.values.end_epoch(self._progress.epoch):
             self._call("after_epoch")
 
     def end_train(self) -> None:
-        """The train function has returned."""
+        """Call ``after_train`` after the train function has returned."""
         if self.runner:
             self._call("after_train")
             self.runner.end(self._progress.steps)
@@ -202,7 +202,7 @@ class Adaptation:
                 pass  # its event is all there is to it
             case Pause() if self._sizes is None:
                 return "there is no controller that would pause and resume it"
-            case Checkpoint() | Pause():  # the controller pauses the job when it is told of the request
+            case Checkpoint() | Pause():  # the controller pauses the job when the request is reported
                 if not self._run.registry.has_hook(HookPoint.CHECKPOINT_ASKED):
                     return "this run makes no automatic checkpoints"
                 self._run.registry.call(HookPoint.CHECKPOINT_ASKED)

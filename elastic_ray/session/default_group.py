@@ -58,7 +58,10 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
-    """See the module's text. Collectives are over when they return, also with ``async_op=True``."""
+    """Default process group that stands for the job's present group.
+
+    Collectives are over when they return, also with ``async_op=True``.
+    """
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -66,7 +69,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- its place -----------------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """This worker's rank; while it catches up, one of the group that the others' results are of."""
+        """Return this worker's rank; while it catches up, a rank of the group whose results it replays."""
         session = session_of_thread()
         return 0 if session is None else min(session.group.rank_info.rank, self.size() - 1)
 
@@ -561,7 +564,7 @@ def _accept(module: Any) -> None:
     core: Any = module.distributed_c10d
 
     def init_process_group(*args: Any, **options: Any) -> None:
-        """Nothing in a job; alone, another group than this process replaces ours."""
+        """Do nothing in a job; alone, replace our group if more than this process is asked for."""
         session = session_of_thread()
         others = session is None or (not session.elastic and session.group.rank_info.world_size == 1)
         asks = any(options.get(each) for each in ("store", "world_size")) or int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -571,13 +574,13 @@ def _accept(module: Any) -> None:
             _ORIGINALS["init_process_group"](*args, **options)
 
     def destroy_process_group(group: Any = None) -> None:
-        """Nothing of a group of ours."""
+        """Destroy only groups that are not ours."""
         ours = group is None or group is dist.GroupMember.WORLD or isinstance(group, DefaultGroup)
         if not is_ours() or not ours:
             _ORIGINALS["destroy_process_group"](group)
 
     def new_group(*args: Any, **options: Any) -> Any:
-        """As torch's, with the present group's ranks."""
+        """Make a group as torch does, with the present group's ranks."""
         made = _ORIGINALS["new_group"](*args, **options)
         if is_ours():
             _follow_ranks()

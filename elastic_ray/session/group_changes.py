@@ -39,7 +39,7 @@ class GroupChanges:
         adaptation: policies of the user's, whose batch goes first.
         results: of user code's own collectives, which ranks that are behind in a new group receive.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
-        regroup_timeout_s: longest wait for a generation to go on with.
+        regroup_timeout_s: longest wait for a generation to continue with.
 
     Attributes:
         furthest_passes: loader passes that the present group's furthest rank had ended when it was formed.
@@ -62,7 +62,7 @@ class GroupChanges:
         self.furthest_passes = 0
 
     def join(self, *, timeout_s: float) -> None:
-        """Become a member for the first time.
+        """Join a group for the first time.
 
         Raises:
             WorkerDismissed: the job ended or shrank before this worker's turn came.
@@ -79,7 +79,7 @@ class GroupChanges:
                     self._controller.failed(self._membership.generation, str(error))
 
     def check_group(self) -> None:
-        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+        """Continue with the next group before a step is divided, if the present one was called off."""
         if self._run.ledger.depth == 0 and self._run.voided:
             self.regroup("the group was called off")
 
@@ -108,7 +108,7 @@ class GroupChanges:
             self._set_shape(batch)
 
     def _switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
-        """Go where all ranks have agreed to go, unless that has to wait, or its size does not suit the place here."""
+        """Switch to the agreed generation, unless that has to wait, or its size does not suit the place here."""
         try:
             if self._waits_for_gradients():
                 return
@@ -138,11 +138,11 @@ class GroupChanges:
             self._regroup(str(error), left)
 
     def _staying(self, following: GenerationSpec) -> list[bool]:
-        """Whether each rank of the present group is in the one that follows."""
+        """Return for each rank of the present group whether it is in the following one."""
         return [following.rank_of(member.worker) is not None for member in self._run.group.members]
 
     def _waits_for_gradients(self) -> bool:
-        """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it.
+        """True if a planned change waits, because it would lose gradients that ``no_sync`` has left on each rank.
 
         All ranks come here. They answer alike, though one may have left out an update that others have made.
 
@@ -157,7 +157,7 @@ class GroupChanges:
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:
-        """Find a group to go on with; returns the loader passes that its furthest rank has ended.
+        """Find a group to continue with; returns the loader passes that its furthest rank has ended.
 
         Raises:
             CommunicationFailedError: the group is one that cannot change.
@@ -212,7 +212,7 @@ class GroupChanges:
                 return taken
 
     def _follow(self) -> None:
-        """The membership has taken another group."""
+        """Follow the membership into another group."""
         self._run.group.follow()
         self._run.consensus.follow_group()
 
@@ -298,7 +298,7 @@ class GroupChanges:
         self._run.set_shape(self._adaptation.held_shape() or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:
-        """Whether all ranks save by what was ``heard`` with the step's own sums: each its part, as it is, or later."""
+        """True if all ranks save, each its part, or later, by what was ``heard`` with the step's own sums."""
         registry, group = self._run.registry, self._run.group
         if not heard or group.world_size == 1 or not registry.in_parts or registry.drifts:
             return False
@@ -323,7 +323,7 @@ class GroupChanges:
             self.regroup(str(error))
 
     def _ready_to_save(self, *, ends: bool) -> None:
-        """As :meth:`_make_equal`.
+        """Prepare the ranks to save as they agree: together, alone or later.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -347,7 +347,7 @@ class GroupChanges:
         return True
 
     def _agree_on_saving(self, *, ends: bool) -> Saving:
-        """How the ranks save; all come here.
+        """Agree on how to save; called on every rank.
 
         Raises:
             CommunicationFailedError: the group broke.

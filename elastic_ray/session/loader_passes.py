@@ -19,7 +19,7 @@ from elastic_ray.steps.out_of_memory import free_caches
 from elastic_ray.steps.step import LoaderStep
 
 _LOST = (
-    "a worker {what} in the step in which break left the loop over the loader. Code that has gone on cannot draw it "
+    "a worker {what} in the step in which break left the loop over the loader. Code that has continued cannot draw it "
     "again, so its {count} samples are not used. A loop that is to lose none ends with its data"
 )
 _LOST_SUMS = (
@@ -29,7 +29,7 @@ _LOST_SUMS = (
 
 
 class LoaderPasses:
-    """See the module's text.
+    """Passes of a run's loaders, and their steps.
 
     Args:
         run: the run.
@@ -59,7 +59,7 @@ class LoaderPasses:
         return self._run.ledger.next_ordinal
 
     def check_group(self, loader_pass: PassProgress) -> None:
-        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+        """Continue with the next group before a step is divided, if the present one was called off."""
         self._changes.check_group()
         if self._changes.furthest_passes > self._run.states.progress.ended_passes:
             self._follow(loader_pass)
@@ -119,7 +119,7 @@ class LoaderPasses:
                 )
 
     def begin_step(self, step: LoaderStep) -> None:
-        """A loader is about to hand out the first micro-batch of a step."""
+        """Begin a step, before its first micro-batch is handed out."""
         self._run.ledger.begin(step)
         if self._run.ledger.depth == 1:
             if self._run.meter.on:
@@ -137,11 +137,11 @@ class LoaderPasses:
         self._asked_to_end = step.loader_pass
 
     def ended_early(self, loader_pass: PassProgress) -> bool:
-        """Whether a pass was to end with a step, which is committed."""
+        """True if the pass was to end with a step that is committed."""
         return self._ended_early is loader_pass
 
     def stopped(self, loader_pass: PassProgress) -> bool:
-        """Whether a policy has ended the training in this pass."""
+        """True if a policy has ended the training in this pass."""
         return self._adaptation.active and self._adaptation.ends(loader_pass)
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
@@ -154,14 +154,16 @@ class LoaderPasses:
         return batch
 
     def end_micro_step(self, step: LoaderStep) -> None:
-        """A micro-step that does not synchronise was done; one half of a batch says nothing of the time of a whole."""
+        """End a micro-step that does not synchronise; half a batch says nothing of the time of a whole one."""
         if not step.halved:
             self._run.clock.micro()
 
     def abandon(self, left: PassProgress) -> None:
-        """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
-        only the former goes on, and then :meth:`settle` commits the step and ends the pass. An iterator that outlives
-        its epoch has been settled already."""
+        """Abandon a pass that user code left in the middle of a step.
+
+        Whether by ``break`` or by an exception shows later: only the former continues, and then :meth:`settle` commits
+        the step and ends the pass. An iterator that outlives its epoch has been settled already.
+        """
         self._run.ledger.abandon(left)
 
     def enter(self) -> PassProgress:
@@ -176,7 +178,7 @@ class LoaderPasses:
         return self._run.states.progress.passes[ordinal]
 
     def end_epoch(self) -> None:
-        """The epoch's body has run to its end, and with it passes whose iterators still wait for their ``next``."""
+        """End the epoch, and with it passes whose iterators still wait for their ``next``."""
         self._run.ledger.abandon_all()
         self.settle()
         self._adaptation.end_epoch()
@@ -187,7 +189,7 @@ class LoaderPasses:
     def edge(
         self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False, abandoned: bool = False
     ) -> bool:
-        """The step's body has run: commit it, or find a group to go on with and have it drawn again.
+        """The step's body has run: commit it, or find a group to continue with and have it drawn again.
 
         Args:
             loader_pass: the pass whose step it is; None for the innermost.
@@ -277,13 +279,13 @@ class LoaderPasses:
         abandoned: bool = False,
         rest: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """A loader pass has run out: leave it together, so that no rank is ever more than one step ahead.
+        """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
             loader_pass: the pass.
             total: its samples.
-            put_off: the user's code behind the loop has run already. What happens between two steps waits until the
-                progress says so; a joiner, or the job when it goes on later, does not run that code again.
+            put_off: the user's code after the loop has run already. What happens between two steps waits until the
+                progress says so; a joiner, or the job when it continues later, does not run that code again.
             abandoned: its loop was left before its end.
             rest: hashes of the samples that it leaves out; None where it is not to use each of its samples once.
 
@@ -316,7 +318,7 @@ class LoaderPasses:
         self._leave_pass(loader_pass, total, put_off=put_off)
 
     def _prove(self, loader_pass: PassProgress, total: int, rest: Callable[[], int | None]) -> None:
-        """All ranks have agreed on the end of a training pass whose samples are known."""
+        """Add a proof of a training pass whose end all ranks have agreed on, if its samples are known."""
         if loader_pass.hashed is None or not loader_pass.position or self._run.ledger.depth:
             return
         progress = self._run.states.progress
@@ -332,12 +334,12 @@ class LoaderPasses:
             self._run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
 
     def _end_alone(self, loader_pass: PassProgress) -> None:
-        """A pass ends before its last sample, and the group is lost: who joins the next one must not take it up."""
+        """End a pass before its last sample after the group was lost, so that no joiner takes it up."""
         loader_pass.end()
         self._run.states.progress.end_pass()
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
-        """All ranks know that the pass is over."""
+        """Leave a pass that all ranks know to be over."""
         self._tell_proof()
         self._run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:
@@ -374,7 +376,7 @@ class LoaderPasses:
             run.states.progress.add_sums(sums)
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
-        """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
+        """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         lost = run.ledger.undo(step, gradients_wait=run.registry.gradients_wait)
@@ -382,7 +384,7 @@ class LoaderPasses:
         run.ledger.resume(lost, cause)
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
-        """A worker ran out of memory in a step: undo it, and have it drawn again with fewer samples at once."""
+        """Undo a step in which a worker ran out of memory, and have it drawn again with fewer samples at once."""
         run = self._run
         run.agreed.forget_ran_out()
         run.sums.undo_beyond(run.ledger.depth)
@@ -395,7 +397,7 @@ class LoaderPasses:
             run.tell("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
-        """A step was lost whose loop has been left: count it where its update is in the model, and end its pass."""
+        """Give up a lost step whose loop has been left: count it if its update is in the model, and end its pass."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         before = run.ledger.loader_steps

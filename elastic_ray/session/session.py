@@ -84,7 +84,7 @@ _IGNORED = StragglerConfig()
 
 
 class Session:
-    """See the module's text. One instance serves one run of a train function.
+    """Session of one run of a train function. One instance serves one run of a train function.
 
     Args:
         worker: id of this worker, unique in the job.
@@ -94,7 +94,7 @@ class Session:
         saved: states to start with, where there are some.
         elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
-        regroup_timeout_s: longest wait for a generation to go on with.
+        regroup_timeout_s: longest wait for a generation to continue with.
         faults: scripted faults, None outside tests.
         job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
@@ -169,7 +169,7 @@ class Session:
 
     @property
     def synced(self) -> bool:
-        """Whether this worker has become part of the job, with the first epoch."""
+        """True if this worker has become part of the job, with the first epoch."""
         return self.run.synced
 
     @property
@@ -184,7 +184,7 @@ class Session:
 
     @property
     def progress(self) -> RunProgress:
-        """Where the run stands."""
+        """Progress of the run."""
         return self.states.progress
 
     @property
@@ -204,7 +204,7 @@ class Session:
 
     @property
     def shape_changes(self) -> int:
-        """How often the group, the batch shape or the ranks' shares have changed."""
+        """Number of changes of the group, the batch shape or the ranks' shares."""
         changes = self.run.shape_changes + self.registry.halving_changes
         return changes + self.stragglers.changes + self.run.gpu_types.changes
 
@@ -215,12 +215,12 @@ class Session:
 
     @property
     def in_epochs(self) -> bool:
-        """Whether the loop uses ``remaining_epochs_until``."""
+        """True if the loop uses ``remaining_epochs_until``."""
         return self._in_epochs
 
     @property
     def preempted(self) -> bool:
-        """Whether the ranks have agreed to stop in order to go on another time."""
+        """True if the ranks have agreed to stop and to continue at another time."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def new_accumulator(self) -> tuple[int, int]:
@@ -242,7 +242,7 @@ class Session:
         self.adaptation.add(policies)
 
     def sync_point(self) -> None:
-        """Where a worker becomes part of the job: everything is built, nothing has been trained.
+        """Join the job: everything is built, nothing has been trained.
 
         Raises:
             WorkerDismissed: the job ended or shrank before this worker's turn came.
@@ -259,7 +259,7 @@ class Session:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step was committed since this worker joined."""
+        """True if a step was committed since this worker joined."""
         return self.run.synced and self.progress.steps > self._steps_at_join
 
     def _open(self) -> None:
@@ -291,19 +291,19 @@ class Session:
             if not saved.path:
                 raise
             raise RuntimeError(
-                f"the job has an automatic checkpoint of another model or optimizer: {error} Go on with the "
+                f"the job has an automatic checkpoint of another model or optimizer: {error} Continue with the "
                 f"model that {saved.path} was saved from, or start anew under another RunConfig(name)"
             ) from error
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """What a rerun in this process needs to go on from here; None when there is no whole state to keep."""
+        """Return what a rerun in this process needs to continue; None if there is no whole state to keep."""
         if not self.synced or self.ledger.half_updated:
             return None
         self.states.roll_back()
         return self.states.capture_to_keep(), self.progress
 
     def begin_epochs(self, epochs: int | None) -> None:
-        """The loop asks for its remaining epochs; None where it counts them by itself.
+        """Begin the loop's remaining epochs; None if it counts them by itself.
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`sync_point`.
@@ -313,7 +313,7 @@ class Session:
         self.progress.declare_epochs(epochs)
 
     def leave_epochs(self) -> None:
-        """The loop over epochs is left: note what this rank holds, before the code behind it changes that."""
+        """Leave the loop over epochs: note what this rank holds, before the code after it changes that."""
         if self.synced and self.world_size > 1:
             self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 
@@ -333,7 +333,7 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
+        """Return the resume point of a checkpoint taken now; a step whose update is in the model counts as done."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def tell_of_early_report(self) -> None:
@@ -347,7 +347,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Another call of ``report``, with a checkpoint if it ``saves``; returns its number in the run."""
+        """Count a call of ``report``, with a checkpoint if it ``saves``; return its number in the run."""
         self.run.agreed.ask_for_comparison(saves)
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.tell_once("warning", UNRECORDED, 0)
@@ -356,7 +356,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """Whether all ranks hold the model that this one does; if they do not, they will after the next step."""
+        """True if all ranks hold this rank's model; if not, they will after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.ask_for_consensus()
@@ -364,13 +364,13 @@ class Session:
 
     @property
     def atomic_bsz(self) -> int:
-        """Most samples that this rank takes at once in the step in progress; 0 outside steps."""
+        """Largest number of samples that this rank takes at once in the step in progress; 0 outside steps."""
         step = self.ledger.outermost
         return max(step.sizes[self.rank]) if step is not None and self.rank < len(step.sizes) else 0
 
     @property
     def takes_more(self) -> bool:
-        """Whether that is more than an equal split of the step gives it."""
+        """True if this rank takes more than its equal share of the step."""
         step = self.ledger.outermost
         return step is not None and self.atomic_bsz > step.equal_bsz
 
@@ -397,7 +397,7 @@ class Session:
 
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
-            RanksDisagreeError: another rank goes on training. It finds out as well, if that takes longer.
+            RanksDisagreeError: another rank continues training. It finds out as well, if that takes longer.
             ReplicasDifferError: the ranks have come apart in the last steps.
         """
         if not self.synced:

@@ -41,24 +41,24 @@ class CollectiveResults:
     place: tuple[int, int] = (0, 0)
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
-        """All ranks are at ``place``, beyond the first ``number`` collectives."""
+        """Drop older results, because all ranks are at ``place``, after the first ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 
     def keep(self, content: bytes) -> None:
-        """The next one; what is more than memory should hold is let go of, but for this."""
+        """Keep the next result; drop old ones beyond the memory limit."""
         self.contents.append(content)
         while len(self.contents) > 1 and sum(map(len, self.contents)) > _MOST_KEPT_BYTES:
             self.contents.pop(0)
             self.first += 1
 
     def of(self, number: int) -> bytes | None:
-        """Of the collective of this number, where it is known."""
+        """Return the result of collective `number`, if it is known."""
         index = number - self.first
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
-        """A group was entered: who is behind gets the results from one that is furthest."""
+        """Exchange results in a new group: ranks that are behind get them from one that is furthest."""
         mine, place = progress.collectives, _place(progress)
         self.begin(mine, place)
         rows = communicator.gather_ints([mine, self.first])
@@ -82,7 +82,7 @@ def _place(progress: RunProgress) -> tuple[int, int]:
 
 
 class UserCollectives:
-    """See the module's text.
+    """Collectives of the train function, whose results survive changes of the group.
 
     Args:
         run: the run.
@@ -154,7 +154,7 @@ class UserCollectives:
     def _carried_out(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Its result, where the group holds; raises CommunicationFailedError, RanksDisagreeError."""
+        """Carry out a collective and return its result; raises CommunicationFailedError, RanksDisagreeError."""
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()
@@ -169,7 +169,7 @@ class UserCollectives:
     def _within_step(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Its result; where the group breaks, the step is lost."""
+        """Carry out a collective within a step and return its result; if the group breaks, the step is lost."""
         if self._run.ledger.failed:
             return alone()
         try:

@@ -52,8 +52,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
         rank: rank of this process.
         timeout_s: how long to wait for it, and for whatever is asked of it [s].
 
-    Raises:
-        RuntimeError: it cannot be reached or held; the message says where.
+    Raises RuntimeError: it cannot be reached or held; the message says where.
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -64,7 +63,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address that every machine can reach which can reach ``host``."""
+    """Return this machine's address that every machine can reach which can reach ``host``."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing
@@ -116,7 +115,6 @@ class StandaloneController:
     """Takes the controller's place: reports go to the log, and rank 0's own planner adapts the batch.
 
     Args:
-        replicas: world size.
         post: delivers a message to this process's membership.
     """
 
@@ -146,10 +144,10 @@ class StandaloneController:
         self._post(dataclasses.replace(spec, batch=self._choice))
 
     def failed(self, generation: int, cause: str) -> None:
-        """A fixed group cannot recover; the session raises."""
+        """Do nothing: a fixed group cannot recover, and the session raises."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Nothing to tell anybody."""
+        """Do nothing: there is nobody to notify."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:
         """Look at measurements now and then, for as long as the session is there."""
@@ -191,7 +189,7 @@ class StandaloneController:
             self._post(BatchProposal(generation=1, batch=self._choice))
 
     def report_soon(self) -> None:
-        """Nobody waits for anything."""
+        """Do nothing: nobody waits for reports."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
@@ -200,14 +198,14 @@ class StandaloneController:
         logger.info("epoch %s: %s", resume_point.epoch, shown)
 
     def add_files(self, checkpoint: Any, index: int) -> None:
-        """A checkpoint stays where the user's code has written it."""
+        """Do nothing: a checkpoint stays where the user's code has written it."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
 
     def tracker_dir(self) -> str:
-        """In the present directory, or where ``ELASTIC_RAY_TRACKER_DIR`` says."""
+        """Return ``ELASTIC_RAY_TRACKER_DIR``, or a folder in the present directory."""
         folder = os.path.abspath(os.environ.get("ELASTIC_RAY_TRACKER_DIR", _TRACKER_DIR))
         os.makedirs(folder, exist_ok=True)
         return folder
@@ -273,7 +271,7 @@ def own_gpu(local_rank: int, chosen: int, count: int) -> int:
 
 
 def _place() -> RankInfo:
-    """Where this process stands in the group that the environment describes; alone where it describes none."""
+    """Return this process's position in the group that the environment describes; alone if it describes none."""
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         return RankInfo()
     rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
@@ -292,7 +290,7 @@ def _local_size(world_size: int) -> int:
 
 
 def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
-    """This process's side of the membership protocol; a group that does not form ends the run."""
+    """Return this process's side of the membership protocol; a group that does not form ends the run."""
 
     def give_up(generation: int, cause: str) -> None:
         membership.give_up(
@@ -307,8 +305,7 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
 def _form(prefix: str, departures: Departures, gpu: int | None, spec: GenerationSpec, rank: int) -> Communicator:
     """The group's communicator; ``gpu`` is the one that this process trains on.
 
-    Raises:
-        CommunicationFailedError: its store is not to be found, or a rank did not come.
+    Raises CommunicationFailedError: its store is not to be found, or a rank did not come.
     """
     try:
         store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
@@ -336,12 +333,10 @@ def _own_host() -> str:
 
 # All that gloo tells the others is that a connection was closed.
 class Departures:
-    """Who was the first to leave the group.
+    """Record of the first rank that left the group.
 
     Args:
         prefix: name of the group in the store.
-        rank: of this process.
-        world_size: number of ranks.
     """
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
@@ -354,16 +349,16 @@ class Departures:
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
-        """The group is about to form, through this store."""
+        """Use this store, through which the group is about to form."""
         self._store = store
         atexit.register(self._leave)
 
     def formed(self, group: Communicator) -> None:
-        """The group has formed."""
+        """Remember the group that has formed."""
         self._group = weakref.ref(group)
 
     def explain(self, cause: str) -> str:
-        """Why a collective has failed, which says so itself in ``cause``: who has left, as far as that is known."""
+        """Return why a collective has failed: the failure's ``cause``, and who has left, as far as known."""
         self._follows = True
         if self._store is None:
             return cause
@@ -380,7 +375,7 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
-        """Say why this rank ends, which is not to be told in the other's place from whose end it follows; and leave."""
+        """Leave the group and publish why, unless this end follows from another rank's."""
         if os.getpid() != self._process:
             return  # a child that was forked
         if not self._follows:
@@ -390,7 +385,7 @@ class Departures:
             group.leave(_LEAVE_S)
 
     def _tell(self) -> None:
-        """Say in the store why this rank ends, unless another one has said so before."""
+        """Publish in the store why this rank ends, unless another rank has published first."""
         error = getattr(sys, "last_value", None)
         why = f"its process ends with {type(error).__name__}: {error}" if error is not None else "its process ends"
         told = f"rank {self._rank} has left: {why}"

@@ -45,27 +45,19 @@ class SparseIndex:
 
 
 def too_deep(where: str) -> NotPlainError:
-    """What to raise for a value that is nested too deeply."""
+    """Return the error for a value that is nested too deeply."""
     return NotPlainError(f"{where[:80]}... is nested deeper than {DEEPEST} levels, or holds itself")
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes.
-
-    Raises:
-        NotPlainError: something in it is of a type that is not plain.
-    """
+    """The value as bytes. Raises NotPlainError: something in it is of a type that is not plain."""
     out = bytearray()
     _write(out, value, "", 0)
     return bytes(out)
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of :func:`encode`.
-
-    Raises:
-        ValueError: these bytes are not what :func:`encode` makes.
-    """
+    """The inverse of :func:`encode`. Raises ValueError: these bytes are not what :func:`encode` makes."""
     reader = _Reader(data)
     try:
         value = reader.value(0)
@@ -82,11 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """The inverse of :func:`dtype_name`.
-
-    Raises:
-        ValueError: torch has no such type.
-    """
+    """The inverse of :func:`dtype_name`. Raises ValueError: torch has no such type."""
     found = getattr(torch, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no plain value: torch has no type {name!r}")
@@ -145,11 +133,7 @@ _CONTENT: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
     torch.device: (b"v", lambda value: str(value).encode()),
 }
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", torch.Size: b"z", set: b"e", frozenset: b"r"}
-_MAPPINGS: dict[type, bytes] = {
-    dict: b"m",
-    collections.OrderedDict: b"o",
-    collections.Counter: b"n",
-}
+_MAPPINGS: dict[type, bytes] = {dict: b"m", collections.OrderedDict: b"o", collections.Counter: b"n"}
 
 
 def _device(content: bytes) -> torch.device:
@@ -190,11 +174,7 @@ _READ_SEQUENCE: dict[bytes, Callable[[list[Any]], Any]] = {
     b"e": set,
     b"r": frozenset,
 }
-_READ_MAPPING: dict[bytes, Callable[[], Any]] = {
-    b"m": dict,
-    b"o": collections.OrderedDict,
-    b"n": collections.Counter,
-}
+_READ_MAPPING: dict[bytes, Callable[[], Any]] = {b"m": dict, b"o": collections.OrderedDict, b"n": collections.Counter}
 
 
 class _Reader:

@@ -42,14 +42,12 @@ class Facts:
         return json.dumps(self.facts).encode()
 
     def difference(self, communicator: Communicator, fingerprints: Sequence[int]) -> str:
-        """In what the ranks differ, as the text of an error; empty where they do not. All ranks call it.
+        """Return how the ranks differ as the text of an error; empty if they agree. All ranks call it.
 
         Args:
-            communicator: the group.
             fingerprints: of all ranks; 0 where one has told none.
 
-        Raises:
-            CommunicationFailedError: the group broke meanwhile.
+        Raises CommunicationFailedError: the group broke meanwhile.
         """
         known = [value for value in fingerprints if value]
         if len(set(known)) <= 1:
@@ -100,7 +98,7 @@ def _described(
     others: tuple[Sequence[int], Mapping[str, Any]],
     joined: Sequence[bool],
 ) -> str:
-    """What these are on a rank and on other ranks, as a clause, and a sentence where one of those has just joined."""
+    """Return a clause with the values on one rank and on others, and a sentence if one of those has just joined."""
     (first, mine), (ranks, theirs) = ones, others
     told = [
         f"{name} is {_shown(mine.get(name))} on rank {first} and {_shown(theirs.get(name))} on rank {ranks[0]}"

@@ -45,7 +45,7 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(values: torch.Tensor) -> torch.Tensor:
-    """One integer for many, that depends on their order; it wraps around, alike on every device."""
+    """Fold a tensor into one integer that depends on order; it wraps around, alike on every device."""
     whole = values.numel() // _ROW * _ROW
     rows = values[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
     rows = torch.cat([rows, values[whole:].to(torch.int64)])
@@ -78,7 +78,6 @@ def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, .
     """Return the ranks whose digest is not that of most of the members; joiners have no say in it.
 
     Args:
-        told: digests by rank.
         joined: which ranks have joined with this group.
     """
     members = [each for each, late in zip(told, joined, strict=True) if not late] or list(told)
@@ -90,12 +89,10 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
     """Return what tensor is the first that differs, and how the ranks differ in it; all ranks call it.
 
     Args:
-        communicator: the group.
         tensors: as this rank holds them.
         ranks: those that differ from the others.
 
-    Raises:
-        CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError: the group broke.
     """
     names = list(tensors)
     others = next(rank for rank in range(communicator.world_size) if rank not in ranks)
@@ -113,8 +110,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
     """Raise what a difference of members means.
 
-    Raises:
-        ReplicasDifferError: members, which have trained so far, differ among themselves.
+    Raises ReplicasDifferError: members, which have trained so far, differ among themselves.
     """
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(

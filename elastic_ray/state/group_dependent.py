@@ -1,4 +1,4 @@
-"""What of a model depends on the group: gradients between two steps, and replicas that drift (pure)."""
+"""State of a model that depends on the group: gradients between two steps, and diverged replicas (pure)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 
 class GroupDependent(Protocol):
-    """One model's gradients between two optimizer steps, as far as a change of group concerns them."""
+    """Protocol of one model's state between two optimizer steps, as far as a change of group concerns it."""
 
     @property
     def local(self) -> bool:
-        """Whether they differ from rank to rank, so that a planned change had better wait."""
+        """True if accumulated gradients differ from rank to rank, so that a planned change should wait."""
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for an update."""
+        """True if gradients wait for an update."""
 
     @property
     def drifts(self) -> bool:
-        """Whether models differ from rank to rank by design, until they are averaged."""
+        """True while replicas intentionally diverge, until they are averaged."""
 
     @property
     def settled(self) -> bool:
-        """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
+        """True if replicas are identical after the committed steps, and this rank holds everything to be saved."""
 
     @property
     def gives_statistics(self) -> bool:
@@ -35,29 +35,29 @@ class GroupDependent(Protocol):
 
     @property
     def divided(self) -> bool:
-        """Whether optimizer state lies with several ranks; the same on all."""
+        """True if optimizer state is divided among ranks; the same on all of them."""
 
     @property
     def meets_in_passes(self) -> bool:
-        """Whether forward and backward passes wait for other ranks, besides reductions of gradients."""
+        """True if forward and backward passes wait for other ranks, besides reductions of gradients."""
 
     @property
     def tabled(self) -> bool:
-        """Whether rows of tables do, which only rank 0 saves."""
+        """True if the model has sharded tables, which only rank 0 saves."""
 
     def fix_drift(self) -> int:
-        """What comes after the step that ranks agree on is settled here; a digest of it, equal on all ranks."""
+        """Fix what happens after the step that ranks agree on; returns a digest of it, equal on all ranks."""
 
     @property
     def marker(self) -> int:
-        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+        """Marker of the last average that ended on this rank: larger is later, 0 before the first."""
 
     @property
     def scaler(self) -> object | None:
         """AMP's ``GradScaler``; None without AMP."""
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """All ranks have committed a step that trained: average models, where it is time.
+        """Average the replicas if it is due, once all ranks have committed a training step.
 
         Args:
             agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
@@ -65,7 +65,7 @@ class GroupDependent(Protocol):
         """
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: take part in what others have announced of the model."""
+        """Take part in what others have announced of the model, because this rank has no sample in the step."""
 
     def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank.
@@ -78,35 +78,33 @@ class GroupDependent(Protocol):
         """Rank 0 is about to save: have it hold what only other ranks hold; all ranks call it."""
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """The same in a new group, before its ranks exchange state, among those that hold a trained one.
+        """Make diverged replicas identical in a new group, before its ranks exchange state.
 
         Args:
-            communicator: the group.
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.
         """
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+        """Make equal what differs between ranks, before the group changes; called on every rank.
 
         Args:
             stays: whether each rank is in the next group as well; what only others hold is handed over.
 
-        Raises:
-            CommunicationFailedError: the present group broke meanwhile.
+        Raises CommunicationFailedError: the present group broke meanwhile.
         """
 
     @property
     def strategy_name(self) -> str:
-        """Of the strategy in force."""
+        """Name of the strategy in force."""
 
     def set_strategy(self, strategy: object) -> None:
-        """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
+        """Continue with another one from the next step on; raises ValueError or TypeError where it cannot be."""
 
     @property
     def strategy_key(self) -> str | None:
         """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
 
     def enter_group(self) -> None:
-        """A group was entered, and all ranks hold the same state."""
+        """Enter a group, whose ranks all hold the same state."""

@@ -1,4 +1,4 @@
-"""What ranks must have in common: what is registered, by name, and the data; and how two differ in it (pure)."""
+"""Layouts that ranks must share: registered states by name, and the data; and how two differ (pure)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def packed(layout: Mapping[str, str]) -> bytes:
 
 
 def difference(layouts: Mapping[int, bytes]) -> str:
-    """In what two ranks differ, as the text of an error.
+    """Return how the layouts of two ranks differ, as the text of an error.
 
     Args:
         layouts: packed layouts of the two, by rank.
@@ -55,14 +55,13 @@ def difference(layouts: Mapping[int, bytes]) -> str:
 
 
 def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
-    """What the ranks deal out by position must be one dataset; its length is what can be told without reading it.
+    """Check that all ranks have a dataset of the same length, because they divide it by position.
 
     Args:
         samples: of an epoch, by rank; below 0 where a rank does not know them.
         joins: True for ranks that join others.
 
-    Raises:
-        ReplicasDifferError: two ranks know different ones.
+    Raises ReplicasDifferError: two ranks know different ones.
     """
     known = {rank: count for rank, count in enumerate(samples) if count >= 0}
     one = next(iter(known), 0)
@@ -96,13 +95,12 @@ class DataPlan(Facts):
 
 
 def check_ends(fingerprints: Sequence[int]) -> None:
-    """Compare what the ranks hold behind the last epoch.
+    """Compare what the ranks hold after the last epoch.
 
     Args:
         fingerprints: of their parameters, by rank; 0 where one has told none.
 
-    Raises:
-        ReplicasDifferError: they differ.
+    Raises ReplicasDifferError: they differ.
     """
     known = {rank: value for rank, value in enumerate(fingerprints) if value}
     if len(set(known.values())) > 1:

@@ -23,12 +23,10 @@ class Pieces:
 
     Attributes:
         shape: of the whole tensor.
-        dtype: of it.
         held: pieces of consecutive elements: the place of the first one in the flattened tensor, and the elements, in
             any shape. They do not overlap, also not with those of other ranks.
 
-    Raises:
-        ValueError: a piece has another type, or lies beyond the tensor's end.
+    Raises ValueError: a piece has another type, or lies beyond the tensor's end.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +44,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Pieces:
-        """All of a tensor."""
+        """Return pieces that hold all of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, ((0, tensor.detach()),))
 
 
@@ -55,7 +53,7 @@ class WrittenInParts(Protocol):
     """A state of a model of which each rank writes a part."""
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """What this rank writes of it, with `Pieces` for tensors that others write parts of.
+        """Return the part that this rank writes, with `Pieces` for tensors that others write parts of.
 
         All ranks' pieces together are the whole state; what else is in the tree of the first rank counts, and of those
         of the others what that one lacks.
@@ -63,18 +61,15 @@ class WrittenInParts(Protocol):
 
 
 def shared_out(tree: Any, rank: int, world_size: int) -> Any:
-    """What one rank writes of a tree that all ranks hold alike.
+    """Return the part that one rank writes of a tree that all ranks hold alike.
 
     Rows (elements along the first dimension) of each tensor are divided evenly. One with fewer rows than there are
     ranks is one rank's, and each such tensor the next one's.
 
     Args:
         tree: dicts, lists and tuples of tensors and plain values.
-        rank: that writes.
-        world_size: ranks that do.
 
-    Returns:
-        The tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
+    Returns the tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
     """
     count = 0
 
@@ -122,8 +117,7 @@ class NamedPieces:
 def take_apart(tree: Any) -> tuple[Any, list[NamedPieces]]:
     """Split a tree into its skeleton, in which indices stand for tensors, and its tensors.
 
-    Raises:
-        NotPlainError: it is nested too deeply, or holds itself.
+    Raises NotPlainError: it is nested too deeply, or holds itself.
     """
     found: list[NamedPieces] = []
 

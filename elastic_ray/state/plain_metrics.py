@@ -68,7 +68,7 @@ def _plain(value: Any, where: str, depth: int, budget: _Budget) -> Any:
 
 
 def _leaf(value: Any, where: str, budget: _Budget) -> Any:
-    """Of exactly Python's type: to read one of the user's own, its class would have to be imported."""
+    """Return a leaf as exactly Python's own type; reading a subclass would import the user's code."""
     if value is None or isinstance(value, bool):
         budget.spend(5, value, where)
         return value

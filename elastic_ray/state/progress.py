@@ -1,4 +1,4 @@
-"""Where a training run stands, as plain values that travel to joiners and into checkpoints (pure)."""
+"""Progress of a training run, as plain values that travel to joiners and into checkpoints (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placement.cluster.progress import Progress
 
 @dataclasses.dataclass(slots=True)
 class PassProgress:
-    """One pass of a loader within an epoch.
+    """Progress of one pass of a loader within an epoch.
 
     Attributes:
         position: samples used so far.
@@ -27,12 +27,12 @@ class PassProgress:
     hashed: int | None = 0
 
     def advance(self, samples: int, hashes: int | None = None) -> None:
-        """A step of the pass was committed, of samples whose indices have these hashes; None for unknown."""
+        """Count a committed step of samples whose indices have these hashes; None for unknown."""
         self.position += samples
         self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 
     def end(self) -> None:
-        """The pass has ended."""
+        """End the pass."""
         self.done = True
 
     def follow(self, other: PassProgress) -> None:
@@ -49,7 +49,7 @@ _STORED_AS = {"passes": "loops", "loader_steps": "ticks", "optimizers_stepped": 
 
 @dataclasses.dataclass(slots=True)
 class RunProgress:
-    """Everything but tensors that a rank must share with the others.
+    """Progress of a run: everything except tensors that a rank must share with the others.
 
     Attributes:
         epoch: epoch in progress, from 0.
@@ -100,7 +100,7 @@ class RunProgress:
     fits: int = 0
 
     def declare_epochs(self, epochs: int | None) -> None:
-        """The loop has said how many epochs it wants; None where it does not say."""
+        """Declare the number of epochs that the loop wants; None if it does not say."""
         self.epochs = epochs
 
     @property
@@ -109,7 +109,7 @@ class RunProgress:
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
     def end_epoch(self) -> None:
-        """The epoch in progress is over."""
+        """End the epoch in progress."""
         self.epoch += 1
         self.passes.clear()
         self.collectives_before = self.collectives
@@ -119,55 +119,55 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def begin_pass(self, ordinal: int) -> None:
-        """The epoch's pass of this number begins, or goes on."""
+        """Begin or continue the epoch's pass of this number."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
 
     def forget_passes(self, ordinal: int) -> None:
-        """Passes from this number on were nested in a step that is over, or lost."""
+        """Forget passes from this number on, which were nested in a step that is over, or lost."""
         del self.passes[ordinal:]
 
     def commit(self, generation: int) -> None:
-        """A step of any loader was committed in this generation."""
+        """Commit a step of any loader in this generation."""
         self.loader_steps += 1
         self.lineage = generation
         self.collectives_before = self.collectives
 
     def commit_training(self, gain: float) -> None:
-        """That step trained, with this statistical gain."""
+        """Count a committed training step, with its statistical gain."""
         self.steps += 1
         self.done += gain
 
     def count_optimizers(self, stepped: int) -> None:
-        """So many optimizers have stepped in the step in progress."""
+        """Set the number of optimizers that have stepped in the step in progress."""
         self.optimizers_stepped = stepped
 
     def end_pass(self) -> None:
-        """All ranks have agreed on the end of a pass."""
+        """Count the end of a pass that all ranks have agreed on."""
         self.ended_passes += 1
         self.collectives_before = self.collectives
 
     def prove(self, facts: Mapping[str, int | None]) -> None:
-        """A training pass has ended: its facts are the next link of the chain."""
+        """Add the facts of an ended training pass as the next link of the chain."""
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
     def link(self, link: Link) -> None:
-        """A change of group was proven."""
+        """Add the proof of a change of group."""
         self.proof = link.link
 
     def follow_passes(self, furthest: int) -> None:
-        """Another rank has ended so many passes."""
+        """Adopt the number of passes that another rank has ended, if it is larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
 
     def meet(self) -> None:
-        """User code is in its next collective."""
+        """Note that user code is in its next collective."""
         self.meeting = True
 
     def count_collective(self) -> None:
-        """User code has the result of another collective."""
+        """Count a collective whose result user code has received."""
         self.collectives += 1
         self.meeting = False
 
@@ -177,32 +177,32 @@ class RunProgress:
         return self.reports
 
     def bound_memory(self, failed: int) -> None:
-        """A worker ran out of memory with so many samples at once: half of them are the bound, or more that fit."""
+        """Bound the samples at once after a worker ran out of memory: half of the failed number, or more that fit."""
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
 
     def note_fit(self, samples: int) -> None:
-        """A committed step of training had so many samples at once on a worker."""
+        """Record the samples at once that fitted on a worker in a committed training step."""
         self.fits = max(self.fits, samples)
 
     def limit_memory(self, bound: int | None) -> None:
-        """No worker may take more samples at once than this, nor than before; None for any number."""
+        """Limit the samples that any worker takes at once, never above an earlier limit; None for any number."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
-        """What all ranks have added, by accumulator and name."""
+        """Add the values that all ranks have contributed, by accumulator and name."""
         for key, name, value in added:
             sums = self.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Only this epoch's sums stay, for code after the loop to read; and those made outside of epochs."""
+        """Drop sums of other epochs; those made outside of epochs stay too, for code after the loop."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
     def reset_sums(self, key: tuple[int, int]) -> None:
-        """An accumulator begins anew."""
+        """Reset an accumulator."""
         self.sums.pop(key, None)
 
     def restore_effects(self, effects: Effects) -> None:
@@ -210,7 +210,7 @@ class RunProgress:
         self.sums, self.reports = effects.sums, effects.reports
 
     def effects(self) -> Effects:
-        """What user code has left behind so far, as a copy."""
+        """Return a copy of the effects of user code so far."""
         return Effects(sums=copy.deepcopy(self.sums), reports=self.reports)
 
     def after(self, ordinal: int, count: int, gain: float) -> RunProgress:
@@ -228,12 +228,12 @@ class RunProgress:
         return done
 
     def summary(self) -> Progress:
-        """What the allocator hears of it, with ``stride`` epochs counted as one."""
+        """Return the progress for the allocator, with ``stride`` epochs counted as one."""
         epochs = None if not self.epochs else self.epochs / self.stride
         return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 
     def resume_point(self, samples_left: int = 0) -> ResumePoint:
-        """Where a checkpoint of this state stands.
+        """Return the resume point of a checkpoint of this state.
 
         A checkpoint taken when every loader pass of the epoch has ended resumes at the next epoch.
 
@@ -258,7 +258,7 @@ class RunProgress:
 
     @property
     def place(self) -> str:
-        """In words that are the same for ranks at the same place."""
+        """Position in words that are the same for ranks at the same place."""
         positions = ", ".join(f"{each.position} samples{' and done' if each.done else ''}" for each in self.passes)
         return f"epoch {self.epoch} after {self.steps} steps" + (f" (passes: {positions})" if positions else "")
 
@@ -277,7 +277,7 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values, for joiners and automatic checkpoints: who takes them runs the code from the last place."""
+        """Return plain values for joiners and automatic checkpoints, whose code starts again from the last place."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return state | {
             "collectives": self.collectives_before,
@@ -287,11 +287,7 @@ class RunProgress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
-        """The inverse of :meth:`to_state`.
-
-        Raises:
-            TypeError: it holds something else.
-        """
+        """The inverse of :meth:`to_state`. Raises TypeError: it holds something else."""
         names = {_STORED_AS.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
         values = {names.get(name, name): value for name, value in state.items()}
         return cls(**{**values, "passes": [PassProgress(**each) for each in values["passes"]]})
@@ -299,7 +295,7 @@ class RunProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """What user code has left behind outside the model: sums of accumulators, and the number of reports."""
+    """Effects of user code outside the model: sums of accumulators, and the number of reports."""
 
     sums: dict[tuple[int, int], dict[str, float]]
     reports: int

@@ -1,4 +1,4 @@
-"""What a run proves of itself, as a chain: changes of its group, and passes that use each sample once (pure)."""
+"""Proofs of a run as a chain: changes of its group, and passes that use each sample once (pure)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Link:
 
     @property
     def detail(self) -> dict[str, Any]:
-        """As an event's ``detail`` has it."""
+        """Fields of the link for an event's ``detail``."""
         return {"proof": {**self.facts, "before": self.before, "link": self.link}}
 
 

@@ -58,7 +58,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class RegisteredState:
-    """What a lost step takes back of one state.
+    """Registered state with what a lost step needs to restore it.
 
     Args:
         target: has ``state_dict`` and ``load_state_dict``.
@@ -77,7 +77,7 @@ class RegisteredState:
         self._remembered = Remembered()
 
     def remember(self) -> Remembered:
-        """Its present values."""
+        """Return the state's present values, to be restored if the step is lost."""
         self._remembered.take((self.state.capture(), self._undone.capture() if self._undone is not None else None))
         return self._remembered
 
@@ -90,7 +90,7 @@ class RegisteredState:
 
 
 class ModuleExtras:
-    """Which parts of a ``module`` are in training mode, and what its state dict has beyond parameters and buffers.
+    """Training modes of a ``module``'s parts, and its state dict beyond parameters and buffers.
 
     The latter are extra states (``get_extra_state``, as FP8 scales are), and what classes of the user's add by
     themselves. Modules that keep sums in ``add_state``, as metrics do, keep these for themselves: they are of one rank.
@@ -98,7 +98,6 @@ class ModuleExtras:
     takes all ranks.
 
     Args:
-        module: the module.
         sums: whether sums of metrics belong to it as well: the user has said that all ranks share them.
         warn: tells the job's user of a state that cannot travel.
     """
@@ -126,8 +125,7 @@ class ModuleExtras:
     def restore(self, tree: Any) -> None:
         """Take over a captured state. Parts that are on one side alone keep their mode.
 
-        Raises:
-            RuntimeError: the module lacks a part that has a state, or one does not take its state.
+        Raises RuntimeError: the module lacks a part that has a state, or one does not take its state.
         """
         parts = dict(self._module.named_modules())
         if unknown := {*tree["states"], *tree["sums"]} - parts.keys():
@@ -146,7 +144,7 @@ class ModuleExtras:
                 setattr(parts[name], attribute, value)
 
     def _plain(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """What of a part's state can travel: plain values, tensors, and bytes in memory."""
+        """Return what can travel of a part's state: plain values, tensors, and bytes in memory."""
         kept = {}
         for key, value in state.items():
             if isinstance(value, io.BytesIO):
@@ -171,7 +169,7 @@ class ModuleExtras:
 
 
 def _own_state(part: nn.Module) -> dict[str, Any]:
-    """What a module's own part of a state dict has beyond its parameters and buffers."""
+    """Return a module's own part of a state dict, without its parameters and buffers."""
     found: dict[str, Any] = {}
     if _saves_itself(part):
         part._save_to_state_dict(found, "", False)

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same parameters, bit by bit, and train them alike.
+"""Comparison of replicas: the same parameters, bit by bit, trained alike on all ranks.
 
 A fingerprint of both rides on announcements now and then.
 """
@@ -42,7 +42,7 @@ class Replicas:
         self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step, by its id
 
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Another model, and what steps it.
+        """Add a model and the optimizer that steps it.
 
         Raises:
             ValueError: one that was added before has some of its parameters.
@@ -64,11 +64,11 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """A group was entered: what was checked in another does not count."""
+        """Enter a group, in which checks of another one do not count."""
         self._checked = -1
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """Whether all parameters are to be compared after ``steps`` steps.
+        """True if all parameters are to be compared after ``steps`` steps.
 
         Args:
             steps: committed optimizer steps.
@@ -84,7 +84,7 @@ class Replicas:
         self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:
-        """Note that no code of the user's has come behind the last step of a pass: it may change one rank's models."""
+        """Note that no code of the user's has come after the last step of a pass: it may change one rank's models."""
         self._held = self._memory()
 
     def _memory(self) -> int:
@@ -93,9 +93,9 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """The loop over epochs is left after so many steps: code behind it may change models on one rank alone.
+        """Note the parameters when the loop over epochs is left: code after it may change models on one rank alone.
 
-        Where code in the last epoch has done so, behind the steps, there is nothing to compare.
+        Where code in the last epoch has done so, after the steps, there is nothing to compare.
         """
         if self.due(steps, always=True) and self._held == self._memory():
             digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
@@ -114,7 +114,7 @@ class Replicas:
         return int.from_bytes(digest.digest(), "big") or 1
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Whether all ranks announced the same; if not, they find out together what differs.
+        """Compare the fingerprints that all ranks announced; if they differ, find out together what does.
 
         Raises:
             CommunicationFailedError: the group broke meanwhile.
@@ -156,7 +156,7 @@ class Replicas:
         return [(f"model {number}: " if several else "", each) for number, each in enumerate(self._modules)]
 
     def _settings(self) -> Facts:
-        """How the models are trained: what requires a gradient, what is in training mode, options of optimizers."""
+        """Return how the models are trained: trainable parameters, training modes, options of optimizers."""
         found: dict[str, Any] = {}
         for (prefix, module), optimizer in zip(self._named_modules(), self._optimizers, strict=True):
             for name, p in module.named_parameters():
@@ -171,7 +171,7 @@ class Replicas:
         return Facts(facts=found)
 
     def _sums(self) -> list[int]:
-        """Of each parameter's bits, by parameter."""
+        """Return the sum of each parameter's bits."""
         with torch.no_grad():
             sums = [sum_of_bits(p) for module in self._modules for _, p in self._compared(module)]
         by_device: dict[torch.device, list[int]] = {}

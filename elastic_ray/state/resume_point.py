@@ -1,4 +1,4 @@
-"""Where a checkpoint stands in its run: what a job needs to know to go on from there (pure)."""
+"""Resume point of a checkpoint: what a job needs to know to continue from there (pure)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 
 class UnreadableStateError(Exception):
-    """A state to go on from cannot be read, or is not what was written."""
+    """A state to continue from cannot be read, or is not what was written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """See the module's text. It is written as JSON beside every checkpoint, by the names of the first version.
+    """Position of a checkpoint in its run.
+
+    It is written as JSON beside every checkpoint, by the names of the first version.
 
     Attributes:
-        epoch: epoch to go on in, from 0.
+        epoch: epoch to continue in, from 0.
         epochs: declared number of epochs, None where it was not known.
         passes: position [samples], and whether it has ended, of each loader pass that the epoch has begun.
         steps: optimizer steps that the checkpoint holds.
@@ -25,7 +27,7 @@ class ResumePoint:
         done: statistical progress, see ``RunProgress``.
         epoch_ends: ``done`` at the end of every ``stride``-th epoch.
         stride: see ``RunProgress``.
-        samples_left: samples left in the pass that it was taken in; no more workers than that can go on from there.
+        samples_left: samples left in the pass that it was taken in; no more workers than that can continue from there.
             0 where none was in progress.
     """
 
@@ -40,7 +42,7 @@ class ResumePoint:
     samples_left: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the resume point as JSON values."""
         return {
             "epoch": self.epoch,
             "epochs": self.epochs,
@@ -57,8 +59,7 @@ class ResumePoint:
     def from_json(cls, point: Any) -> ResumePoint | None:
         """The inverse of :meth:`to_json`; None for an empty object, which says nothing.
 
-        Raises:
-            ValueError: a field is missing or wrong; the message names it.
+        Raises ValueError: a field is missing or wrong; the message names it.
         """
         if not isinstance(point, Mapping):
             raise ValueError(f"where it stands must be an object, but is {point!r}")

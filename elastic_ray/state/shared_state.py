@@ -1,4 +1,4 @@
-"""What all ranks of a job must agree on: registered states, their exchange, and the undo of a lost step."""
+"""Shared state of a job's ranks: registered states, their exchange, and the undo of a lost step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elastic_ray.state.tree import (
     send_state,
     unpack,
 )
-from elastic_ray.state.unread import TakesUnread, read_all
+from elastic_ray.state.unread import read_all
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ _SAME_STATES = "train_loop_per_worker must register the same state on every work
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """What an exchange of state found.
+    """Result of an exchange of state.
 
     Attributes:
         received: this rank was behind and took over another's state.
@@ -60,8 +60,7 @@ class Exchanged:
 def _named(name: str, what: str) -> Iterator[None]:
     """Errors of a state's own code name the state, which may be one of many that user code has registered.
 
-    Raises:
-        RuntimeError: such an error.
+    Raises RuntimeError: such an error.
     """
     try:
         yield
@@ -86,7 +85,7 @@ class _Rollback:
     restore: Callable[[Any], None]
 
     def snapshot(self) -> Any:
-        """What it is now."""
+        """Return a copy of the present value."""
         try:
             found = self.capture()
             return copy.deepcopy(found) if found is not None else None
@@ -96,7 +95,7 @@ class _Rollback:
             raise _named_error(self.name, "tell what it is at the beginning of a step", error) from error
 
     def take_back(self, snapshot: Any) -> None:
-        """It is that again."""
+        """Restore the value of the snapshot."""
         with _named(self.name, "go back to the beginning of a step that is lost"):
             self.restore(copy.deepcopy(snapshot))
 
@@ -110,17 +109,13 @@ class SharedState:
         self.shape: BatchChoice | None = None
         self.complete = False
         self.joined = False  # the present group without a state of its own, and has that of others
-        self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
+        self.loaded = False  # that is from an automatic checkpoint, and no group has continued from it yet
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
         self._snapshots: list[Any] = []
 
     def register(self, key: str, state: Stateful) -> None:
-        """Make ``state`` part of what joiners receive.
-
-        Raises:
-            ValueError: the key is taken.
-        """
+        """Make ``state`` part of what joiners receive. Raises ValueError: the key is taken."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
@@ -134,7 +129,6 @@ class SharedState:
 
         Args:
             capture: gives what it is now.
-            restore: takes that back.
             name: what errors call it.
         """
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
@@ -142,38 +136,35 @@ class SharedState:
     def check_plain(self) -> None:
         """Check that all of it can be sent to another rank.
 
-        Raises:
-            UnsafeStateError: a state holds more than tensors and plain values; the message names it.
+        Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
         """
         check_plain(self.capture())
 
     def snapshot(self) -> None:
         """Remember the small state at the beginning of a step.
 
-        Raises:
-            RuntimeError: one of them cannot be told; the message names it.
+        Raises RuntimeError: one of them cannot be told; the message names it.
         """
         self._snapshots = [each.snapshot() for each in self._rollbacks]
 
     def forget_snapshot(self) -> None:
-        """The step was committed: there is nothing to undo."""
+        """Drop the snapshots of a committed step, which needs no undo."""
         self._snapshots = []
 
     def roll_back(self) -> None:
         """Return the small state to the beginning of the step.
 
-        Raises:
-            RuntimeError: one of them does not take what it was; the message names it.
+        Raises RuntimeError: one of them does not take what it was; the message names it.
         """
         for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
             each.take_back(snapshot)
 
     def capture(self) -> dict[str, Any]:
-        """All states by name; tensors are not copied."""
+        """Return all states by name; tensors are not copied."""
         return {**{key: state.capture() for key, state in self._states.items()}, **self._position()}
 
     def _position(self) -> dict[str, Any]:
-        """Where the run stands, and its batch shape."""
+        """Return the run's progress and its batch shape."""
         shape = None if self.shape is None else dataclasses.asdict(self.shape)
         return {"run": self.progress.to_state(), "shape": shape}
 
@@ -192,13 +183,13 @@ class SharedState:
         return found
 
     def capture_to_save(self) -> dict[str, Any]:
-        """The same with what this rank holds for all; as far as it does, see ``GroupDependent.prepare_to_save``."""
+        """Return all states with what this rank holds for all; see ``GroupDependent.prepare_to_save``."""
         return self.capture() | {
             key: state.capture_to_save() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
 
     def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
-        """What this rank writes of a checkpoint of all ranks: `Pieces` of what several hold.
+        """Return the part of a joint checkpoint that this rank writes: `Pieces` of what several hold.
 
         What only one rank holds, or all hold alike besides models, is the first one's, and so are buffers: they differ
         from rank to rank within a pass, and a checkpoint that the first rank writes alone has its own as well.
@@ -222,7 +213,7 @@ class SharedState:
         return {**trees, **self._position()} if position == 0 else trees
 
     def capture_to_keep(self) -> dict[str, Any]:
-        """The same with what this rank holds alone, for a rerun in this process."""
+        """Return all states with what only this rank holds, for a rerun in this process."""
         return self.capture() | {
             key: state.capture_to_keep() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
@@ -242,16 +233,15 @@ class SharedState:
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
-                late = isinstance(state, TakesUnread) and state.takes_unread
+                late = getattr(state, "takes_unread", False)
                 tree = trees[key] if late else read_all(trees[key])
-                with _named(key, "take over what another worker, or a checkpoint, has told of it"):
+                with _named(key, "take over what another worker, or a checkpoint, has sent of it"):
                     state.restore(tree)
 
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
-        """Go on from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
+        """Continue from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
 
-        Raises:
-            RuntimeError: as :meth:`install`.
+        Raises RuntimeError: as :meth:`install`.
         """
         if self._position_in_unit is not None:
             names = {_of_position(key, self._position_in_unit): key for key in self._states}
@@ -265,7 +255,7 @@ class SharedState:
 
     @property
     def unique(self) -> bool:
-        """Whether this worker's state would be lost with it."""
+        """True if this worker's state would be lost with it."""
         return self.complete and not self.loaded
 
     def set_shape(self, shape: BatchChoice | None) -> None:
@@ -284,7 +274,6 @@ class SharedState:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:
-            communicator: the group.
             replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
                 take the mean of it over those of them that were through with the last average, which holds the rest.
             samples: of an epoch of this rank's training data, None where they are not known.
@@ -342,7 +331,7 @@ class SharedState:
         self.complete, self.loaded = True, False
         bounds = [row[-2] for row in rows if row[-2]]  # one rank alone may know that it ran out of memory
         self.progress.limit_memory(min(bounds, default=None))
-        # Who is behind has taken over what the furthest have, and may have ended a pass that goes on there.
+        # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.
         furthest = max(each.order() for each in everyone)
         return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
 
@@ -365,7 +354,7 @@ class SharedState:
             return state.capture() if in_place and isinstance(state, ModuleState) else None
 
         trees, done = receive_state(communicator, source, own)
-        # A checkpoint may hold more: a program may drop a state and go on. Of ranks one may be the next to hold it all.
+        # A checkpoint may hold more: a program may drop a state and continue. One rank may be the next to hold all.
         unknown = trees.keys() - self._states.keys() - _OF_EVERY_RUN
         if unknown:
             raise RuntimeError(
@@ -377,7 +366,7 @@ class SharedState:
 
 
 def _compare(communicator: Communicator, layout: bytes, digests: Sequence[int]) -> None:
-    """Where ranks differ, all of them learn how the first two do that differ, and raise the same."""
+    """Raise ReplicasDifferError on all ranks if any two layouts differ, with the first difference."""
     other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if other is not None:
         raise ReplicasDifferError(difference({rank: communicator.broadcast_bytes(layout, rank) for rank in (0, other)}))

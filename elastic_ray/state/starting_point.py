@@ -1,4 +1,4 @@
-"""What a run of a train function finds when it begins, and which epoch its code begins with (pure)."""
+"""Starting point of a train function's run, and the epoch its code starts with (pure)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class StartingPoint:
-    """See the module's text.
+    """Starting point of a train function's run: its checkpoint, and the epoch that its code starts with.
 
     Args:
         checkpoint: a reported one that the user's code may load; None at the beginning.
         epoch: the epoch that follows it, by the job's own count; 0 without one.
         others_at: epoch that the other workers are in, as far as that is known; None for one that starts with them.
-        has_state: whether the run has a state of its own to go on from, which lies behind the checkpoint.
+        has_state: whether the run has a state of its own to continue from, which is later than the checkpoint.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class StartingPoint:
         self._taken = False
 
     def take_checkpoint(self) -> Any:
-        """The checkpoint, for code that asks for it: it goes on behind it."""
+        """The checkpoint, for code that asks for it: it continues after it."""
         self._taken = True
         return self._checkpoint
 
@@ -34,7 +34,7 @@ class StartingPoint:
         """Epoch that the code begins with which counts epochs by itself.
 
         Raises:
-            RuntimeError: there is a checkpoint, and nothing else to go on from, but the code has not asked for it.
+            RuntimeError: there is a checkpoint, and nothing else to continue from, but the code has not asked for it.
         """
         if self._checkpoint is None:
             return 0
@@ -43,9 +43,9 @@ class StartingPoint:
         if self._has_state or self._others_at is not None:
             return 0
         raise RuntimeError(
-            f"the job goes on from {getattr(self._checkpoint, 'path', self._checkpoint)}, which the train function has "
-            "reported, but it has not asked for it: call ray.train.get_checkpoint() before the loop over epochs, or "
-            "leave ElasticConfig(automatic_checkpoints=True)"
+            f"the job continues from {getattr(self._checkpoint, 'path', self._checkpoint)}, which the train function "
+            "has reported, but it has not asked for it: call ray.train.get_checkpoint() before the loop over epochs, "
+            "or leave ElasticConfig(automatic_checkpoints=True)"
         )
 
     @property

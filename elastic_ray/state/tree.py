@@ -50,7 +50,7 @@ class SharedOut(Stateful, Protocol):
         """The whole, where this rank holds it."""
 
     def capture_to_keep(self) -> Any:
-        """What all hold, and this rank's part."""
+        """Return the state that all ranks hold, and this rank's part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Spec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Spec:
-        """What describes this tensor."""
+        """Return the specification of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -77,11 +77,7 @@ class _Spec:
 
     @classmethod
     def from_plain(cls, told: Any) -> _Spec:
-        """The inverse of :meth:`to_plain`.
-
-        Raises:
-            ValueError: a peer has sent something else.
-        """
+        """The inverse of :meth:`to_plain`. Raises ValueError: a peer has sent something else."""
         shape, dtype, cuda = told
         if type(shape) is not tuple or len(shape) > _MOST_DIMENSIONS or type(cuda) is not bool:
             raise ValueError(f"no tensor is like {told!r:.80}")
@@ -97,8 +93,7 @@ class UnsafeStateError(TypeError):
 def check_plain(trees: Mapping[str, Any]) -> None:
     """Check that states can be sent to another rank: they hold tensors and plain values.
 
-    Raises:
-        UnsafeStateError: one of them does not; the message names it.
+    Raises UnsafeStateError: one of them does not; the message names it.
     """
     for key, tree in trees.items():
         try:
@@ -114,8 +109,7 @@ def check_plain(trees: Mapping[str, Any]) -> None:
 def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     """Split a tree into its skeleton (small) and its tensors in order.
 
-    Raises:
-        NotPlainError: it is nested too deeply, or holds itself.
+    Raises NotPlainError: it is nested too deeply, or holds itself.
     """
     tensors: list[torch.Tensor] = []
 
@@ -143,8 +137,7 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
     """The inverse of :func:`pack`; what stands in for dense tensors stands in for them there as well.
 
-    Raises:
-        RuntimeError: tensors make no sparse tensor that the skeleton tells of.
+    Raises RuntimeError: tensors make no sparse tensor that the skeleton tells of.
     """
 
     def leaf(index: TensorIndex | SparseIndex) -> Any:
@@ -179,8 +172,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
     """Send captured states to one rank; the other side calls :func:`receive_state`.
 
-    Raises:
-        UnsafeStateError: one of them holds more than tensors and plain values.
+    Raises UnsafeStateError: one of them holds more than tensors and plain values.
     """
     check_plain(trees)
     skeletons, tensors = pack(dict(trees))
@@ -211,15 +203,11 @@ def receive_state(
     """Receive what :func:`send_state` sent.
 
     Args:
-        communicator: the group.
-        source: the sending rank.
         own: for a key, this rank's captured tree when its tensors may be overwritten in place, else None.
 
-    Returns:
-        The trees, and the keys whose tensors were received in place (nothing is left to restore there).
+    Returns the trees, and the keys whose tensors were received in place (nothing is left to restore there).
 
-    Raises:
-        CommunicationFailedError: the peer is gone, or what it sends is no state; nothing of it was taken over.
+    Raises CommunicationFailedError: the peer is gone, or what it sends is no state; nothing of it was taken over.
     """
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
@@ -276,7 +264,7 @@ def _refused(communicator: Communicator, source: int, why: str) -> Communication
 def _destinations(
     skeletons: dict[str, Any], specs: list[_Spec], own: Callable[[str], Any | None]
 ) -> tuple[list[torch.Tensor], set[str]]:
-    """Where each tensor goes: into this rank's own where layout and shape agree, into fresh memory elsewhere."""
+    """Return the destination of each tensor: this rank's own if layout and shape agree, else fresh memory."""
     tensors: dict[int, torch.Tensor] = {}
     in_place: set[str] = set()
     for key, skeleton in skeletons.items():
@@ -298,7 +286,7 @@ def _destinations(
 
 
 def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
-    """Of all tensors in it, in order."""
+    """Return the indices of all tensors in a skeleton, in order."""
     if isinstance(skeleton, TensorIndex):
         return [skeleton]
     if isinstance(skeleton, SparseIndex):
@@ -395,10 +383,9 @@ _LENGTH_BYTES = 8
 
 
 def to_bytes(tree: Any) -> bytes:
-    """As bytes; tensors are copied to the CPU.
+    """Return a tree as bytes; tensors are copied to the CPU.
 
-    Raises:
-        NotPlainError: it holds something else than tensors and plain values.
+    Raises NotPlainError: it holds something else than tensors and plain values.
     """
     skeleton, tensors = pack(tree)
     header = encode((encode(skeleton), [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors]))
@@ -410,8 +397,7 @@ def to_bytes(tree: Any) -> bytes:
 def from_bytes(content: bytes) -> Any:
     """The inverse of :func:`to_bytes`; tensors are on the CPU, in memory of their own.
 
-    Raises:
-        ValueError: a peer has sent something else.
+    Raises ValueError: a peer has sent something else.
     """
     size = int.from_bytes(content[:_LENGTH_BYTES], "big")
     begin = _LENGTH_BYTES + size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ class UnreadTensor:
     """Stands in a captured tree for a tensor of a checkpoint.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of it.
         elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
             their own on the CPU.
         device: where :meth:`rows`, :meth:`part` and :meth:`whole` put them.
@@ -35,7 +33,7 @@ class UnreadTensor:
     rows_dtype: torch.dtype | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> UnreadTensor:
-        """The same, for rows on another device, or of another type."""
+        """Return the tensor for rows on another device or of another dtype."""
         return dataclasses.replace(self, device=device, rows_dtype=dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -48,29 +46,19 @@ class UnreadTensor:
         return self.elements(start, stop).to(self.device, self.rows_dtype)
 
     def whole(self) -> Tensor:
-        """All of it, in its shape; errors are those of :meth:`read`."""
+        """Return the whole tensor in its shape; errors are those of :meth:`read`."""
         return self.part(0, math.prod(self.shape)).view(self.shape)
 
     def read(self) -> Tensor:
-        """All of it, on the CPU.
+        """Read the whole tensor on the CPU.
 
-        Raises:
-            CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
+        Raises CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
         """
         return self.elements(0, math.prod(self.shape)).view(self.shape)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> UnreadTensor:
-        """Itself: what is stored does not change."""
+        """Return the same object, because stored data does not change."""
         return self
-
-
-@runtime_checkable
-class TakesUnread(Protocol):
-    """A state to be restored."""
-
-    @property
-    def takes_unread(self) -> bool:
-        """Whether its ``restore`` takes trees with `UnreadTensor` in them."""
 
 
 def read_all(tree: Any) -> Any:
@@ -87,7 +75,7 @@ def read_all(tree: Any) -> Any:
 
 
 def is_divided(tree: Mapping[str, Any], path: Path) -> bool:
-    """Whether ranks that go on from a captured tree may each hold a part of a tensor in it.
+    """True if ranks that continue from a captured tree may each hold a part of the tensor at `path`.
 
     It is of a sharded model, or of an optimizer whose state lay in tiles.
     """

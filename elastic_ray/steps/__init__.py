@@ -1,1 +1,1 @@
-"""Which step this rank is in, how long steps take, and what of them counts."""
+"""Steps of this rank: the one in progress, their times, and which of them count."""

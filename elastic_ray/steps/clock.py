@@ -47,7 +47,7 @@ class StepClock:
         *,
         uneven: bool = False,
     ) -> None:
-        """A step was committed.
+        """Record the end of a committed step.
 
         Args:
             shape: of the batch; None when it trained nothing (evaluation).
@@ -77,18 +77,18 @@ class StepClock:
         self._last_edge_s, self._last_micro_s = now_s, now_s
 
     def micro(self) -> None:
-        """A micro-step that does not synchronise was done."""
+        """Record the end of a micro-step that does not synchronise."""
         now_s = time.monotonic()
         if self._last_micro_s is not None and not self._skip:
             self._micros.append(now_s - self._last_micro_s)
         self._last_micro_s = now_s
 
     def change_begins(self) -> None:
-        """The ranks have agreed on another group, or the present one has failed."""
+        """Record the start of a change of group, agreed or after a failure."""
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
-        """Another group has been formed; one that breaks before its ranks are identical is followed by another."""
+        """Note that a new group has been formed; if it breaks before its ranks are identical, another one follows."""
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:

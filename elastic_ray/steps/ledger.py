@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """What the code does up to where the others are has had its effect on the state that this worker has got.
+    """Replay of user code up to where the others are; its effects on the received state are undone.
 
     Args:
         state: it, fresh.
@@ -34,12 +34,12 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """Whether the others are within an epoch's code."""
+        """True if the others are within an epoch's code."""
         return bool(progress.passes) or progress.joined_at is not None
 
     @property
     def before_pass(self) -> bool:
-        """Whether the others' latest pass is still to come; else the code runs up to the collective they are in."""
+        """True if the others' latest pass is still to come; else the code runs up to the collective they are in."""
         return self._before_pass
 
     def reach_pass(self, ordinal: int) -> bool:
@@ -64,7 +64,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LostStep:
-    """What matters of a step that was taken back, once a group has been found to go on with.
+    """Facts of a lost step that matter once a new group has been found.
 
     Attributes:
         nested: whether it lies within a step of another pass.
@@ -78,7 +78,7 @@ class LostStep:
 
 
 class StepLedger:
-    """See the module's text. Nothing is sent here: the ledger is told what became of collectives.
+    """Tracks the current step: what is committed and what to undo if the step is lost.
 
     Args:
         state: of the run.
@@ -108,7 +108,7 @@ class StepLedger:
         self.abandoned = 0
         self._samples_left = 0
         self._failure: str | None = None
-        # Why outer steps are lost while a pass within them goes on, and how many are.
+        # Why outer steps are lost while a pass within them continues, and how many are.
         self._around: tuple[str | None, int] = (None, 0)
         self._reduced = False
         self._trains = False
@@ -129,13 +129,13 @@ class StepLedger:
 
     @property
     def sample_tag(self) -> int:
-        """Of what all ranks read alike for the step in progress; 0 where there is no such thing."""
+        """Tag of the samples that all ranks read alike for the step in progress; 0 if there is none."""
         step = self.outermost
         return step.sample_tag if step is not None else 0
 
     @property
     def accumulating(self) -> bool:
-        """Whether the micro-step in progress leaves its gradients to a later one of its step."""
+        """True if the micro-step in progress leaves its gradients to a later one of its step."""
         step = self.outermost
         return step is not None and not step.is_last_micro and self.abandoned < self.depth
 
@@ -148,7 +148,7 @@ class StepLedger:
 
     @property
     def initial_steps(self) -> int:
-        """As how many steps of the initial batch the step in progress counts, by its samples; 1 outside of steps.
+        """Number of initial-batch steps that the step in progress counts as, by its samples; 1 outside of steps.
 
         Over a pass they add up to as many as it would have at the initial batch, however the batch changes within.
         """
@@ -178,7 +178,7 @@ class StepLedger:
         self.next_ordinal = 0
 
     def begin_replay(self, *, between_epochs: bool = False) -> None:
-        """What user code does up to where the others are has had its effect already.
+        """Begin to replay user code up to where the others are; the received state has its effects already.
 
         Args:
             between_epochs: up to the next pass that begins here; else up to their place within the epoch.
@@ -190,16 +190,16 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """Whether the loop's code runs only to catch up with where the others are."""
+        """True while the loop's code runs only to catch up with the others."""
         return self._replay is not None
 
     @property
     def replays_passes(self) -> bool:
-        """Whether the others' latest pass is still to come."""
+        """True if the others' latest pass is still to come."""
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
-        """User code comes to its collective of this number."""
+        """End the replay if user code has come to the collective `number` that the others are in."""
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
@@ -221,18 +221,18 @@ class StepLedger:
         return ordinal
 
     def end_pass(self, ended: PassProgress) -> None:
-        """All ranks have left a pass."""
+        """End a pass that all ranks have left."""
         ended.end()
         if self.depth == 0:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """User code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later."""
+        """Abandon a pass that user code left in the middle of a step, by ``break`` or by an exception."""
         if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
             self.abandoned += 1
 
     def abandon_all(self) -> None:
-        """The epoch is over, and with it passes whose iterators still wait for their ``next``."""
+        """Abandon all passes whose iterators still wait for their ``next`` at the end of the epoch."""
         self.abandoned = self.depth
 
     def take_abandoned(self) -> LoaderStep | None:
@@ -243,7 +243,7 @@ class StepLedger:
         return self.step
 
     def begin(self, step: LoaderStep) -> None:
-        """A loader is about to hand out the first micro-batch of a step."""
+        """Begin a step, before its first micro-batch is handed out."""
         if self.step is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
             self._outer.append(self.step)
@@ -256,7 +256,7 @@ class StepLedger:
         self._follow()
 
     def _follow(self) -> None:
-        """Steps have begun or ended, or a failure is another: what is read many times in a step follows."""
+        """Update what is read many times in a step, after steps have begun or ended or a failure has changed."""
         outer, step = self._outer, self.step
         self.outermost = outer[0] if outer else step
         self.depth = len(outer) + (step is not None)
@@ -294,12 +294,12 @@ class StepLedger:
 
     @property
     def needs_vote(self) -> bool:
-        """Whether the step that has just ended has made no collective on which the ranks' vote could ride."""
+        """True if the step that has just ended has made no collective that could carry the ranks' vote."""
         return self.step is not None or not self._reduced
 
     @property
     def trains(self) -> bool:
-        """Whether the outermost step, the one in progress or that which has just ended, has trained."""
+        """True if the outermost step, in progress or just ended, has trained."""
         return self._updates_asked > 0 or self._trains
 
     def commit(
@@ -344,9 +344,9 @@ class StepLedger:
         return LostStep(nested, outer_lost, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
-        """A group was found after :meth:`undo`; if no rank finished the surrounding step, that is drawn again, too.
+        """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is drawn again too.
 
-        The pass within it goes on first, so that user code has its result: only then is the failure in force.
+        The pass within it continues first, so that user code has its result: only then is the failure in force.
         """
         outer_lost = lost.outer_lost or not self._reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
@@ -363,7 +363,7 @@ class StepLedger:
         self.next_ordinal = step.ordinal
 
     def mark_training(self) -> None:
-        """A backward pass of this step has begun: it trains, even when AMP leaves its update out.
+        """Mark the step as training, once backward begins, even if AMP leaves its update out.
 
         Raises:
             RuntimeError: in a pass that only evaluates.
@@ -378,26 +378,26 @@ class StepLedger:
 
     @property
     def reduced(self) -> bool:
-        """Whether a gradient reduction of the step in progress was completed."""
+        """True if a gradient reduction of the step in progress was completed."""
         return self._reduced
 
     def mark_reduced(self) -> None:
-        """A gradient reduction of this step was completed."""
+        """Mark that a gradient reduction of this step was completed."""
         self._reduced = True
 
     def fail(self, cause: str) -> None:
-        """A collective of the step in progress failed: nothing of it will be applied here."""
+        """Fail the step in progress after a collective failed: nothing of it will be applied here."""
         if self._failure is None:
             self._failure = cause
             self._follow()
 
     def clear_failure(self) -> None:
-        """A group was entered: what failed in another one is over."""
+        """Clear the failure of another group in a new one."""
         self._failure, self._around = None, (None, 0)
         self._follow()
 
     def may_apply(self) -> bool:
-        """Whether the optimizer step that user code asks for is to be applied now.
+        """True if the optimizer step that user code asks for is to be applied now.
 
         Not within an accumulation, not after a failure, and not again when a survivor already applied it before
         this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
@@ -417,12 +417,12 @@ class StepLedger:
         return True
 
     def begin_update(self) -> None:
-        """The optimizer steps, until :meth:`applied`; if it fails half-way, this rank's state is of no step."""
+        """Begin an update, which :meth:`applied` ends; if it fails half-way, this rank's state is of no step."""
         self._updating = True
 
     @property
     def half_updated(self) -> bool:
-        """Whether an optimizer step has begun and has not been completed."""
+        """True if an optimizer step has started and has not been completed."""
         return self._updating
 
     def _check_updated(self) -> None:
@@ -433,11 +433,11 @@ class StepLedger:
             )
 
     def cancel_update(self) -> None:
-        """The optimizer has changed nothing, and the step is lost."""
+        """Cancel the update of a lost step, in which the optimizer has changed nothing."""
         self._updating = False
 
     def applied(self) -> None:
-        """The optimizer step was applied, or left out for good."""
+        """Record that the optimizer step was applied, or left out for good."""
         self._updating = False
         if self.step is not None:
             self._state.progress.count_optimizers(self._updates_asked)
@@ -445,7 +445,7 @@ class StepLedger:
                 self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
-        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done.
+        """Return the resume point of a checkpoint taken now; a step whose update is in the model counts as done.
 
         Args:
             gain: statistical progress of a step at a scale.
@@ -458,7 +458,7 @@ class StepLedger:
 
 
 class StepSums:
-    """What this rank has given accumulators in steps that are not committed, by depth (a nested pass has its own)."""
+    """Contributions of this rank to accumulators in uncommitted steps, by depth (a nested pass has its own)."""
 
     def __init__(self) -> None:
         self._pending: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
@@ -470,7 +470,7 @@ class StepSums:
         return scope, number
 
     def expected(self, epoch: int) -> bool:
-        """Whether any rank may have added to one: all ranks make the same ones at the same places."""
+        """True if any rank may have added to an accumulator: all ranks make the same ones at the same places."""
         return -1 in self._made or epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
@@ -479,9 +479,9 @@ class StepSums:
         sums[name] = sums.get(name, 0.0) + value
 
     def take(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """What the step at ``depth`` has added; it is forgotten here."""
+        """Return and forget the contributions of the step at ``depth``."""
         return self._pending.pop(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
-        """Steps deeper than ``depth`` were lost."""
+        """Undo the contributions of lost steps deeper than ``depth``."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}

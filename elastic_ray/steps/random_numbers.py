@@ -35,15 +35,15 @@ def _numpy_state() -> np.ndarray[Any, Any]:
 
 
 def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> None:
-    """Have torch's generators go on with numbers of this rank's own, and NumPy's where the program has not seeded it.
+    """Let torch's generators continue with this rank's own numbers; NumPy's too unless the program seeded it.
 
     Ranks are seeded alike, so that they build the same model. From their first group on each draws for other samples.
-    The first rank of a run that begins goes on as it is: alone, a program draws what it does without elastic-ray.
+    The first rank of a run that begins continues as it is: alone, a program draws what it does without elastic-ray.
 
     Args:
         rank: of this worker in the first group that it enters.
         generation: of that group.
-        steps: of all loaders that are committed; more than 0 for a run that goes on.
+        steps: of all loaders that are committed; more than 0 for a run that continues.
         joined: the group was there before.
     """
     if rank or joined or steps:

@@ -1,4 +1,4 @@
-"""Which samples a step has used, added up over the ranks by what rides on its sums (pure)."""
+"""Tally of the samples that a step has used, summed over ranks with the control values (pure)."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class SampleTally:
         self._ended: LoaderStep | None = None
 
     def begin(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """How many numbers; as many of a rank that is alone, whose buckets stay as they are when others come."""
+        """Return the number of values; a rank alone has as many, so that its buckets stay when others come."""
         return _PARTS
 
     def end(self, step: LoaderStep) -> None:
-        """The step has ended, and its vote follows."""
+        """Record the ended step, whose vote follows."""
         self._ended = step
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's sum, in parts."""
+        """Return this rank's sum, in parts."""
         step = self._ledger.outermost or self._ended
         own = 0 if step is None or step.hashed is None else step.hashed()
         return [float(own >> _WIDTH * part & _MASK) for part in range(_PARTS)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks."""
+        """Take the sums over all ranks."""
         self._heard = sum(round(each) << _WIDTH * part for part, each in enumerate(sums)) & BITS
 
     def take(self, step: LoaderStep, world_size: int) -> int | None:

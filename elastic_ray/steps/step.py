@@ -1,4 +1,4 @@
-"""One step of a loader pass: who takes how many samples (pure)."""
+"""Step of a loader pass: how many samples each rank takes (pure)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LoaderStep:
         self.is_last_micro = self.micro == self.micro_steps - 1
 
     def begin_micro(self, micro: int) -> None:
-        """The loader is about to hand out this micro-batch."""
+        """Begin a micro-step, before its micro-batch is handed out."""
         self.micro, self.is_last_micro = micro, micro == self.micro_steps - 1
 
     def weigh(self, count: float) -> None:
@@ -91,11 +91,11 @@ class LoaderStep:
         self.weighed = True
 
     def begin_backward(self) -> None:
-        """A backward pass of the present micro-batch begins, with the weight that it has by now."""
+        """Begin a backward pass of the present micro-batch, with the weight that it has by now."""
         self._backward = self.micro
 
     def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
-        """What the loop has given on all ranks that are added up: from now on weights are exact."""
+        """Store the weights of all summed ranks, which make the loop's weights exact."""
         self.counts = counts
 
     @property
@@ -110,7 +110,7 @@ class LoaderStep:
 
     @property
     def equal_bsz(self) -> int:
-        """Most samples of a micro-batch where all ranks take equally many."""
+        """Largest micro-batch if all ranks took equally many samples."""
         return -(-self.count // (len(self.sizes) * self.micro_steps))
 
     @property
@@ -120,11 +120,11 @@ class LoaderStep:
 
     @property
     def leaves_ranks_idle(self) -> bool:
-        """Whether some ranks have no samples in this step: the last ones."""
+        """True if some ranks, the last ones, have no samples in this step."""
         return not self.sizes[-1][0]
 
     def is_idle(self, rank: int) -> bool:
-        """Whether a rank has none."""
+        """True if a rank has no samples in this step."""
         return not self.sizes[rank][0]
 
     def weight(self, rank: int) -> float:
@@ -141,7 +141,7 @@ class LoaderStep:
         return _part(self.counts[rank][self.micro], sum(map(sum, self.counts)))
 
     def own_weight(self, rank: int) -> float:
-        """Its share in the mean gradient of that rank's own samples in the step; as :meth:`weight`."""
+        """Return the present micro-batch's weight among the rank's own samples in the step; as :meth:`weight`."""
         if not self.own_counts:
             return self.sizes[rank][self.micro] / sum(self.sizes[rank])
         if self.counts is None:
@@ -150,5 +150,5 @@ class LoaderStep:
 
 
 def _part(count: float, total: float) -> float:
-    """Of counts that are all 0, no gradient has a part."""
+    """Return the fraction `count / total`, or 0 if the total is 0."""
     return count / total if total > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Which ranks of a group are slow, from the times of their steps (pure).
+"""Detection of slow ranks from their step times (pure).
 
 Only additions, multiplications, divisions and comparisons are used, which IEEE 754 fixes to the last bit, so that ranks
 on machines of different kinds come to the same verdict.
@@ -112,7 +112,7 @@ class SpeedTrace:
 
     @property
     def ready(self) -> bool:
-        """Whether it has seen enough for a verdict."""
+        """True once there are enough steps for a verdict."""
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
@@ -120,19 +120,19 @@ class SpeedTrace:
         return self.busy[rank] / self._usual(among) if self.steps else 1.0
 
     def last_ratio(self, rank: int, among: Sequence[int]) -> float:
-        """The same in the last five steps alone."""
+        """Return the rank's time over the median of `among`, in the last five steps only."""
         middle = [lower_median(times) for times in zip(*self.last, strict=True)]
         return middle[rank] / lower_median([middle[other] for other in among])
 
     def slow(self, rank: int, among: Sequence[int]) -> bool:
-        """Whether the rank is a straggler: on average, in most of the last steps, and beyond what noise explains."""
+        """True if the rank is a straggler: on average, in most of the last steps, and beyond what noise explains."""
         if not self.ready or self.recent[rank].bit_count() < _SLOW_STEPS:
             return False
         excess = self.busy[rank] - self._usual(among)
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """Whether most of what the rank takes longer than the median is waiting for data."""
+        """True if most of the rank's time above the median is spent waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 

@@ -71,7 +71,7 @@ class TypeShares:
 
     @property
     def mixed(self) -> bool:
-        """Whether the present group is on several types."""
+        """True if the present group has several GPU types."""
         members = self._members()
         if members is not self._of:
             self._of, self._mixed = members, len({member.gpu_type for member in members}) > 1
@@ -99,7 +99,7 @@ class TypeShares:
         return [[n / known[m.gpu_type] for n in row] for m, row in zip(members, sizes, strict=True)]
 
     def comparable_measures(self) -> Sequence[WorkerMeasures]:
-        """What the ranks have measured, with times as if all types were equally fast in this step."""
+        """Return the ranks' measures with times scaled as if all GPU types were equally fast in this step."""
         measured, members = self._measured(), self._members()
         if not self.mixed or len(measured) != len(members):
             return measured
@@ -112,7 +112,7 @@ class TypeShares:
         )
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """A step of training was committed.
+        """Add the measures of a committed training step.
 
         Args:
             sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
@@ -177,7 +177,7 @@ class TypeShares:
         return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
 
     def take(self) -> tuple[MeasuredPart, ...]:
-        """What each type took in the micro-steps since the last call; empty for a group of one type, or no steps."""
+        """Return the sums of each GPU type since the last call; empty for a group of one type, or no steps."""
         seen, self._reported = self._reported, {}
         members = [member.gpu_type for member in self._members()]
         if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):

@@ -1,4 +1,4 @@
-"""Which ranks send slowly, though they compute as fast as the others (pure)."""
+"""Detection of ranks that send slowly, though they compute as fast as the others (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST_PART = 1e-3  # of the time of a look: what sends for less is not told apa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SendTrace:
-    """How long the ranks of one group have sent, in looks of one step or a second.
+    """Sending times of a group's ranks, in looks of one step or a second.
 
     In a ring each rank sends as many bytes as any other, and all of them wait for the slowest connection: only the
     sender's kernel knows which one that is. It cannot tell a slow sender from a slow receiver at its other end.
@@ -29,7 +29,6 @@ class SendTrace:
         seconds: of the look in progress [s].
         sending_s: in which each rank was sending, in the look in progress [s].
         mib: that each rank has handed to collectives, in the look in progress [MiB].
-        looks: that are over.
         recent: for each rank, which of the last ten looks were slow, one bit a look.
         ratios: how many times as long as the others each took for as many bytes, in the last look.
         slow: the present verdict, ranks in order.
@@ -52,10 +51,7 @@ class SendTrace:
             seconds: time of the step [s].
         """
         sums = dataclasses.replace(
-            self,
-            seconds=self.seconds + seconds,
-            sending_s=_plus(self.sending_s, sending_s),
-            mib=_plus(self.mib, mib),
+            self, seconds=self.seconds + seconds, sending_s=_plus(self.sending_s, sending_s), mib=_plus(self.mib, mib)
         )
         return sums._looked() if sums.seconds >= _LOOK_S else sums
 

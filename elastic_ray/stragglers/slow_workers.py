@@ -1,4 +1,4 @@
-"""What is known of slow workers, as plain values (pure)."""
+"""Knowledge of slow workers, as plain values (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESPONSES: tuple[str, ...] = get_args(Response)
 
 
 class StragglerCause(str, enum.Enum):
-    """Why a worker is slow, as far as its measures and those of the others tell."""
+    """Cause of a worker's slowness, as far as measures of it and the others show."""
 
     WORKER = "worker"
     NODE = "node"
@@ -36,14 +36,13 @@ class StragglerCause(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerConfig:
-    """What is done about stragglers.
+    """Configuration of the response to stragglers.
 
     Attributes:
         response: see :data:`Response`.
         patience_s: how long a worker must have been slow before it is replaced [s].
 
-    Raises:
-        ValueError: no such response, or a time that is not above 0.
+    Raises ValueError: no such response, or a time that is not above 0.
     """
 
     response: Response = "ignore"
@@ -56,22 +55,22 @@ class StragglerConfig:
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
     def goes_beyond(self, other: StragglerConfig) -> bool:
-        """Whether it has more done than another does."""
+        """True if this response does more than `other`."""
         return RESPONSES.index(self.response) > RESPONSES.index(other.response)
 
     @property
     def watches(self) -> bool:
-        """Whether stragglers are looked for."""
+        """True if stragglers are watched for."""
         return self.response != "ignore"
 
     @property
     def shares(self) -> bool:
-        """Whether slow workers get fewer samples."""
+        """True if slow workers get fewer samples."""
         return self.response in ("share", "replace")
 
     @property
     def replaces(self) -> bool:
-        """Whether workers that stay slow are replaced."""
+        """True if workers that stay slow are replaced."""
         return self.response == "replace"
 
 
@@ -80,8 +79,6 @@ class SlowWorker:
     """A worker that holds up its group.
 
     Attributes:
-        worker: its id.
-        node: the node that it is on.
         ratio: how many times as long as the others it takes for the same work, above 1; of a slow network, to send as
             many bytes.
         cause: why, as far as that can be told.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace, lower_median
 from elastic_ray.stragglers.network import SendTrace
@@ -32,10 +32,10 @@ _ALPHA = 0.1
 class StragglerWatch:
     """Finds stragglers, has them take fewer samples, and says which are to be replaced.
 
-    It is told of every committed step of training, on all ranks, and keeps no other clock than the steps' own times.
-    Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the others
-    takes 1 / r of its samples next. With a part of the step that does not shrink this converges from above, for the
-    ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
+    Every committed step of training is reported to it, on all ranks; it keeps no other clock than the steps' own
+    times. Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the
+    others takes 1 / r of its samples next. With a part of the step that does not shrink this converges from above, for
+    the ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
 
     Args:
         config: what is done, as far as nobody asks for more.
@@ -59,7 +59,7 @@ class StragglerWatch:
         members: Callable[[], Sequence[Member]],
         equal: Callable[[], bool] = bool,
         measured: Callable[[], Sequence[WorkerMeasures]],
-        tell: Tell,
+        tell: Callable[[str, Mapping[str, Any]], None],
         measure: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = StragglerConfig()
@@ -87,7 +87,7 @@ class StragglerWatch:
             self._measure()
 
     def lacks(self, config: StragglerConfig) -> bool:
-        """Whether less is done about stragglers than this."""
+        """True if `config` asks for more than is done now."""
         return config.goes_beyond(self._config)
 
     @property
@@ -100,18 +100,18 @@ class StragglerWatch:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """By rank, time for equal work over the group's median; empty before enough steps were measured."""
+        """Time for equal work over the group's median, by rank; empty before enough steps were measured."""
         if not self._trace.ready or self._workers != tuple(member.worker for member in self._members()):
             return ()
         return tuple(self._trace.ratio(rank, self._healthy) for rank, _ in enumerate(self._workers))
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks have unequal shares, so that times of steps say nothing of equal ones."""
+        """True if ranks have unequal shares, so that step times say nothing of equal ones."""
         return self.weights is not None
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """A step of training was committed.
+        """Add the measures of a committed training step.
 
         Args:
             sizes: ``sizes[rank][micro]`` samples (or tokens) of each rank's micro-batches.
@@ -143,7 +143,7 @@ class StragglerWatch:
         self._ask_for_replacement()
 
     def _enter(self, workers: tuple[str, ...]) -> None:
-        """The group may have changed: what is known of workers that are still there stays."""
+        """Enter a group that may have changed; what is known of workers that are still there stays."""
         if workers == self._workers:
             return
         self.slow = tuple(each for each in self.slow if each.worker in workers)
@@ -221,10 +221,7 @@ class StragglerWatch:
             member = members[rank]
             if member.worker not in slow:
                 found[member.worker] = known.get(member.worker) or SlowWorker(
-                    worker=member.worker,
-                    node=member.node,
-                    ratio=self._sends.ratios[rank],
-                    cause=StragglerCause.NETWORK,
+                    worker=member.worker, node=member.node, ratio=self._sends.ratios[rank], cause=StragglerCause.NETWORK
                 )
         self.senders = tuple(found.values())
         for worker in sorted(found.keys() ^ known.keys()):
@@ -275,7 +272,7 @@ class StragglerWatch:
         self._reshared()
 
     def _reshared(self) -> None:
-        """Shares are others from the next step on, and so are times."""
+        """Restart the measurements, because shares and times change with the next step."""
         self.changes += 1
         self._trace, self._recent = SpeedTrace(), RecentSteps()
 
@@ -325,7 +322,7 @@ def _from_state(tree: Mapping[str, Any]) -> SlowWorker:
 
 
 def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
-    """What is known of a straggler that takes so many times as long as the others, with its present share.
+    """Return the record of a straggler that takes `times` as long as the others with its present share.
 
     With a part c of its time that does not shrink with its work, a share w takes r (c + (1 - c) w) times as long, r
     being the ratio at equal work. The first measurement at another share gives c, for r is known from before.
@@ -335,12 +332,6 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
         fixed = max(0.0, min(1.0, (times / slow.ratio - slow.weight) / (1.0 - slow.weight)))
     part = fixed or 0.0
     return dataclasses.replace(slow, fixed=fixed, ratio=times / (part + (1.0 - part) * slow.weight))
-
-
-class Tell(Protocol):
-    """Tells the job's user something."""
-
-    def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +357,7 @@ class RecentSteps:
     seconds: float = 0.0
 
     def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
-        """The same with another step."""
+        """Return the sums with another step."""
         return RecentSteps(
             work=_added(self.work, [sum(row) for row in sizes]),
             busy_s=_added(self.busy_s, [each.compute_s + each.data_s for each in measured]),
@@ -384,7 +375,7 @@ def _added(before: Sequence[float], now: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrace:
-    """What the ranks of one group have shown of their memory, step by step.
+    """Memory measures of the ranks of one group, step by step.
 
     Attributes:
         faults_s: by rank, the least time that its pages from disks have taken, moving average over steps [s].
@@ -406,7 +397,7 @@ class MemoryTrace:
         )
 
     def short(self, rank: int, among: Sequence[int]) -> bool:
-        """Whether a slow rank lacks memory, by comparison with the ranks ``among``.
+        """True if a slow rank lacks memory, compared with the ranks ``among``.
 
         Its pages from disks explain at least a quarter of what it takes longer, or its memory is full and theirs is
         not. What all ranks do (reading a mapped file) or have (a GPU that is full by design) explains nothing.

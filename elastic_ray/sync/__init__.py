@@ -1,4 +1,4 @@
-"""How the replicas of a model are kept together: strategies per parameter, and what carries them out."""
+"""Gradient synchronisation: a strategy for each parameter, and the engines that carry it out."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 # Loaded on first use: builders and strategies load no torch.
 _HOMES = {
-    "RowsLostError": "elastic_ray.sync.sharded.shard",
-    "ShardedEmbedding": "elastic_ray.sync.sharded.embedding",
-    "StateLostError": "elastic_ray.sync.optimizer_tiles.moves",
+    "elastic_ray.sync.optimizer_tiles.moves": "StateLostError",
+    "elastic_ray.sync.sharded.embedding": "ShardedEmbedding",
+    "elastic_ray.sync.sharded.shard": "RowsLostError",
 }
 
 __all__ = [

@@ -16,7 +16,10 @@ from placement.checks import check_whole
 
 
 class StrategyBuilder(Protocol):
-    """What makes a strategy for a model. Builders of your own are welcome wherever a strategy is."""
+    """Protocol of a strategy builder: makes a strategy for a model.
+
+    Builders of your own are welcome wherever a strategy is.
+    """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """The strategy; equal on every rank that calls it with equal arguments."""
@@ -24,26 +27,29 @@ class StrategyBuilder(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """All gradients in all-reduces of flat buckets: torch DDP's way (AutoDist: AllReduce).
+    """All-reduce of every gradient in flat buckets, as torch DDP does (AutoDist: AllReduce).
 
     Attributes:
         bucket_bytes: size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
         wire: form of the gradients.
+        topology: the way of the gradients through the group, see ``Reduce`` (KungFu's strategies).
     """
 
     bucket_bytes: int = 25 << 20
     wire: Wire = NATIVE
+    topology: str = "native"
 
     def __post_init__(self) -> None:
         _ = self._reduce  # refuses what is out of range
 
     @property
     def _reduce(self) -> Reduce:
-        return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire)
+        return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return dense(self._reduce, profile, self.wire.name or "all_reduce")
+        way = "all_reduce" if self.topology == "native" else self.topology
+        return dense(self._reduce, profile, self.wire.name or way)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +72,7 @@ class PowerSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PS:
-    """One parameter server for all tensors: rank 0 (AutoDist: PS, synchronous)."""
+    """A single parameter server for all tensors, on rank 0 (AutoDist: PS, synchronous)."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
@@ -102,7 +108,7 @@ class PartitionedAR:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RandomAxisPartitionAR:
-    """As ``PartitionedAR``, along an axis that a seed chooses for each tensor (AutoDist: RandomAxisPartitionAR).
+    """Variant of ``PartitionedAR`` along an axis that a seed chooses for each tensor (AutoDist: RandomAxisPartitionAR).
 
     Attributes:
         parts: how many.
@@ -290,7 +296,7 @@ class Auto:
     gain: float = 0.05
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """What training begins with: touched rows of tables, all-reduce for the rest."""
+        """Return the strategy that training starts with: touched rows for sparse tables, all-reduce for the rest."""
         return dataclasses.replace(Parallax().build(profile, topology), name="auto")
 
 
@@ -300,7 +306,7 @@ def exactly(name: str) -> str:
 
 
 def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
-    """One way for all parameters, but for those whose gradients are sparse."""
+    """Build a strategy with one `sync` for all parameters except those with sparse gradients, which exchange rows."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
     )
@@ -309,7 +315,7 @@ def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tiles:
-    """What these builders share."""
+    """Base of the builders that divide optimizer state into tiles."""
 
     copies: int = 2
     _NAME: ClassVar[str]
@@ -345,7 +351,7 @@ class ZeRO1(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ZeRO2(_Tiles):
-    """As ``ZeRO1``, with gradients that go to the owners of their tile alone (ZeRO-2, SC 2020).
+    """Variant of ``ZeRO1`` that sends gradients only to the owners of their tile (ZeRO-2, SC 2020).
 
     A rank sends each part of its gradient to one owner, which adds up and sends the sum to the second one. So ``.grad``
     has no elements: its 2-norm is known, clipping by that and AMP's ``GradScaler`` work as they are, and what needs the
@@ -377,7 +383,7 @@ class PartitionedPS(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenPartitionedPS(_Tiles):
-    """As ``PartitionedPS``, in as many parts as the smallest number that does not divide the first dimension.
+    """Variant of ``PartitionedPS`` whose number of parts is the smallest that does not divide the first dimension.
 
     AutoDist: UnevenPartitionedPS.
 

@@ -1,4 +1,4 @@
-"""What users write for a strategy: a name, a builder, a ``Strategy``, or the path of one as JSON (pure)."""
+"""Resolution of a strategy that users give as a name, a builder, a ``Strategy``, or a path to JSON (pure)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from elastic_ray.sync.spec import Owner, Reduce, Strategy, Wire
 
 NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
     "all_reduce": builders.AllReduce,
+    "two_level": lambda: builders.AllReduce(topology="two_level"),
+    "ring": lambda: builders.AllReduce(topology="ring"),
+    "tree": lambda: builders.AllReduce(topology="tree"),
+    "star": lambda: builders.AllReduce(topology="star"),
     "ps": builders.PS,
     "ps_balanced": builders.PSLoadBalancing,
     "zero1": builders.ZeRO1,
@@ -43,18 +47,18 @@ class _Ready:
     strategy: Strategy
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """It."""
+        """Return the given strategy unchanged."""
         return self.strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Everywhere:
-    """One way for all parameters."""
+    """Builder that applies one `sync` to all dense parameters."""
 
     sync: Reduce | Owner
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """But for those whose gradients are sparse."""
+        """Build the strategy; parameters with sparse gradients are excepted."""
         return builders.dense(self.sync, profile, "")
 
 

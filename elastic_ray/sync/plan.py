@@ -19,19 +19,20 @@ _MOST_OF_MODEL = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """One bucket.
+    """Plan of one bucket: its parameters, their parameter group, and their synchronisation.
 
     Attributes:
         params: positions in ``ModelProfile.params``, in the bucket's order.
-        group: their parameter group.
         sync: what is done with it.
         owner: the rank that collects it, of an ``Owner``; else 0.
+        nodes: the node of each rank, as a number, where the way through the group depends on it; else empty.
     """
 
     params: tuple[int, ...]
     group: int
     sync: Sync
     owner: int = 0
+    nodes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +50,16 @@ class TilePlan:
     divided: bool
 
     def holds(self, params: Sequence[int]) -> bool:
-        """Whether the state of all these is."""
+        """True if the optimizer state of all `params` is in tiles."""
         return set(params) <= set(self.params)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """All buckets, in the order in which they are reduced: that of a backward pass, last parameters first.
+    """Plan of all buckets in reduction order, which is that of a backward pass: last parameters first.
 
     Attributes:
         buckets: of at least one parameter each.
-        strategy: what was planned.
         tiles: of the optimizer state; None where every rank holds all of it under any group.
     """
 
@@ -70,7 +70,7 @@ class SyncPlan:
     @property
     def digest(self) -> int:
         """40 bits that tell plans apart; compared by all ranks before the first step."""
-        text = repr([(b.params, b.group, b.sync, b.owner) for b in self.buckets]) + self.strategy.to_json()
+        text = repr([(b.params, b.group, b.sync, b.owner, b.nodes) for b in self.buckets]) + self.strategy.to_json()
         text += repr(self.tiles.divided) if self.tiles is not None else ""
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
 
@@ -78,16 +78,18 @@ class SyncPlan:
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
     """Work out a strategy.
 
-    Raises:
-        StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot step
-            what a rule would give it.
+    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot
+    step what a rule would give it.
     """
     assigned = _assign(strategy, profile)
     for param, sync in zip(profile.params, assigned, strict=True):
         _check(param, sync, profile)
     tiles = _tiles(assigned, topology)
-    syncs = [_reduction(sync, divided=tiles is not None and tiles.divided) for sync in assigned]
+    divided = tiles is not None and tiles.divided
+    syncs = [_routed(_reduction(sync, divided=divided), topology) for sync in assigned]
     cuts = _cut_all(profile.params, syncs)
+    nodes = topology.node_numbers
+    cuts = [dataclasses.replace(cut, nodes=nodes) if _is_routed(cut.sync) else cut for cut in cuts]
     owners = _owners([(cut.sync, sum(profile.params[i].nbytes for i in cut.params)) for cut in cuts], topology)
     return SyncPlan(
         buckets=tuple(
@@ -99,9 +101,21 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
 
 
 def _reduction(sync: Sync, *, divided: bool) -> Sync:
-    """How gradients are reduced: those of tiles by all-reduce where every rank needs all of them."""
+    """Return the synchronisation of gradients: all-reduce for tiles if every rank needs all gradients."""
     if isinstance(sync, Owner) and sync.owns_tiles and not (divided and sync.slices_gradients):
         return Reduce(bucket_bytes=sync.bucket_bytes, wire=sync.wire)
+    return sync
+
+
+def _is_routed(sync: Sync) -> bool:
+    """Whether gradients take a way of their own through the group."""
+    return isinstance(sync, Reduce) and sync.topology != "native"
+
+
+def _routed(sync: Sync, topology: Topology) -> Sync:
+    """The native way where two levels are one."""
+    if isinstance(sync, Reduce) and sync.topology == "two_level" and not topology.has_levels:
+        return dataclasses.replace(sync, topology="native")
     return sync
 
 
@@ -121,7 +135,7 @@ def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
 
 
 def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
-    """What is done with each parameter: the first rule that matches one of its names, else the default."""
+    """Return each parameter's `sync`: that of the first rule that matches one of its names, else the default."""
     matched: set[int] = set()
     found: list[Sync] = []
     for param in profile.params:

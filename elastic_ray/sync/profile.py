@@ -1,4 +1,4 @@
-"""What a strategy is planned for: the parameters of a model, its optimizer, and the ranks of a group (pure)."""
+"""Inputs of a strategy's planner: a model's parameters, its optimizer, and the ranks of a group (pure)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """One trainable parameter.
+    """Description of one trainable parameter.
 
     Attributes:
         names: those it has in the model, more than one where it is tied.
@@ -102,3 +102,14 @@ class Topology:
     def world_size(self) -> int:
         """Ranks."""
         return len(self.nodes)
+
+    @property
+    def node_numbers(self) -> tuple[int, ...]:
+        """The node of each rank, as a number from 0 on."""
+        names = sorted(set(self.nodes))
+        return tuple(names.index(node) for node in self.nodes)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are several nodes, and several ranks on one of them."""
+        return 1 < len(set(self.nodes)) < len(self.nodes)

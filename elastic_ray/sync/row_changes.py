@@ -1,4 +1,4 @@
-"""What user code changes in parameters besides its optimizer's steps, as averages of weights do (torch).
+"""Changes that user code makes to parameters besides optimizer steps, such as averages of weights (torch).
 
 Of a sharded model a rank has rows that it owns, in the model's parameters, and rows that it follows, of which the
 model knows nothing. A change that is made with an update must reach both, as the update does.
@@ -124,7 +124,7 @@ class HandChanges:
         self._found = self._suspected = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take its steps for updates, and what its hooks do behind them for changes by hand."""
+        """Take its steps for updates, and what its hooks do after them for changes by hand."""
         handle = optimizer.register_step_post_hook(lambda *_: self.note())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
@@ -135,22 +135,22 @@ class HandChanges:
         self.note()
 
     def note(self) -> None:
-        """All is well so far."""
+        """Take the present values as the reference, without suspicion."""
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:
-        """Rows were given anew, on all ranks alike as far as this one knows: have that looked at before an update."""
+        """Suspect rows that were given anew on all ranks: compare them before an update."""
         self.note()
         self._suspected = True
 
     @property
     def suspected(self) -> bool:
-        """Whether holders of the same rows are to be compared before the next update."""
+        """True if holders of the same rows must be compared before the next update."""
         return self._suspected or self.found
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """What is changed within is changed on all that have copies as well."""
+        """Accept changes made within the context, which all holders of copies make as well."""
         found = self.found
         yield
         self.note()
@@ -161,15 +161,14 @@ class HandChanges:
 
     @property
     def found(self) -> bool:
-        """Whether there were any."""
+        """True if a change by hand was found."""
         now, seen = self._now(), self._seen
         return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
 
     def end(self) -> None:
-        """The group changes, or rows are replaced: look at nothing more.
+        """End the watch, because the group changes or rows are replaced; raises if a change was found.
 
-        Raises:
-            ReplicasDifferError: there were changes, of which others know nothing.
+        Raises ReplicasDifferError: there were changes, of which others know nothing.
         """
         found = self.found
         self.watch(())

@@ -1,4 +1,4 @@
-"""What a synchronisation strategy is: frozen data without ranks, addresses or world size, as JSON and back (pure).
+"""Synchronisation strategies as frozen data without ranks, addresses or world size, and their JSON (pure).
 
 Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and model
 averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
@@ -29,6 +29,7 @@ _MOST_BYTES, _MOST_PARTS, _MOST_RANK, _MOST_COPIES = 1 << 40, 64, 4096, 8
 
 WIRES = ("native", "bf16", "fp16", "int8")
 UPDATES = ("auto", "sparse", "dense")
+TOPOLOGIES = ("native", "two_level", "ring", "tree", "star")
 CUTS = ("equal", "divisor", "uneven")
 AVERAGES = ("local_sgd", "diloco", "sma", "pair")
 
@@ -61,27 +62,27 @@ class Wire:
 
     @property
     def name(self) -> str:
-        """What a strategy of this form alone is called; empty for gradients as they are."""
+        """Name of a strategy that consists of this form alone; empty for unchanged gradients."""
         return f"powersgd of rank {self.rank}" if self.rank else self.dtype if self.dtype != "native" else ""
 
     @property
     def exact(self) -> bool:
-        """Whether the mean arrives as it is."""
+        """True if the mean arrives unchanged."""
         return self.dtype == "native" and not self.rank
 
     @property
     def compresses(self) -> bool:
-        """Whether more is left out than a rounding to 16 bits."""
+        """True if more is lost than by rounding to 16 bits."""
         return self.rank > 0 or self.dtype == "int8"
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether each rank keeps what was left out."""
+        """True if each rank keeps the residual."""
         return self.error_feedback and self.compresses
 
     @property
     def gives_statistics(self) -> bool:
-        """Whether the norm of the mean gradient is that of the exact one, within 1e-3."""
+        """True if the norm of the mean gradient is the exact one, within 1e-3."""
         return not self.compresses
 
 
@@ -99,6 +100,10 @@ class Reduce:
         axis: of each tensor, along which it is divided; -1 for one chosen by the tensor's place (``seed``).
         seed: of that choice.
         wire: form of the gradients.
+        topology: ``"native"`` leaves the way through the group to the backend. ``"two_level"`` adds up inside each
+            node, between nodes, and copies inside again, so that a node's link carries one share; it is native where
+            no two ranks share a node, or all do. ``"ring"``, ``"tree"`` and ``"star"`` are what they are called. All
+            give the same bits on all ranks.
     """
 
     kind: ClassVar[str] = "reduce"
@@ -107,8 +112,10 @@ class Reduce:
     axis: int = 0
     seed: int = 0
     wire: Wire = NATIVE
+    topology: str = "native"
 
     def __post_init__(self) -> None:
+        check_one_of("topology", self.topology, TOPOLOGIES)
         check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
         check_count("parts", self.parts, least=1, most=_MOST_PARTS)
         check_count("axis", self.axis, least=-1, most=16)
@@ -118,6 +125,11 @@ class Reduce:
             raise StrategyError(
                 f"Reduce.parts must be 1 where the wire compresses, but got {self.parts}: use one part, or a wire of "
                 "native, bf16 or fp16"
+            )
+        if self.topology != "native" and (self.parts > 1 or not self.wire.exact):
+            raise StrategyError(
+                f"Reduce.topology must be 'native' where parts is above 1 or the wire rounds, but got "
+                f"{self.topology!r} with parts={self.parts} and {self.wire}: use one part and the native wire"
             )
 
 
@@ -170,18 +182,18 @@ class Owner:
 
     @property
     def owns_tiles(self) -> bool:
-        """Whether optimizer state is divided among the ranks."""
+        """True if optimizer state is divided among the ranks."""
         return self.unit == "tile"
 
     @property
     def slices_gradients(self) -> bool:
-        """Whether gradients go to the owners alone."""
+        """True if gradients go to the owners only."""
         return self.gradients == "sliced"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Only the rows of a table travel that a step has touched.
+    """Exchange of a table's touched rows only.
 
     Attributes:
         update: what ``.grad`` is afterwards: ``"sparse"``, ``"dense"``, or ``"auto"``: as autograd gives it.
@@ -234,7 +246,7 @@ class Average:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How parameters are synchronised whose names match.
+    """Rule for the synchronisation of parameters with matching names.
 
     Attributes:
         pattern: of names as in ``module.named_parameters()``, a glob as in ``fnmatch``.
@@ -252,7 +264,9 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How the replicas of one model are kept together. The first rule that matches a parameter's name holds.
+    """Strategy that keeps the replicas of one model together: the first rule that matches a parameter's name applies.
+
+    The first rule that matches a parameter's name holds.
 
     Attributes:
         rules: for parameters by name.
@@ -288,32 +302,32 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """Its name, where it has one."""
+        """Name of the strategy, or "by hand"."""
         return self.name or "by hand"
 
     @property
     def exact(self) -> bool:
-        """Whether a step is that of plain data-parallel training."""
+        """True if a step equals one of plain data-parallel training."""
         return self.average is None and all(_wire(sync).exact for sync in self.syncs)
 
     @property
     def gives_statistics(self) -> bool:
-        """Whether the gradient noise scale can be measured in every step; compressing ones do it in some."""
+        """True if the gradient noise scale can be measured in every step; compressing strategies do it in some."""
         return self.average is None and all(_wire(sync).gives_statistics for sync in self.syncs)
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether ranks keep what a compression has left out."""
+        """True if ranks keep the residuals of a compression."""
         return any(_wire(sync).keeps_residuals for sync in self.syncs)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """Everything that may apply."""
+        """Synchronisations that may apply: those of the rules, and the default."""
         return (*(rule.sync for rule in self.rules), self.default)
 
     @property
     def invariant(self) -> str:
-        """What holds after each step."""
+        """Sentence that states what holds after each step."""
         if self.average is None:
             kept = "; the sum over ranks of what compression left out is kept" if self.keeps_residuals else ""
             copies = {each.copies for each in self.syncs if isinstance(each, Owner) and each.owns_tiles}
@@ -324,7 +338,7 @@ class Strategy:
         return f"every {self.average.period} steps ranks are pulled to their mean; between they differ"
 
     def to_json(self) -> str:
-        """As JSON text that :meth:`from_json` reads."""
+        """Return the strategy as JSON text that :meth:`from_json` reads."""
         return json.dumps(
             {
                 "version": VERSION,
@@ -374,7 +388,7 @@ def _to_dict(sync: Sync) -> dict[str, Any]:
 
 
 def _sync(tree: Any) -> Sync:
-    """From JSON."""
+    """Build a synchronisation from its JSON tree."""
     if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str) or tree["kind"] not in _KINDS:
         raise StrategyError(f"kind must be one of {', '.join(_KINDS)}, but got {tree!r}")
     fields = {key: value for key, value in tree.items() if key != "kind"}

@@ -16,7 +16,7 @@ import torch
 
 
 class InnerHook:
-    """One that belongs to the step itself, whatever it is made of."""
+    """Hook that belongs to the step itself, whatever parts the step has."""
 
     def __init__(self, call: Callable[[torch.optim.Optimizer, Any, Any], None]) -> None:
         self._call = call
@@ -27,7 +27,7 @@ class InnerHook:
 
 
 class StepHooks:
-    """See the module's text."""
+    """Calls the user's hooks once per step, however many inner optimizer steps it takes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
@@ -35,8 +35,7 @@ class StepHooks:
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Call those that come before a step; returns what it is to be called with.
 
-        Raises:
-            RuntimeError: a hook has returned something else than None or new arguments.
+        Raises RuntimeError: a hook has returned something else than None or new arguments.
         """
         args: tuple[Any, ...] = (self._optimizer,)
         given = dict(kwargs)
@@ -58,7 +57,7 @@ class StepHooks:
 
     @contextmanager
     def left_out(self, *, after: bool = True) -> Iterator[None]:
-        """Have the optimizer's step call inner hooks only within; ``after``: behind it as well, not only before."""
+        """Have the optimizer's step call inner hooks only within; ``after``: after it as well, not only before."""
         found: list[dict[int, Any]] = [self._optimizer._optimizer_step_pre_hooks]
         found += [self._optimizer._optimizer_step_post_hooks] if after else []
         kept = [dict(hooks) for hooks in found]
@@ -78,6 +77,6 @@ class StepHooks:
 
 
 def _become(hooks: dict[int, Any], others: Mapping[int, Any]) -> None:
-    """In place: the handles by which they are removed refer to it."""
+    """Replace the hooks in place, because the handles that remove them refer to the dictionary."""
     hooks.clear()
     hooks.update(others)

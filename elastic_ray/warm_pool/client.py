@@ -70,7 +70,7 @@ class PoolClient:
         return None
 
     async def _claim(self, actor: Any, *, ready: bool) -> bool:
-        """Whether a process belongs to the owner from now on."""
+        """Claim a process for the owner; True if it succeeded."""
         claim = actor.claim.remote(self._owner)
         try:
             return bool(await (asyncio.wait_for(claim, _CLAIM_S) if ready else claim))
@@ -104,7 +104,7 @@ class PoolClient:
 
 
 def environment_key(environment: Mapping[str, Any]) -> str:
-    """What processes must have in common to be used one for the other: runtime environment, and code of this package.
+    """Return a key of processes that can replace each other: runtime environment, and code of this package.
 
     Local directories have been uploaded by now, under names that tell their contents.
     """
@@ -115,7 +115,7 @@ def environment_key(environment: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _code() -> tuple[str, int]:
-    """Where this package is, and when it was changed last: on a developer's cluster it may be while a pool lives."""
+    """Return the path and last change of this package, which may change on a developer's cluster."""
     folders = [Path(str(package.__file__)).parent for package in (elastic_ray, placement)]
     changed = max(path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*.py"))
     return str(folders[0]), changed

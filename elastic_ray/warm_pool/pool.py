@@ -67,8 +67,7 @@ def get_or_create_pool() -> Any:
 def close_pool(timeout_s: float = _CLOSE_S) -> None:
     """End the cluster's pool and all processes that no job has; running jobs keep theirs, and may make a new pool.
 
-    Raises:
-        TimeoutError: it has not ended in time.
+    Raises TimeoutError: it has not ended in time.
     """
     deadline_s = time.monotonic() + timeout_s
     for _, controller in actors_named(CONTROLLERS):
@@ -95,15 +94,15 @@ class _PoolEntry:
     until_s: float = 0.0
 
     def start(self, actor: Any) -> None:
-        """Its controller has started it."""
+        """Store the process that its controller has started."""
         self.actor = actor
 
     def is_ready(self) -> None:
-        """It has imported everything."""
+        """Mark the process as ready: it has imported everything."""
         self.process = dataclasses.replace(self.process, ready=True)
 
     def measure(self, memory_bytes: int) -> None:
-        """It has told its resident memory."""
+        """Store the process's resident memory."""
         self.process = dataclasses.replace(self.process, memory_bytes=memory_bytes)
 
 
@@ -151,15 +150,13 @@ class WarmPool:
         """A job that trains says how many processes it would use, by node.
 
         Args:
-            job: whose controller asks.
             environment: key of its runtime environment.
             nodes: how many processes it has and may want again, by node.
             first: it has just begun to train.
             over: it has ended, and asks for the last time.
 
-        Returns:
-            Names and nodes of processes that the caller is to start now; and, by node, a process that can look at
-            others.
+        Returns names and nodes of processes that the caller is to start now; and, by node, a process that can look at
+        others.
         """
         await self._found
         now_s = time.monotonic()
@@ -181,7 +178,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """A controller has started what it was told to."""
+        """Take a process that a controller has started as planned."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)
@@ -201,7 +198,7 @@ class WarmPool:
         ray.kill(self._handle)
 
     async def processes(self) -> tuple[PooledProcess, ...]:
-        """What there is now."""
+        """Return the present processes."""
         await self._found
         return tuple(each.process for each in self._entries.values())
 
@@ -261,7 +258,7 @@ class WarmPool:
                 ray.kill(self._handle)
 
     async def _look(self) -> None:
-        """The nodes, and what controllers have not started."""
+        """Look at the nodes, and at what controllers have not started."""
         nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), _ANSWER_S)
         self._nodes = tuple(
             PoolNode(node=node.node_id, memory_bytes=node.total.get("memory"), draining=node.draining) for node in nodes
@@ -276,7 +273,7 @@ class WarmPool:
             entry.is_ready()
 
     async def _ask(self, entry: _PoolEntry, timeout_s: float) -> bool:
-        """Whether a process is well; one that is not, or that a job has claimed, is kept no more."""
+        """True if a process is well; an unwell or claimed process is dropped."""
         name = entry.process.name
         try:
             memory = await asyncio.wait_for(entry.actor.memory_bytes.remote(), timeout_s)
@@ -292,7 +289,7 @@ class WarmPool:
         return True
 
     async def _find_again(self) -> None:
-        """Processes of a pool that was here before."""
+        """Find the processes of an earlier pool."""
         try:
             earlier = await asyncio.to_thread(lambda: list(actors_named(f"{NAME}/")))
         except Exception as error:  # those that are not found end themselves before long

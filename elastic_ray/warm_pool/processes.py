@@ -50,7 +50,7 @@ def _prefix(job: str) -> str:
 
 
 def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> WorkerSetup:
-    """What every worker process of the job is told first; ``controller``, ``token``: of one that is the job's own."""
+    """Return the setup of the job's processes; ``controller`` and ``token`` are for one of the job's own."""
     return WorkerSetup(
         use_gpu=spec.use_gpu,
         cpus=spec.bundle.get("CPU", 1.0) / spec.scheduling.unit_size,
@@ -108,7 +108,7 @@ def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:
 
 
 class _Lent(enum.Enum):
-    """Whether a borrowed process is known to answer."""
+    """State of a borrowed process: starting, asked, or known to answer."""
 
     STARTING = enum.auto()
     ASKED = enum.auto()
@@ -121,10 +121,9 @@ class Processes:
     One that a worker has left may serve the job's next one. Others come from the cluster's pool of warm processes,
     which the job asks to keep some on its nodes, or, where that is off, from a warm pool of the job's own.
 
-    A trial's belong to its sweep: one trial gives them back and another one goes on in them, within milliseconds.
+    A trial's belong to its sweep: one trial gives them back and another one continues in them, within milliseconds.
 
     Args:
-        spec: the job.
         controller: handle of its controller.
         token: of the controller's workers.
     """
@@ -196,7 +195,7 @@ class Processes:
             raise
 
     async def _answer(self, actor: Any) -> ProcessInfo | None:
-        """What a process says when it is prepared; None of one that does not answer."""
+        """Prepare a process and return its answer; None if it does not answer."""
         try:
             setup = self._setup_of_lent if actor in self._lent else self._setup
             process_info: ProcessInfo = await asyncio.wait_for(actor.prepare.remote(setup), _ANSWER_S)
@@ -235,14 +234,14 @@ class Processes:
         return process_info
 
     def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
-        """A process that a controller before this one has started, or borrowed."""
+        """Adopt a process that an earlier controller has started, or borrowed."""
         if lent:
             self._lent[actor] = _Lent.READY
         else:
             self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
-        """A process is not used any more, and could be again."""
+        """Rest a process that is no longer used, and could be used again."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
@@ -252,7 +251,7 @@ class Processes:
             self._kill(actor)
 
     def end(self, actor: Any) -> None:
-        """A process is not to be used again."""
+        """End a process that is not to be used again."""
         if actor in self._lent:
             self._give_back(actor, fit=False)
         else:

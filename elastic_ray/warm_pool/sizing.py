@@ -1,4 +1,4 @@
-"""Which processes the cluster's pool keeps warm, which it has started next and which it ends (pure)."""
+"""Sizing of the cluster's pool: which processes are kept warm, started next and ended (pure)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PoolConfig:
 
     @property
     def on(self) -> bool:
-        """Whether there is a pool at all."""
+        """True if there is a pool at all."""
         return self.per_node > 0 and self.total > 0
 
 
@@ -60,8 +60,7 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
     ``ELASTIC_RAY_POOL=off`` turns the pool off; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets
     fields of :class:`PoolConfig`. Without the variable all of them have their defaults.
 
-    Raises:
-        ValueError: the variable names no field, or gives one a value that it cannot have.
+    Raises ValueError: the variable names no field, or gives one a value that it cannot have.
     """
     text = environment.get(VARIABLE, "").strip()
     if text.lower() in _OFF:
@@ -112,10 +111,9 @@ class PooledProcess:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRequest:
-    """What one job would find of use.
+    """Request of one job for processes.
 
     Attributes:
-        job: whose it is.
         environment: key of the runtime environment of its processes.
         nodes: how many processes it would use, by node.
         since_s: when it asked first [s].
@@ -131,7 +129,7 @@ class ProcessRequest:
     over: bool = False
 
     def lives(self, now_s: float) -> bool:
-        """Whether the job runs, as far as known."""
+        """True if the job runs, as far as known."""
         return not self.over and now_s - self.asked_s <= _LIVES_S
 
 
@@ -179,11 +177,10 @@ def plan(
     busy: Mapping[str, float],
     now_s: float,
 ) -> tuple[Start | End, ...]:
-    """What to start and to end now.
+    """Return which processes to start and to end now.
 
     Args:
         config: the bounds.
-        nodes: living nodes.
         processes: those that no job has, also those that are only starting.
         demands: what jobs would use.
         busy: until when jobs in their first epochs need a node's processors [s].
@@ -225,7 +222,7 @@ def _sizes(processes: Sequence[PooledProcess]) -> dict[str, int]:
 def _allot(
     config: PoolConfig, nodes: Mapping[str, PoolNode], sizes: Mapping[str, int], requests: Sequence[ProcessRequest]
 ) -> dict[tuple[str, str], int]:
-    """How many processes each node is to have of each environment: within all bounds, the most pressing demand first.
+    """Return each node's number of processes by environment, within all bounds, the most pressing demand first.
 
     Demands for the same place are not added up: a process that one job takes is replaced before long.
     """
@@ -258,7 +255,7 @@ def _memory(config: PoolConfig, node: PoolNode) -> float:
 def _fits(
     config: PoolConfig, node: PoolNode, processes: Sequence[PooledProcess], environment: str, sizes: Mapping[str, int]
 ) -> bool:
-    """Whether a node has room for one more process beside those that it has, those that end included."""
+    """True if a node has room for one more process, counting those that end."""
     used = sum(each.memory_bytes or sizes.get(each.environment, _ESTIMATE_BYTES) for each in processes)
     one_more = sizes.get(environment, _ESTIMATE_BYTES)
     return len(processes) < config.per_node and used + one_more <= _memory(config, node)

@@ -101,7 +101,7 @@ class ActorControllerClient:
         self.gone = why
 
     def start_from(self, resumed: str) -> None:
-        """Which automatic checkpoint the run goes on from, or why it cannot: told with :meth:`ready`."""
+        """Set the automatic checkpoint that the run continues from, or why it cannot; sent with :meth:`ready`."""
         self._resumed = resumed
 
     def stop_when(self, is_stopping: Callable[[], bool]) -> None:
@@ -126,7 +126,7 @@ class ActorControllerClient:
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """This worker starts over with less, and with its state if that is ``whole``."""
+        """Report that this worker starts over with less, and with its state if that is ``whole``."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(
@@ -155,7 +155,7 @@ class ActorControllerClient:
             self._unheard[self._sent] = (message, self.push(message))
 
     def report_again(self) -> None:
-        """A controller has forgotten the reports that the one before it had heard, and not written."""
+        """Report again what an earlier controller had received and not written."""
         now_s = time.monotonic()
         for told_s, report in tuple(self._reported):
             if now_s - told_s < _UNWRITTEN_S:
@@ -164,8 +164,7 @@ class ActorControllerClient:
     def repeat(self) -> bool:
         """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
 
-        Raises:
-            RayError: the controller is gone for good.
+        Raises RayError: the controller is gone for good.
         """
         with self._lock:
             if not self._unheard:
@@ -189,8 +188,7 @@ class ActorControllerClient:
     def flush(self) -> None:
         """Wait until every report has arrived: the end of the run must not overtake them.
 
-        Raises:
-            RayError: the controller is gone for good. TimeoutError: it has not come back in time.
+        Raises RayError: the controller is gone for good. TimeoutError: it has not come back in time.
         """
         deadline_s = time.monotonic() + self._patience_s
         while not self.gone and not self.repeat():
@@ -199,7 +197,7 @@ class ActorControllerClient:
             time.sleep(_POLL_S)
 
     def flush_if_there(self) -> None:
-        """As :meth:`flush`, from a run that another rank has stopped, which may know sooner that there is nobody."""
+        """Flush in a run that another rank has stopped; the controller may be gone already."""
         try:
             self.flush()
         except ActorDiedError:
@@ -223,11 +221,11 @@ class ActorControllerClient:
             self.push(told)
 
     def could_not_form(self, generation: int, cause: str) -> None:
-        """The group of a generation that was announced could not be formed."""
+        """Report that the group of an announced generation could not be formed."""
         self.push(PrepareFailed(worker=self._worker, generation=generation, cause=cause))
 
     def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
-        """A sign of life."""
+        """Send a sign of life."""
         waits = "" if ending else self.calls.waiting()
         beat = WorkerHeartbeat(
             worker=self._worker,
@@ -300,7 +298,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def _beat(self) -> None:
-        """Beat until the run is over, and at once when something is not to wait."""
+        """Send heartbeats until the run is over, and at once when something must not wait."""
         count = 0
         while True:
             wanted = self._link.wanted.wait(self._interval_s)
@@ -328,7 +326,7 @@ class HeartbeatThread:
             return None
         try:
             return session.step_report()
-        except Exception:  # heartbeats must go on whatever a measurement runs into
+        except Exception:  # heartbeats must continue whatever a measurement runs into
             logger.exception("the step report failed")
             return None
 

@@ -19,7 +19,6 @@ class ControllerCaller:
 
     Args:
         assignment: what the worker was started with.
-        generation: the generation.
     """
 
     def __init__(self, assignment: Assignment, generation: int) -> None:
@@ -36,8 +35,7 @@ class ControllerCaller:
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
 
-        Raises:
-            RuntimeError: the controller does not answer, or refuses to.
+        Raises RuntimeError: the controller does not answer, or refuses to.
         """
         try:
             call = self._call(tells=tells, wants=keys, wait_s=wait_s)

@@ -31,7 +31,7 @@ _STRANGER = "its controller does not know it"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """With which controller a process is registered, and as which of its workers (empty while it is idle)."""
+    """Registration of a process: its controller, and its worker there (empty while it is idle)."""
 
     controller: Any
     token: str
@@ -68,7 +68,7 @@ class ControllerWatchdog:
         threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()
 
     def watch(self, watch: Registration | None) -> None:
-        """Belong to this controller from now on; None to none whose end would end this process."""
+        """Watch this controller from now on; None for no controller, whose end would end this process."""
         self._heard_s = time.monotonic()
         self._registration = watch
 
@@ -90,7 +90,7 @@ class ControllerWatchdog:
                 self._end(why)
 
     def _ask(self, watch: Registration) -> str:
-        """Why this process belongs to no controller any more; empty while it does, or may."""
+        """Ask the controller; return why this process no longer belongs to it, or ""."""
         try:
             answer: ControllerAnswer = ray.get(
                 watch.controller.greet.remote(watch.worker, watch.token), timeout=_ANSWER_S

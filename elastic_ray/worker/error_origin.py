@@ -1,4 +1,4 @@
-"""Where an exception of a train function comes from, so that those of two workers can be compared (pure)."""
+"""Origin of a train function's exception, so that those of two workers can be compared (pure)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _PREPARED = "elastic_ray.integrations.ray_train"  # by its name: this floor know
 _WORKERS_FOUND_BY = {"prepare_model": 2, "prepare_data_loader": 1}
 _REFUSED = {
     "get_all_reported_checkpoints": "JobHandle.events() tells of checkpoints, elastic_ray.get_checkpoint() gives the "
-    "one to go on from",
+    "one to go on from"
 }
 
 
@@ -61,7 +61,7 @@ def _delete_stored(checkpoint: Any) -> None:
 
 
 class _TrainFnUtils:
-    """What ``ray.train``'s functions ask (its ``TrainFnUtils``)."""
+    """Functions that ``ray.train`` calls (its ``TrainFnUtils``)."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, **options: Any) -> None:
         import elastic_ray
@@ -107,7 +107,7 @@ class _TrainFnUtils:
         return elastic_ray.broadcast(data)
 
     def get_preemption_info(self) -> None:
-        """None: no preempted node interrupts the train function, whose job moves off it or saves itself in time."""
+        """Return None: no preempted node interrupts the train function; its job moves or saves itself in time."""
 
     def is_distributed(self) -> bool:
         return False  # what asks this wants the device: the worker's own, cuda:0 of those that it sees

@@ -1,4 +1,4 @@
-"""What workers tell their controller: signals of the membership machine, more of their kind, and how runs end.
+"""Messages of workers to their controller: signals of the membership machine, further ones, and ends of runs.
 
 What a user's train function makes is told as plain data of bounded size (``elastic_ray.state.plain_metrics``), or
 closed (``elastic_ray.sealed``): Ray unpickles a message in the controller before any code of ours can look at it.
@@ -27,7 +27,6 @@ class StateSaved:
     """An automatic checkpoint is there.
 
     Attributes:
-        state: what was written.
         pause_s: for how long training stood still [s].
         cost_s: that, and the processor's time that writing took [s].
         write_s: how long writing took [s].
@@ -41,11 +40,11 @@ class StateSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Ready):
-    """It waits for its first generation.
+    """Signal: the worker waits for its first generation.
 
     Attributes:
         loader: limits of the training loader.
-        resumed: which automatic checkpoint it goes on from, or why it could not.
+        resumed: which automatic checkpoint it continues from, or why it could not.
     """
 
     loader: LoaderInfo | None
@@ -54,7 +53,7 @@ class WorkerReady(Ready):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOutOfMemory(Rerun):
-    """It ran out of memory with ``atomic_bsz`` samples at once, and starts over.
+    """Signal: the worker ran out of memory with ``atomic_bsz`` samples at once, and starts over.
 
     Without ``has_state`` it was inside ``optimizer.step()``, and what it holds is of no step. ``more_than_equal`` says
     that an equal split of the step would have given it fewer samples.
@@ -116,7 +115,7 @@ class WorkerHeartbeat(Signal):
 
 
 class ControllerAnswer(enum.Enum):
-    """What a controller answers a process that asks whether it is the controller's."""
+    """Answer of a controller to a process that asks whether it belongs to it."""
 
     KNOWN = "known"
     INTRODUCE = "introduce yourself"
@@ -125,17 +124,14 @@ class ControllerAnswer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReregistration:
-    """What a worker tells a controller that Ray has restarted: all that the controller had known of it.
+    """Registration of a worker with a restarted controller: all that the controller had known of it.
 
     Attributes:
-        worker: its id.
         token: what messages to its run carry.
         node: node id it runs on.
         group: hex id of its placement group.
         actor: handle of its process.
-        process: name of that.
         lent: whether a sweep has lent it.
-        process_info: of its process.
         spec: the generation that it has taken up, None before its first; it leaves where it is no member of it.
         switched: the latest generation in which it has exchanged state, 0 before its first.
         pause: that of its last change.
@@ -175,7 +171,7 @@ WorkerMessage = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """What every end of a run of the train function tells of the process.
+    """End of a run of the train function, with facts of the process.
 
     Attributes:
         memory_bytes: resident memory of the process afterwards.
@@ -219,7 +215,6 @@ class RunFailed(RunEnd):
     """The train function has raised ``error``, or something went wrong beside it.
 
     Attributes:
-        error: what was raised.
         origin: where that comes from; None of what went wrong beside the train function.
         trained: whether this worker has committed a step by then.
         steps: committed steps of all loaders by then.
@@ -235,7 +230,7 @@ class RunFailed(RunEnd):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutOfMemory(RunFailed):
-    """It ran out of memory before its first generation; ``cause`` says so in a sentence."""
+    """End of a run that ran out of memory before its first generation; ``cause`` is a sentence on it."""
 
     cause: str
 

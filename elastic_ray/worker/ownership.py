@@ -36,7 +36,7 @@ _UNWANTED_S = 180.0  # its pool asks every few seconds, and has given it up whil
 
 
 class Ownership:
-    """Whom this process belongs to; it ends the process when no owner is left that could.
+    """Owner of this process; the process ends when no possible owner is left.
 
     Args:
         owner: in whose name the process was started; None if it is for any job.
@@ -63,7 +63,7 @@ class Ownership:
         self._saves = saves
 
     def prepared(self) -> None:
-        """It has been told what its job is."""
+        """Record that the process has received its job's setup."""
         self._prepared = True
 
     def claim(self, owner: ProcessOwner) -> bool:
@@ -123,7 +123,7 @@ def calling_owner(holder: str) -> ProcessOwner:
 
 
 def _search_path() -> tuple[str, ...]:
-    """What Ray adds to ``sys.path`` in workers of this Ray job: the driver's script and working directory.
+    """Return what Ray adds to ``sys.path`` in workers of this Ray job.
 
     Private, but nothing public tells it.
     """

@@ -71,12 +71,12 @@ class WorkerProcess:
         self._worker.run(assignment)
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """How a run has ended; None if it has not within ``wait_s``."""
+        """Return how a run has ended; None if it has not within ``wait_s``."""
         assert self._worker is not None, "a process is prepared before it runs anything"
         return self._worker.outcome(token, worker, wait_s)
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """A message of the controller to one run."""
+        """Pass a message of the controller to one run."""
         if self._worker is not None:
             self._worker.post(token, worker, message)
 
@@ -86,7 +86,7 @@ class WorkerProcess:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this machine is there and neither stopped nor a zombie; True where that cannot be told."""
+    """True if a local process exists and is neither stopped nor a zombie, or if that cannot be told."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -42,7 +42,7 @@ class _Unpickler(pickle.Unpickler):
         self.made: list[Any] = []
 
     def find_class(self, module: str, name: str) -> Any:
-        """As ``pickle``'s."""
+        """Find a class as ``pickle`` does, and note cloudpickle's makers."""
         found = super().find_class(module, name)
         return self._noting(found) if name in _MAKERS and "cloudpickle" in module else found
 

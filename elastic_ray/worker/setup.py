@@ -1,4 +1,4 @@
-"""What a worker's process is started with, and what its controller must know of it: plain values."""
+"""Setup of a worker's process, and what its controller must know of it: plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ray.unit import UnitPlace
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What every worker process of a job is told first; ``paced`` jobs wait in ``report`` until they may go on.
+    """Setup of a worker process; ``paced`` jobs wait in ``report`` until they may continue.
 
     ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none. ``controller`` and
     ``token``: whose process it is from its start on, and the token of that controller's workers; None and empty for one
@@ -54,11 +54,10 @@ class ProcessOwner:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One run of a train function in a worker process.
+    """Assignment of one run of a train function to a worker process.
 
     Attributes:
         worker: id of the worker for this run.
-        job: name of the job.
         train_loop: the pickled train function and its config.
         storage_path: directory of the job's results.
         node: node id it runs on.

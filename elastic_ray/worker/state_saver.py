@@ -1,4 +1,4 @@
-"""SHELL: rank 0's automatic checkpoints: a copy between two steps, written by a thread while training goes on."""
+"""SHELL: rank 0's automatic checkpoints: a copy between two steps, written by a thread while training continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class StateSaver:
     all save together, each its part, at the edge of a step that they have agreed on.
 
     Args:
-        session: the run.
         storage: where the run's files are.
         told: is called with what was saved; returns the job's mean time between losses [s].
         keep: how many checkpoints to keep.
@@ -78,12 +77,7 @@ class StateSaver:
         self._asked = False
         self._saving = saving or SaveAgreement()
         self._parts = PartSaver(
-            session.states,
-            storage,
-            self._calls,
-            workers=workers,
-            busy=self._busy,
-            timeout_s=timeout_s,
+            session.states, storage, self._calls, workers=workers, busy=self._busy, timeout_s=timeout_s
         )
         if saving is not None:
             saving.serve(self._parts)
@@ -91,7 +85,7 @@ class StateSaver:
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
     def ask(self) -> None:
-        """A policy wants a checkpoint of this step, or of the first one after it that can be saved."""
+        """Ask for a checkpoint of this step, or of the first one after it that can be saved."""
         self._asked = True
 
     def between_steps(self) -> None:
@@ -151,7 +145,7 @@ class StateSaver:
             self._give_up("it cannot be copied", exc_info=True)
 
     def _tell_of_refusals(self) -> None:
-        """Some ranks cannot write their parts: all of the state goes through rank 0."""
+        """Report that some ranks cannot write their parts, so that the whole state goes through rank 0."""
         if self._saving.refusals and not self._refused and self._session.rank == 0:
             self._refused = True
             ranks = self._saving.refusals
@@ -181,8 +175,7 @@ class StateSaver:
         Args:
             until: asked meanwhile; once it says yes, it is given up.
 
-        Returns:
-            Why it could not be saved; empty if it was.
+        Returns why it could not be saved; empty if it was.
         """
         begin_s = time.monotonic()
         units = self._session.run.wishes is not None
@@ -227,10 +220,7 @@ class StateSaver:
         return self._writing is not None and not self._writing.answer.done()
 
     def _write(
-        self,
-        write: Callable[[Callable[[], bool]], StateFile | None],
-        pause_s: float,
-        go_on: Callable[[], bool],
+        self, write: Callable[[Callable[[], bool]], StateFile | None], pause_s: float, go_on: Callable[[], bool]
     ) -> None:
         """Write a copy, report it, and set when the next one is due."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()
@@ -257,7 +247,7 @@ class StateSaver:
         self._report(state, pause_s, begin_s, cpu_s)
 
     def _parts_missing(self, error: PartsMissingError) -> None:
-        """The next one may succeed; where nothing is seen of a part again, each node has a disk of its own."""
+        """Warn of a checkpoint with missing parts; if parts stay invisible, each node has a disk of its own."""
         logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
         self._unseen = self._unseen + 1 if error.unseen else 0
         if self._unseen >= _UNSEEN:

@@ -31,13 +31,11 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
 
     Args:
-        train_loop: the function.
         config: what it is called with.
         policies: what the run asks between steps, before those of its models.
 
-    Raises:
-        TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message
-            names what it captures. ValueError: if there is a config that the function cannot take.
+    Raises TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message names
+    what it captures. ValueError: if there is a config that the function cannot take.
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"train_loop_config must be a dict or None, but got {config!r}")
@@ -100,10 +98,9 @@ class PickledTrainLoop:
 
 
 def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
-    """What :func:`pack` made, to be called with these values in its config, over those of the same name.
+    """Return a packed loop that is called with `config` in its config, over values of the same name.
 
-    Raises:
-        TypeError: a value cannot be pickled; the message names it.
+    Raises TypeError: a value cannot be pickled; the message names it.
     """
     try:
         return bytes(ray.cloudpickle.dumps((PickledTrainLoop(packed), dict(config))))  # type: ignore[no-untyped-call]
@@ -143,7 +140,7 @@ def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
 
 
 def _takes_config(train_loop: Any, has_config: bool) -> bool:
-    """Whether the function is to be called with the config; raises if it can be called neither way."""
+    """True if the function takes the config; raises if it can be called neither way."""
     if not callable(train_loop):
         raise TypeError(f"train_loop_per_worker must be a function, but got {train_loop!r}")
     body = getattr(train_loop, "func", train_loop)  # of a functools.partial
@@ -181,7 +178,7 @@ def _name(train_loop: Any) -> str:
 
 
 def _unpicklable(train_loop: Any, config: Mapping[str, Any] | None, error: Exception) -> str:
-    """What cannot be pickled, by name."""
+    """Return what cannot be pickled, by name."""
     for key, value in (config or {}).items():
         if (why := _pickling_error(value)) is not None:
             return (

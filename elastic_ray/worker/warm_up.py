@@ -57,7 +57,7 @@ def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_
     Args:
         folder: where the slots' files are, of this user alone; None for one in the Ray session's.
         slots: how many there are; None for as many as this process may use processors.
-        timeout_s: longest wait [s]; then the start goes on beside the others.
+        timeout_s: longest wait [s]; then the start continues beside the others.
 
     Yields:
         Whether it holds one.
@@ -77,7 +77,7 @@ def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_
 
 
 def _session_folder() -> Path:
-    """Of the Ray node that this process belongs to."""
+    """Return a folder of the Ray node that this process belongs to."""
     node: Any = _ray_worker._global_node
     return Path(node.get_session_dir_path()) / "elastic_ray_starts"
 

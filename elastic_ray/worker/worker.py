@@ -72,7 +72,7 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """What a ``WorkerProcess`` does; methods other than ``run`` return at once and may be called while it runs.
+    """Worker behind a ``WorkerProcess``; methods other than ``run`` return at once and may be called while it runs.
 
     Args:
         setup: what all workers of the job share.
@@ -108,7 +108,7 @@ class Worker:
 
     @property
     def _idle(self) -> Registration | None:
-        """Whose the process is between two runs; a sweep's is lent, and the sweep's to end."""
+        """Registration of the process between two runs; a sweep's process is lent, and the sweep ends it."""
         setup = self._setup
         return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
@@ -121,7 +121,7 @@ class Worker:
         return self._process_info
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """A message of the controller to one run; one that comes too late finds another, or none."""
+        """Pass a message of the controller to one run; one that comes too late finds another, or none."""
         membership = self._membership
         if membership is not None and (self._token, membership.worker) == (token, worker):
             membership.post(message)
@@ -148,7 +148,7 @@ class Worker:
             self._ended.notify_all()
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """How a run has ended; None if it has not within ``wait_s``. May be asked again, by a renewed controller."""
+        """Return how a run has ended; None if it has not within ``wait_s``. A renewed controller may ask again."""
 
         def result() -> RunResult | None:
             found = self._result
@@ -162,7 +162,7 @@ class Worker:
         return found
 
     def _introduce(self) -> WorkerReregistration | None:
-        """Who this worker is, for a controller that has lost its memory; None while no run is under way."""
+        """Return this worker's registration for a restarted controller; None while no run is in progress."""
         assignment, link, process_info, membership = self._assignment, self._link, self._process_info, self._membership
         if assignment is None or link is None or process_info is None or assignment.unit is not None:
             return None  # a job of units starts again from what it has saved
@@ -189,7 +189,7 @@ class Worker:
             link.report_again()
 
     def _save_alone(self, why: str) -> None:
-        """The controller is gone for good: have the run save itself after the step in progress, as far as it can."""
+        """Save the run after the step in progress, as far as possible, because the controller is gone for good."""
         link, membership = self._link, self._membership
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return
@@ -244,7 +244,7 @@ class Worker:
         )
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
-        """The first good one of the automatic checkpoints to go on from, and its path."""
+        """The first good one of the automatic checkpoints to continue from, and its path."""
         unusable = ""
         for state in assignment.states:
             try:
@@ -262,7 +262,7 @@ class Worker:
     def _run_once(
         self, assignment: Assignment, session: Session, link: ActorControllerClient
     ) -> RunResult | tuple[dict[str, Any] | None, RunProgress | None]:
-        """One run; what a rerun needs when the run went out of memory."""
+        """Run the train function once; return the result, or what a rerun needs after it ran out of memory."""
         elastic = self._setup.elastic
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heartbeats = HeartbeatThread(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
@@ -323,7 +323,7 @@ class Worker:
             link.tracker_files.close(_TRACKER_S)
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ActorControllerClient) -> StateSaver | None:
-        """Who saves automatic checkpoints of a run; None where the job has none."""
+        """Return a saver of automatic checkpoints for a run; None if the job has none."""
         if not self._setup.states_kept:
             return None
         elastic = self._setup.elastic
@@ -351,7 +351,7 @@ class Worker:
         saved: SavedState | None,
         checkpoint: Any,
     ) -> Session:
-        """A session for one run: a membership of its own, and what it goes on from."""
+        """A session for one run: a membership of its own, and what it continues from."""
         elastic = self._setup.elastic
 
         def form(spec: GenerationSpec, rank: int) -> Communicator:
@@ -364,11 +364,7 @@ class Worker:
             make = Communicator if unit is None else functools.partial(UnitCommunicator, unit)
             return make(
                 BootstrapStore(
-                    caller,
-                    elastic.switch_timeout_s,
-                    rank=rank,
-                    world_size=spec.world_size,
-                    called_off=called_off,
+                    caller, elastic.switch_timeout_s, rank=rank, world_size=spec.world_size, called_off=called_off
                 ),
                 f"generation/{spec.generation}" + (f"/{unit.place.position}" if unit is not None else ""),
                 rank=rank,
@@ -424,13 +420,13 @@ def _start_of(assignment: Assignment) -> RunProgress | None:
 
 
 def _end(kind: type[_End], **values: Any) -> _End:
-    """How a run has ended, with what its process uses now."""
+    """Return the end of a run, with the resources that its process uses now."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
-    """The job goes on another time: rank 0 saves what all ranks hold, or each its part."""
+    """The job continues another time: rank 0 saves what all ranks hold, or each its part."""
     if session.rank != 0 or not session.run.speaks:
         problem = saver.save() if saver is not None else ""
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it

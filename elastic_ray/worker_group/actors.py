@@ -43,7 +43,6 @@ class WorkerActors:
     them.
 
     Args:
-        spec: the job.
         controller: handle of its controller.
         tell: takes what happened to a worker.
         on_result: takes how a run ended.
@@ -252,7 +251,7 @@ class WorkerActors:
         self._background.start(self._watch(worker, told.actor, told.token))
 
     def knows(self, worker: str, token: str) -> bool:
-        """Whether a process with this token serves these workers."""
+        """True if a process with this token serves these workers."""
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
@@ -293,7 +292,7 @@ class WorkerActors:
                 self._processes.end(actor)
 
     async def is_running(self, worker: str, timeout_s: float) -> bool | None:
-        """Whether another process of the worker's node sees its process running; None where none can tell.
+        """Ask another process of the worker's node if it sees the worker's process running; None if none can tell.
 
         A process that is stopped, a zombie or gone is not running; one that is starved or holds its own lock is.
         """
@@ -345,11 +344,11 @@ class WorkerActors:
         await self.withdrawn()
 
     async def withdrawn(self) -> None:
-        """Nothing that was asked for, and not had, is left: a group would count for the next job of this name."""
+        """Wait until outstanding requests are withdrawn; a group would count for the next job of this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
 
     async def refilled(self) -> None:
-        """The pool has been told that the job is over, and has what the next one takes."""
+        """Wait until the pool knows that the job is over, and has what the next one takes."""
         await self._processes.refilled()
 
     def _may_come_out(self, worker: str) -> bool:

@@ -1,4 +1,4 @@
-"""Who has been silent for too long (pure but for the arguments)."""
+"""Failure detector for silent workers (pure except for the arguments)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FailureDetector:
         self._excused: set[str] = set()
 
     def heard(self, *workers: str) -> None:
-        """A sign of life."""
+        """Record a sign of life."""
         self._heard_s.update(dict.fromkeys(workers, self._clock_s))
         self._questioned.difference_update(workers)
         self._excused.difference_update(workers)
@@ -42,16 +42,16 @@ class FailureDetector:
         self._excused.difference_update(workers)
 
     def excuse(self, worker: str) -> None:
-        """Its process was seen to be alive: it may be busy, or starved, and is worth a longer wait."""
+        """Grant a longer wait to a worker whose process was seen alive: it may be busy or starved."""
         if worker in self._questioned:  # not heard of since the question
             self._excused.add(worker)
 
     def questioned(self, worker: str) -> bool:
-        """Whether nothing has been heard of it since it became questionable."""
+        """True if the worker has been silent since it became questionable."""
         return worker in self._questioned
 
     def questionable(self) -> list[str]:
-        """Who has been silent for a third of the timeout, once each time: worth a look at its process."""
+        """Return the workers silent for a third of the timeout, once each: their processes are worth a look."""
         soon_s = self._timeout_s / 3
         found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > soon_s and w not in self._questioned]
         self._questioned.update(found)
@@ -88,7 +88,6 @@ class ExpectedRanks:
         """The expected place of a worker that starts now.
 
         Args:
-            worker: its id.
             nodes: of every living worker, this one included, by id; oldest first.
             spec: the present generation, None before the first.
             target: size that the job is heading for.

@@ -48,37 +48,34 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class GroupObserver(Protocol):
-    """The job, which is told of what is not the workers' own business."""
+    """Protocol of the job as the group reports to it what is not the workers' own business."""
 
     def came_back(self, worker: str, result: RunResult) -> None:
-        """A run of the train function has ended."""
+        """Handle the end of a run of the train function."""
 
     def happened(self, note: Note) -> None:
-        """A group trains, or has failed."""
+        """Handle a note that a group trains, or has failed."""
 
     def all_lost(self, reason: str) -> None:
-        """No worker is left that holds the state."""
+        """Handle the loss of all workers that held the state."""
 
     def cannot_begin(self, error: Exception) -> None:
-        """No worker can have a process."""
+        """Handle that no worker can have a process."""
 
     def complete(self) -> None:
-        """All have come to the end of the train function."""
+        """Complete the job: all ranks have ended the train function."""
 
     def released(self) -> None:
-        """Resources were given back."""
+        """Handle the release of resources."""
 
 
 class WorkerGroup:
     """Members of the present generation, and those that are to be.
 
     Args:
-        spec: the job.
         controller: handle of its controller.
         record: what is known of the job.
-        planner: chooses batch sizes.
         background: what runs beside the controller's loop.
-        observer: the job.
         named: workers of the trial that the controller ran before; their messages come too late.
 
     Attributes:
@@ -133,7 +130,7 @@ class WorkerGroup:
 
     @property
     def silence_s(self) -> Mapping[str, float]:
-        """By member of the group, for how long it has been silent [s]."""
+        """Silence of each member of the group [s]."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
@@ -143,7 +140,7 @@ class WorkerGroup:
         return self._before
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """Whether the worker belongs to this generation, which is the present one or is to be."""
+        """True if the worker belongs to this generation, which is the present one or the next."""
         flight = self.machine.in_flight
         specs = (self.machine.current, flight.spec if flight is not None else None)
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
@@ -181,7 +178,7 @@ class WorkerGroup:
             self.actors.keep_warm({})
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Go on with the workers of a controller before this one, which are all that live."""
+        """Continue with the workers of a controller before this one, which are all that live."""
         for each in told:
             self.actors.adopt(each)
             self._detector.heard(each.worker)
@@ -206,21 +203,21 @@ class WorkerGroup:
             self._perform(instruction)
 
     async def vacate(self) -> None:
-        """The job is over, and its processes are for others."""
+        """Vacate the group: the job is over, and its processes are for others."""
         await self.actors.vacate()
 
     async def withdrawn(self) -> None:
-        """Nothing that was asked for, and not had, is left."""
+        """Wait until outstanding requests are withdrawn."""
         await self.actors.withdrawn()
 
     async def refilled(self) -> None:
-        """The cluster's pool has what the next job takes."""
+        """Wait until the cluster's pool has what the next job takes."""
         await self.actors.refilled()
 
     def heard(self, worker: str, position: int = 0) -> bool:
         """A worker has said something; whether it matters.
 
-        It does not of one that was declared lost, or served the trial before: the job goes on without it.
+        It does not of one that was declared lost, or served the trial before: the job continues without it.
         """
         if worker in self._given_up or number(worker) <= self._before:
             return False
@@ -228,7 +225,7 @@ class WorkerGroup:
         return True
 
     def beat(self, beat: WorkerHeartbeat) -> None:
-        """A sign of life."""
+        """Handle a heartbeat."""
         if beat.ending:
             self._detector.forget(process_names(beat.worker, beat.position + 1)[beat.position])
         elif beat.at is not None and beat.at > self._furthest:
@@ -242,7 +239,7 @@ class WorkerGroup:
         return {name for worker in workers for name in process_names(worker, unit)}
 
     def tick(self, now_s: float) -> None:
-        """Some ten times a second [s, monotonic]."""
+        """Advance the group; called about ten times a second [s, monotonic]."""
         members = self._processes_of(self.machine.watched())
         for process, silence_s in self._detector.silent(now_s, members):
             self.take(
@@ -256,7 +253,7 @@ class WorkerGroup:
             self.actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
 
     async def _look_at(self, worker: str) -> None:
-        """One that is silent may be stopped or starved: its node knows."""
+        """Ask the node of a silent worker if its process is stopped or starved."""
         running = await self.actors.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
         if running:
             self._detector.excuse(worker)
@@ -270,7 +267,7 @@ class WorkerGroup:
             self._observer.came_back(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
-        """No process can be had for a worker: a job that trains goes on without, another one cannot begin."""
+        """Handle a refused process: a job that trains continues without it, another one cannot begin."""
         self._refused += 1
         if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
             self._observer.cannot_begin(error)
@@ -309,7 +306,7 @@ class WorkerGroup:
                 self._observer.complete()
 
     def _assignment(self, launch: Launch) -> Assignment:
-        """What a worker is told that starts now."""
+        """Return the assignment of a worker that starts now."""
         self._record.starting()
         forming = self.machine.current is None
         if forming:

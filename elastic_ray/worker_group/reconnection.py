@@ -28,7 +28,7 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Introductions so far; the latest of each worker counts, for training goes on meanwhile.
+    """Introductions so far; the latest of each worker counts, for training continues meanwhile.
 
     Args:
         noted: what the controller before has noted down.
@@ -42,7 +42,7 @@ class Reconnection:
         self._told: dict[str, WorkerReregistration] = {}
 
     def hear(self, told: WorkerReregistration) -> None:
-        """A worker introduces itself."""
+        """Take the registration of a worker."""
         self._told[told.worker] = told
         for member in told.spec.members if told.spec is not None else ():
             self._processes.setdefault(member.worker, "")
@@ -64,7 +64,7 @@ class Reconnection:
         return tuple(self._told.values())
 
     async def _look(self) -> None:
-        """Expect nothing of those that are gone or stopped."""
+        """Look for workers that are gone or stopped, of which nothing is expected any more."""
         begin_s = time.monotonic()
         while True:
             self._strike(await asyncio.to_thread(self._dead, self._missing))
@@ -76,15 +76,15 @@ class Reconnection:
 
     def _strike(self, workers: list[str]) -> None:
         for worker in workers:
-            logger.info("worker %s is dead or stopped: its controller goes on without it", worker)
+            logger.info("worker %s is dead or stopped: its controller continues without it", worker)
         self._struck.update(workers)
 
     def _dead(self, workers: list[str]) -> list[str]:
-        """Those whose process Ray knows to be dead."""
+        """Return the workers whose process Ray knows to be dead."""
         return [worker for worker in workers if (name := self._processes[worker]) and not _lives(name)]
 
     async def _runs(self, worker: str) -> bool | None:
-        """Whether the worker's node sees its process running; None where that cannot be told."""
+        """Return whether the worker's node sees its process running; None if that cannot be told."""
         node, pid = self._homes.get(worker), self._pids.get(worker)
         if node is None or pid is None:
             return None

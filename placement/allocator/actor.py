@@ -127,7 +127,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
-    """Jobs run: say that their allocator stays, unless that is no answer."""
+    """Report to a client that running jobs keep their allocator, or raise if it wants another policy."""
     running = ", ".join(rule.running)
     if wanted is not None and wanted.identity != rule.packed.identity:
         raise PolicyConflictError(
@@ -153,7 +153,7 @@ def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """Who rules, how, over whom: the answer to one who wants another policy or configuration."""
+    """Policy, configuration and jobs of a running allocator, for a client that wants others."""
 
     packed: PackedPolicy
     config: AllocatorConfig | None
@@ -161,13 +161,13 @@ class AllocatorSettings:
 
 
 def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
-    """Whether they say the same; an objective of a user's own need not be comparable, and comes as a copy."""
+    """True if two configurations have the same values; a user's objective may be a copy that is not comparable."""
     said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
     return said[0] == said[1]
 
 
 def _kept_settings() -> OperatorSettings:
-    """What an operator has set before; nothing where the note is not understood, which must not stop the cluster."""
+    """Return the stored operator settings; empty if they are unreadable, which must not stop the cluster."""
     try:
         return OperatorSettings.from_plain(notes.settings(), where="the operator's settings")
     except InputError as error:
@@ -227,10 +227,9 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """What an operator may set, as it is in force, or as it would be with the wanted settings.
+        """Return the operator's settings in force, or as they would be with the wanted ones.
 
-        Raises:
-            InputError: a quota of a resource that no node has.
+        Raises InputError: a quota of a resource that no node has.
         """
         core, ruling = await self._start(), self._ruling
         if wanted is not None:
@@ -245,8 +244,7 @@ class Allocator:
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
         """Let an operator's settings rule from now on, also after this process's end; returns those in force.
 
-        Raises:
-            InputError: a quota of a resource that no node has.
+        Raises InputError: a quota of a resource that no node has.
         """
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
@@ -267,7 +265,7 @@ class Allocator:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """A controller or a driver says what it speaks, before anything else.
+        """Check the version of a controller or a driver, before anything else.
 
         Raises:
             VersionError: something else.
@@ -280,8 +278,6 @@ class Allocator:
         """A job's controller says how the job stands: every second, and at once when something changed.
 
         Args:
-            view: the job.
-            controller: its controller.
             root: where its results are, until the allocator has answered that it knows.
         """
         core = await self._start()
@@ -312,12 +308,12 @@ class Allocator:
         return self._scaler.decision.notes.get(view.job, "") if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """A job is over; the view is how it stood at last."""
+        """Handle the end of a job; the view is its last state."""
         await self._start()
         self._forget(job, view)
 
     async def snapshot(self) -> CoreSnapshot:
-        """What the allocator knows and has decided."""
+        """Return the allocator's knowledge and decisions."""
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
@@ -325,7 +321,7 @@ class Allocator:
         return tuple((await self._start()).views(time.time()))
 
     async def look(self, life: str, after: int) -> AllocatorLook:
-        """What the page shows, again and again.
+        """Return the data of the page, which polls it.
 
         Args:
             life: of the last look; where it is another allocator's, all records are new.
@@ -348,10 +344,9 @@ class Allocator:
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
-        """Why a job has what it has, and what it would do with one more worker.
+        """Explain a job's workers, and what it would do with one more.
 
-        Raises:
-            KeyError: no such job; names those that there are.
+        Raises KeyError: no such job; names those that there are.
         """
         return (await self._start()).explain(job)
 
@@ -453,7 +448,7 @@ class Allocator:
         return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers} - {but})
 
     def _scale(self) -> None:
-        """The cluster's size; decided beside everything else, which never waits for nodes.
+        """Scale the cluster, beside everything else, which never waits for nodes.
 
         Not before jobs that ran already could be heard: their nodes would be taken for empty.
         """
@@ -468,7 +463,7 @@ class Allocator:
                 self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """A job is over; ``cluster``: with what its workers still hold counted as others' use."""
+        """Forget a job that is over; with ``cluster``, what its workers still hold counts as others' use."""
         self._controllers.forget(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()
@@ -496,12 +491,12 @@ class Allocator:
             self._alarm = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:
-        """What has come since the first urgent event is decided together."""
+        """Decide together on everything that has arrived since the first urgent event."""
         self._alarm = None
         self._handle(TimePassed())
 
     def _log_news(self) -> None:
-        """One line per decision that was made since the last call."""
+        """Log one line for each decision since the last call."""
         assert self._core is not None, "events come after the start"
         new = self._core.recorded - self._logged
         if not new:
@@ -513,6 +508,6 @@ class Allocator:
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
 
     def _mourn(self, job: str) -> None:
-        """A job's controller is gone for good: its workers save the job and give back what they hold themselves."""
+        """Release a job whose controller is gone for good: its workers save it and give back what they hold."""
         self._forget(job, cluster=self._usable(but=job))
         self._controllers.spawn(self._orphans.release(job))

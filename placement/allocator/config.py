@@ -1,4 +1,4 @@
-"""What a user may set about the allocator."""
+"""Configuration of the allocator."""
 
 from __future__ import annotations
 

@@ -35,17 +35,17 @@ class Controllers:
         self._sending: set[tuple[str, type[Instruction]]] = set()
 
     def heard(self, job: str, controller: ActorHandle[Any]) -> None:
-        """A heartbeat of this controller."""
+        """Record a heartbeat of this controller."""
         self._handles[job] = controller
         self._heard_s[job] = time.monotonic()
 
     def forget(self, job: str) -> None:
-        """The job is over."""
+        """Forget a job that is over."""
         self._handles.pop(job, None)
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """One call per job at a time, the latest instruction only: concurrent calls may overtake each other."""
+        """Send an instruction: one call per job at a time, and only the latest, as calls may overtake each other."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:
@@ -53,7 +53,7 @@ class Controllers:
             self.spawn(self._send(address))
 
     def ask_the_quiet(self) -> None:
-        """A dead controller answers at once that it is dead: its share need not wait for ``silence_s``."""
+        """Ask quiet controllers: a dead one answers at once, so that its share need not wait for ``silence_s``."""
         now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:

@@ -103,17 +103,17 @@ class AllocatorCore:
 
     @property
     def recorded(self) -> int:
-        """How many decision records there have been; the log keeps the last of them."""
+        """Number of decision records so far; the log keeps the last of them."""
         return self._recorded
 
     @property
     def decided_s(self) -> float | None:
-        """When the last decision was made [s since the epoch]; None before the first."""
+        """Time of the last decision [s since the epoch]; None before the first."""
         return self._decided_s if math.isfinite(self._decided_s) else None
 
     @property
     def decided_for(self) -> Trigger | None:
-        """What led to the last decision; None before the first."""
+        """Trigger of the last decision; None before the first."""
         return self._decided_for
 
     @property
@@ -124,7 +124,7 @@ class AllocatorCore:
 
     @property
     def settled(self) -> bool:
-        """Whether all jobs that ran before it was made have had the time to be heard of."""
+        """True if all jobs older than this core have had the time to report."""
         return not self._settling
 
     @property
@@ -136,12 +136,12 @@ class AllocatorCore:
 
     @property
     def cluster(self) -> Cluster:
-        """The nodes as it was last told of them."""
+        """Nodes as they were last reported to the core."""
         return self._cluster
 
     @property
     def avoids(self) -> Mapping[str, str]:
-        """By job, the nodes that the last decision closed to it, and why, a sentence."""
+        """Nodes that the last decision closed to each job, with the reasons as sentences."""
         return self._avoids
 
     @property
@@ -154,7 +154,7 @@ class AllocatorCore:
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """Everything it knows, as frozen values; of the log the records after number ``after``, counted from 1."""
+        """Return the state as frozen values, with the log records after number ``after``, counted from 1."""
         new = max(self._recorded - max(after, 0), 0)
         return CoreSnapshot(
             policy=self._policy.name,
@@ -177,10 +177,9 @@ class AllocatorCore:
         )
 
     def explain(self, job: str) -> Explanation:
-        """Why a job has what it has, and what it would do with one more worker; decides nothing.
+        """Explain a job's workers, and what it would do with one more; decides nothing.
 
-        Raises:
-            KeyError: no such job; names those that there are.
+        Raises KeyError: no such job; names those that there are.
         """
         if job not in self._jobs:
             raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
@@ -195,7 +194,6 @@ class AllocatorCore:
         """Take in one event and answer with what is to be done, shrinking jobs first.
 
         Args:
-            event: what happened.
             now_s: the time of day [s since the epoch], for what is shown, stored and told to the policy.
             steady_s: time for intervals [s], never decreasing; None where ``now_s`` never does either.
         """
@@ -303,7 +301,7 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.NODES
 
     def _hurry(self, trigger: Trigger) -> None:
-        """Something calls for a decision within ``gather_s``."""
+        """Request a decision within ``gather_s``."""
         if self._urgent is None:
             self._urgent, self._urgent_s = trigger, self._steady_s or 0.0
 
@@ -384,11 +382,11 @@ class AllocatorCore:
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
     def views_to_scale_for(self, now_s: float) -> Sequence[JobView]:
-        """The same, closed to the nodes that jobs avoid: what the cluster's size is decided by."""
+        """Return the jobs for decisions on the cluster's size, closed to the nodes that they avoid."""
         return avoid_failing(self.views(now_s), self._cluster, self._nodes.avoided(self._steady_s or 0.0))[0]
 
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
-        """One ``Allocate`` for each job whose nodes change, or that waits for a new reason; the changes are logged."""
+        """Return an ``Allocate`` for each job with changed nodes or a new reason to wait; log the changes."""
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
             reason = job.view.paused or plan.reasons.get(name, job.reason)
@@ -420,7 +418,7 @@ class AllocatorCore:
         return [Allocate(job=name, nodes=target, reason=job.reason, draining=goes)]
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Those of the nodes that are about to go."""
+        """Return those of the nodes that drain."""
         return tuple(sorted({node.node_id for node in self._cluster.nodes if node.draining} & set(nodes)))
 
     def _judge(self, event: Event, now_s: float) -> None:

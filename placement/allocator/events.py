@@ -1,4 +1,4 @@
-"""What the allocator core is told: plain values."""
+"""Events of the allocator core: plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class JobHeartbeat:
     """A job's controller says how the job stands; the first one is the job's arrival.
 
     Attributes:
-        view: the job.
         cluster: the cluster with what this job holds counted as usable, where the news of the job change that
             (an unknown job's workers count as others' use); None if it is as it was.
     """
@@ -31,7 +30,6 @@ class JobEnded:
     """A job is over and gives back everything.
 
     Attributes:
-        job: its name.
         view: how it stood at last, None where it is not known.
         cluster: the cluster with what the job's workers still hold counted as others' use; None if it is as it was.
     """
@@ -46,7 +44,6 @@ class NodesChanged:
     """The cluster as it is now.
 
     Attributes:
-        cluster: its nodes.
         obtainable: nodes that are not there, but that the autoscaler could have; a job that fits onto these is not
             impossible, it waits.
     """
@@ -62,7 +59,7 @@ class TimePassed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """What earlier jobs have measured was read from where it is kept."""
+    """Event: the measurements of earlier jobs were read from storage."""
 
     measurements: Measurements
 
@@ -80,7 +77,6 @@ class SettingsChanged:
 
     Attributes:
         tenants: as ``AllocatorConfig`` has them.
-        priorities: likewise.
     """
 
     tenants: tuple[Tenant, ...] = ()

@@ -1,4 +1,4 @@
-"""Why a job has what it has, and what one more worker would do."""
+"""Explanations of a job's workers, and of what one more worker would do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Explanation:
     """An answer for people; ``str`` of it is a short text.
 
     Attributes:
-        job: name.
         nodes: workers per node id that it is to have.
         reason: of the last decision, a sentence.
         speed: on so many workers, relative to its smallest size; 0 while it waits.

@@ -1,4 +1,4 @@
-"""What the allocator core asks its shell to tell the jobs' controllers: plain values."""
+"""Instructions of the allocator core to its shell, for the jobs' controllers: plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class Allocate:
     """Tell the job's controller to have these workers on these nodes; idempotent.
 
     Attributes:
-        job: whom to tell.
         nodes: workers per node id; empty lets the job wait.
         reason: the decision's reason, a sentence.
         draining: nodes of its own that are about to go.

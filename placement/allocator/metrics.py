@@ -1,16 +1,19 @@
-"""What the allocator tells Prometheus of itself (pure): the cluster's slots, its jobs, its decisions."""
+"""Metrics of the allocator for Prometheus (pure): the cluster's slots, its jobs, its decisions."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import SPOT, Node, Resources
 from placement.cluster.node_types import NodeType
 from placement.instruments import Guarded, Sample, WriteSamples, counter, gauge, histogram, label_value
+
+if TYPE_CHECKING:
+    from placement.allocator.core import AllocatorCore
 
 PERIOD_S = 1.0
 
@@ -49,7 +52,6 @@ def cluster_samples(
     """The present values of all gauges.
 
     Args:
-        core: the allocator.
         scaling: its last decision about the cluster's size; None where it decides none.
         node_types: those that this may name.
         prices: of the policy's solver, by GPU type.
@@ -70,7 +72,7 @@ def cluster_samples(
 
 
 def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
-    """One decision, of so much CPU time [s]."""
+    """Return the samples of one decision that took `cpu_s` of CPU time."""
     return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
 
 
@@ -131,21 +133,6 @@ def _slots_per_worker(bundle: Resources, total: Resources) -> float:
     return bundle.get("GPU" if total.get("GPU") else "CPU", 0.0)
 
 
-class Core(Protocol):
-    """The allocator's core, as far as it is measured."""
-
-    @property
-    def recorded(self) -> int:
-        """Number of the last decision record."""
-
-    @property
-    def prices(self) -> Mapping[str, float]:
-        """Dual price of a slot by GPU type, of the last decision; empty where the policy has none."""
-
-    def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """What it knows, with decision records after number ``after``."""
-
-
 class AllocatorMetrics:
     """Says when what is written.
 
@@ -160,18 +147,13 @@ class AllocatorMetrics:
         self._guarded = Guarded("the allocator")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
-        """There was a decision, of so much CPU time [s]."""
+        """Write the samples of a decision that took `cpu_s` of CPU time."""
         if self._write is not None and trigger is not None:
             write, cause = self._write, trigger
             self._guarded(lambda: write(decision_samples(cause, cpu_s)))
 
-    def tick(
-        self,
-        now_s: float,
-        core: Core,
-        scaling: ScalingDecision | None,
-    ) -> None:
-        """Twice a second or so [s, monotonic]; every second the gauges are written."""
+    def tick(self, now_s: float, core: AllocatorCore, scaling: ScalingDecision | None) -> None:
+        """Write the gauges every second; called about twice a second [s, monotonic]."""
         if self._write is None or now_s - self._written_s < PERIOD_S:
             return
         self._written_s = now_s

@@ -19,7 +19,6 @@ class PackedPolicy:
     """A policy that any process of the cluster can unpack.
 
     Attributes:
-        name: of the policy.
         identity: equal for the same code with the same settings, in whichever process it was packed.
         pickled: the policy; modules of the user's own travel along.
     """

@@ -1,4 +1,4 @@
-"""What the core was told and what it decided, as lines of JSON, and the same anew from these lines (pure).
+"""Recording of the core's events and decisions as lines of JSON, and their replay (pure).
 
 A recording holds one or more lives of an allocator. A life begins with a line that says what the core was made of; a
 line for each event and one for each decision follow, in their order. That first line is whole, so that a replay decides
@@ -52,15 +52,13 @@ _LATE = {"Observation": Observation, "GoodputModel": GoodputModel}  # of annotat
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One life of an allocator.
+    """Recording of one life of an allocator: its policy, configuration, events and decisions.
 
     Attributes:
-        policy: name of its policy.
         settings: of the policy, by name.
         config: of the core; what only the shell reads has its defaults.
         settling: whether jobs ran before it was made.
         events: what it was told, with the time of each [s since the epoch].
-        decided: its decision log.
         steady_s: time of each event by the clock for intervals [s]; empty where that is the time of day.
     """
 
@@ -132,23 +130,23 @@ class Recorder:
         self._write = write
 
     def begun(self, policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> None:
-        """A core is made."""
+        """Record the start of a core."""
         if self._write is not None:
             self._write([start_line(policy, config, settling=settling)])
 
     def told(self, event: Event, now_s: float, steady_s: float | None = None) -> None:
-        """It is about to be told this, with both times that ``AllocatorCore.handle`` takes."""
+        """Record an event before the core handles it, with both times that ``AllocatorCore.handle`` takes."""
         if self._write is not None:
             self._write([event_line(event, now_s, steady_s)])
 
     def decided(self, records: Iterable[DecisionRecord]) -> None:
-        """It has decided this."""
+        """Record the decisions of the core."""
         if self._write is not None:
             self._write(map(decision_line, records))
 
 
 def _settings(policy: Policy) -> dict[str, Any]:
-    """What was chosen of a policy that comes with the package: numbers, names and truth values."""
+    """Return the settings of a policy that comes with the package: numbers, names and truth values."""
     kind: Any = type(policy)
     fields = dataclasses.fields(kind) if _is_dataclass(kind) else ()
     chosen = {field.name: getattr(policy, field.name) for field in fields if field.init}
@@ -192,8 +190,7 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
     A last line that is cut off is left out: its allocator died while writing it.
 
-    Raises:
-        InputError: a line is not what a recording holds; names the line.
+    Raises InputError: a line is not what a recording holds; names the line.
     """
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
@@ -319,12 +316,10 @@ def replay(
     """The decision log of a new core that is told the same: ``life.decided``, to the letter.
 
     Args:
-        life: what was recorded.
         policy: the one that ruled, where it does not come with the package; by default the recorded one.
         watch: looks at the core after each event.
 
-    Raises:
-        InputError: the recording names a policy that does not come with the package.
+    Raises InputError: the recording names a policy that does not come with the package.
     """
     config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
     core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())

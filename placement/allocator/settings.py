@@ -1,4 +1,4 @@
-"""What an operator sets about a cluster in a file, ``cluster-policy.yaml``, and changes while jobs run."""
+"""Settings of an operator in a file, ``cluster-policy.yaml``, which may change while jobs run."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OperatorSettings:
     def from_file(cls, path: str | Path) -> OperatorSettings:
         """Read a file of settings.
 
-        Raises:
-            InputError: it cannot be read, or says something that is not understood; names the place and what is right.
+        Raises InputError: it cannot be read, or says something that is not understood; names the place and what is
+        right.
         """
         try:
             plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -58,12 +58,10 @@ class OperatorSettings:
         """Build settings from mappings, lists, numbers and text, as a file or a note has them.
 
         Args:
-            plain: the outermost mapping.
             where: what errors call its source.
             folder: what ``cluster_file`` is relative to; None where no file may be read.
 
-        Raises:
-            InputError: it says something that is not understood.
+        Raises InputError: it says something that is not understood.
         """
         said = _mapping(plain, where, _SECTIONS)
         page, tenants, priorities = said.get("page"), said.get("tenants"), said.get("priorities")
@@ -116,11 +114,9 @@ def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
     """Refuse a quota of a resource that no node has.
 
     Args:
-        tenants: with their quotas.
         known: names of resources of all nodes, those on offer included.
 
-    Raises:
-        InputError: there is one.
+    Raises InputError: there is one.
     """
     for tenant in tenants:
         for resource in tenant.quota:
@@ -143,7 +139,7 @@ def _mapping(value: object, where: str, known: Collection[str] | None = None) ->
 
 
 def _made(where: str, make: Callable[..., _Made], *arguments: Any, **fields: Any) -> _Made:
-    """What ``make`` returns; what it refuses is told with the place."""
+    """Return the result of ``make``; its TypeError or ValueError becomes an InputError that names the place."""
     try:
         return make(*arguments, **fields)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Whether a job's heartbeat says something that the last decision did not know (pure)."""
+"""Significance of a job's heartbeat: what the last decision did not know (pure)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
 
 
 def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger | None:
-    """Whether a heartbeat says something that a decision depends on: the trigger of one, or None.
+    """Return the trigger of a decision if the heartbeat says something that a decision depends on, else None.
 
     A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose
     speeds all differ by less than ``model_change``, relatively.
@@ -56,7 +56,7 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
 
 
 def _sizes(view: JobView) -> tuple[object, ...]:
-    """Which sizes and batches the job could have."""
+    """Return the fields that determine which sizes and batches the job could have."""
     return (
         view.useful_workers,
         view.init_batch_size,
@@ -97,7 +97,7 @@ class KnownJob:
 
     @classmethod
     def arrived(cls, view: JobView, now_s: float) -> KnownJob:
-        """One that was not known before."""
+        """Return the record of a job that was not known before."""
         reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
         return cls(view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s)
 
@@ -107,31 +107,31 @@ class KnownJob:
         return not self.target and not self.view.paused
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """A heartbeat."""
+        """Take a heartbeat."""
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
-        """Its silence until then was not its own."""
+        """Excuse the job's silence until `now_s`."""
         self.heard_s = now_s
 
     def decided(self) -> None:
-        """A decision sees the job as it is now."""
+        """Record that a decision sees the job as it is now."""
         self.decided_on = self.view
 
     def give(self, target: Mapping[str, int]) -> None:
-        """It is to have these workers."""
+        """Set the workers that the job is to have."""
         self.target = target
 
     def swayed(self, now_s: float) -> None:
-        """Measured speeds alone have changed its size."""
+        """Record that measured speeds alone have changed the job's size."""
         self.swayed_s = now_s
 
     def explain(self, reason: str) -> None:
-        """Why it has what it has."""
+        """Set the reason for the job's present workers."""
         self.reason = reason
 
     def judge(self, impossible: str | None, now_s: float) -> bool:
-        """Whether some node could hold it again, given why none could (None if some could)."""
+        """True if some node could hold the job again; ``impossible`` says why none could, or is None."""
         if impossible is not None:
             self.reason = impossible
             self.impossible_since_s = now_s if self.impossible_since_s is None else self.impossible_since_s
@@ -141,7 +141,7 @@ class KnownJob:
         return again
 
     def tell_impossible(self, now_s: float, after_s: float) -> bool:
-        """Whether it is to be told now that no node could hold it: once, and only after so long."""
+        """True if the job is to be told now that no node could hold it: once, and only after `after_s`."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

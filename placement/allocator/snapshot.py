@@ -1,4 +1,4 @@
-"""What the allocator shows of itself: its jobs, and the log of its decisions with what led to each. Plain values."""
+"""Snapshot of the allocator: its jobs, and the log of its decisions with their triggers. Plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.text import printable
 
 
 class Trigger(str, enum.Enum):
-    """What leads to a decision; of several the first is named."""
+    """Trigger of a decision; if there are several, the first is named."""
 
     ARRIVAL = "arrival"
     """A job has come."""
@@ -43,7 +43,7 @@ class Trigger(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """One line of the decision log: what changed for one job, and why.
+    """Record of one decision: the change for one job, and its reason.
 
     Attributes:
         time_s: the ``now_s`` of the event.
@@ -72,7 +72,7 @@ class DecisionRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """What the allocator knows of one job."""
+    """State of one job in the allocator."""
 
     view: JobView
     target: Mapping[str, int]
@@ -105,7 +105,6 @@ class AllocatorLook:
         core: its ``log`` holds the records that are new, oldest first.
         recorded: decision records so far, those that are kept no more included: the number of the last one.
         life: differs from one allocator to the one after it, whose numbers start anew.
-        tenants: as configured.
         scaling: the last decision about the cluster's size; None where it decides none.
         spot_types: node types whose nodes may be taken away.
         decision_cpu_s: CPU time of the last decision [s]; None before the first.

@@ -1,4 +1,4 @@
-"""When jobs without workers would start, looked at now and then (pure)."""
+"""Estimates of when waiting jobs would start, renewed at intervals (pure)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class StartTimes:
         """Seconds until the job has its smallest size, of one that has no workers; None where that cannot be told.
 
         Args:
-            job: its name.
             now_s: present time [s since the epoch]; a clock that went back makes the last look an old one.
         """
         if self._looked_s is None or not 0.0 <= now_s - self._looked_s < EVERY_S:

@@ -1,1 +1,1 @@
-"""How many nodes of which type there should be."""
+"""Autoscaling: the number of nodes of each type."""

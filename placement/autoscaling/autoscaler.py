@@ -1,4 +1,4 @@
-"""How many nodes of which type: a state machine over jobs, node types and the present cluster, without a clock.
+"""Autoscaler: a state machine over jobs, node types and the present cluster, without a clock.
 
 An objective says how many workers each job should have (``placement.autoscaling.objectives``), and
 ``placement.autoscaling.fleet`` which nodes that takes. The allocator's own policy is asked whether it would use them.
@@ -53,7 +53,7 @@ class AutoscalerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """What the cluster should be.
+    """Decision on the cluster's nodes.
 
     Attributes:
         nodes: by type, how many there should be; those that are there and stay included.
@@ -88,7 +88,6 @@ class Autoscaler:
     Args:
         types: node types on offer.
         policy: the allocator's: a node that it would not use is not asked for.
-        objective: name of one, or one.
         config: times.
         constraints: the allocator's.
         most_nodes: of all types together; None for no such limit.
@@ -127,12 +126,12 @@ class Autoscaler:
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
-        """What each job has cost [USD]: its part of the nodes that it had workers on."""
+        """Cost of each job so far [USD]: its part of the nodes that it had workers on."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
     @property
     def account(self) -> Account:
-        """What the cluster has cost lately."""
+        """Recent cost of the cluster."""
         return self._account
 
     def resume(self, account: Account) -> None:
@@ -140,7 +139,7 @@ class Autoscaler:
         self._account = account
 
     def bill(self, job: str) -> Bill | None:
-        """What one job has cost; None before it was seen. Cheap: asked with each heartbeat."""
+        """Return the bill of a job; None before it was seen. It is cheap, because each heartbeat asks for it."""
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
@@ -149,11 +148,11 @@ class Autoscaler:
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """The provider says that it has no node of this type now; another one is asked for instead."""
+        """Refuse a node type of which the provider has no node now; another one is asked for instead."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
-        """What the cluster should be.
+        """Decide on the cluster's nodes.
 
         Args:
             views: every job, running and waiting, where it is to be (``AllocatorCore.views``).
@@ -213,7 +212,7 @@ class Autoscaler:
     def _demand(
         self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
     ) -> Demand:
-        """What the objective is asked: jobs by arrival, their offers on these types, the GPU type each runs on."""
+        """Return the objective's input: jobs by arrival, their offers on these types, and present GPU types."""
         gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
         jobs = tuple(sorted(views, key=lambda view: view.arrival))
         return Demand(
@@ -233,7 +232,7 @@ class Autoscaler:
         self._counted_s = now_s
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
-        """Each job pays its workers' part of their nodes, at present prices for what it has had since the last look.
+        """Charge each job its workers' part of their nodes since the last look, at present prices.
 
         One that has no workers by now pays for those that it had at the last look. A job that is seen for the first
         time brings its bill of the allocator before.
@@ -271,7 +270,7 @@ class Autoscaler:
         cluster: Cluster,
         now_s: float,
     ) -> dict[str, int]:
-        """The same without new nodes on which the allocator would put no worker, what they replace being gone."""
+        """Return the target without new nodes that would get no worker, once those they replace are gone."""
         left = dict(target)
         while True:
             fresh = {
@@ -323,7 +322,7 @@ class Autoscaler:
         return ()
 
     def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
-        """Whether every running job would still run without these nodes."""
+        """True if every running job would still run without these nodes."""
         plan = self._plan(views, cluster.draining(without), now_s)
         return all(view.job in plan for view in views if view.workers)
 

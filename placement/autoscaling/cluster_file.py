@@ -39,10 +39,9 @@ _SPOT_SELECTORS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFile:
-    """What a cluster file offers.
+    """Node types and limits of a cluster file.
 
     Attributes:
-        path: the file.
         types: worker types.
         max_nodes: workers of all types together; None for no such limit.
         idle_s: time without work after which Ray's autoscaler lets a node go [s].
@@ -74,10 +73,9 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
         path: YAML of ``ray up``, or of a RayCluster.
         prices: by instance type; rounded defaults if None.
 
-    Raises:
-        InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
-            otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file,
-            the type, and what is right.
+    Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
+    otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file, the
+    type, and what is right.
     """
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -165,7 +163,7 @@ def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
 
 
 def _of_type(name: str, body: Mapping[str, Any], limit: int, where: str) -> _Raw:
-    """One of ``available_node_types``, with ``limit`` nodes at most; ``instance`` is empty where none is named."""
+    """Read one of ``available_node_types``, with at most ``limit`` nodes; ``instance`` is empty if none is named."""
     config = _mapping(body.get("node_config") or {}, f"{where}: node_config", "{InstanceType: g4dn.12xlarge}")
     return _Raw(
         name=name,
@@ -179,7 +177,7 @@ def _of_type(name: str, body: Mapping[str, Any], limit: int, where: str) -> _Raw
 
 
 def _is_spot(config: Mapping[str, Any], where: str) -> bool:
-    """Whether AWS's or Google's node configuration asks for a machine that may be taken away."""
+    """True if AWS's or Google's node configuration asks for a machine that may be reclaimed."""
     what = f"{where}: InstanceMarketOptions"
     options = _mapping(config.get("InstanceMarketOptions") or {}, what, "{MarketType: spot}")
     if options.get("MarketType") == "spot":
@@ -206,7 +204,7 @@ def _of_ray_cluster(found: Mapping[str, Any], path: str) -> list[_Raw]:
 
 
 def _of_group(found: object, path: str) -> _Raw:
-    """One worker group: resources are its first container's limits, instance type and market its node selector's."""
+    """Read one worker group: resources are its first container's limits, type and market those of its node selector."""
     group = _mapping(found, f"cluster file {path}: each worker group", "{groupName: t4-spot, maxReplicas: 8}")
     name = str(group.get("groupName") or "")
     where = f"cluster file {path}, worker group {name!r}"

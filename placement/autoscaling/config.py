@@ -1,4 +1,4 @@
-"""What a user sets about the cluster's size."""
+"""Configuration of the cluster's size."""
 
 from __future__ import annotations
 

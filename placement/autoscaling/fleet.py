@@ -1,4 +1,4 @@
-"""From sizes to nodes: the cheapest nodes on which every job can have the workers that it should have."""
+"""Choice of nodes for given sizes: the cheapest nodes on which every job can have its workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHANGE = 0.1  # relative gain that is worth a node of another type where one is
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """How many nodes of each type, and for whom.
+    """Number of nodes of each type, and the jobs that use them.
 
     Attributes:
         nodes: by node type, none left out.
@@ -121,7 +121,6 @@ def build(
 
     Args:
         wants: workers of each job.
-        views: the jobs.
         types: what is on offer, within what limits now.
         static: nodes that are there whatever is asked for.
         present: nodes of each type that are there.

@@ -1,4 +1,4 @@
-"""What becomes of nodes that were asked for, and how long spot nodes last: small state machines without a clock."""
+"""Launches of nodes that were asked for, and lifetimes of spot nodes: small state machines without a clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Failed:
-    """How often in a row launches of one type failed, and the fewest of its nodes that were there since the last."""
+    """Failed launches of one type in a row, and the fewest of its nodes that were there since the last."""
 
     times: int
     fewest: int
@@ -69,7 +69,7 @@ class Launches:
                 self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """No node of this type is to be had now."""
+        """Refuse a node type of which no node is available now."""
         if name in self._types and self.closed(name, now_s) is None:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times
@@ -78,13 +78,13 @@ class Launches:
         self._asked.pop(name, None)
 
     def closed(self, name: str, now_s: float) -> str | None:
-        """Why no more nodes of this type are asked for now; None if they are."""
+        """Return why no more nodes of this type are asked for now; None if they are."""
         until_s, why = self._closed.get(name, (float("-inf"), ""))
         return None if now_s >= until_s else f"{why}; asked again in {until_s - now_s:.0f} s"
 
 
 class Lifetimes:
-    """How long nodes of each type last: hours seen over losses seen, with what is expected counting as one loss.
+    """Expected lifetime of nodes of each type: hours seen over losses seen, with the expected one as one loss.
 
         lasts = (hours seen + expected) / (losses seen + 1)
 

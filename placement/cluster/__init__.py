@@ -1,1 +1,1 @@
-"""What there is to share out, and who asks for it."""
+"""Cluster model: nodes and jobs."""

@@ -1,4 +1,4 @@
-"""What there is to share out: nodes, and which job has how many workers on which node."""
+"""Nodes of a cluster, and allocations: the number of workers of each job on each node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine of the cluster.
+    """Node of the cluster.
 
     Attributes:
         node_id: Ray's hex node id.
@@ -60,21 +60,21 @@ class Node:
 
     @property
     def spot(self) -> bool:
-        """Whether the node may be taken away; one that does not say so stays."""
+        """True if the node may be reclaimed; a node without a market label stays."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
     def slots(self, bundle: Resources) -> int:
-        """How many workers of these resources fit into what is ``free``."""
+        """Return how many workers of these resources fit into ``free``."""
         return slots(self.free, bundle)
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
-        """Whether this node satisfies every condition of the selector (``placement.cluster.labels``)."""
+        """True if this node satisfies every condition of the selector (``placement.cluster.labels``)."""
         return matches(self.labels, label_selector)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All nodes, in the order of their ids whatever order they are given in."""
+    """Cluster of nodes, ordered by id whatever order they are given in."""
 
     nodes: tuple[Node, ...] = ()
 
@@ -115,7 +115,7 @@ class AllocationError(ValueError):
 
 
 def slots(amounts: Resources, bundle: Resources) -> int:
-    """How many bundles fit into the amounts, at most 10**9 (an empty bundle fits for ever)."""
+    """Return how many bundles fit into the amounts, at most 10**9 (an empty bundle always fits)."""
     fits = [int(amounts.get(name, 0.0) / need + TOLERANCE) for name, need in bundle.items() if need > 0]
     return min(fits, default=10**9)
 
@@ -128,8 +128,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
         bundles: resources of one worker, per job.
         cluster: the nodes; a worker may use what is ``free`` there.
 
-    Raises:
-        AllocationError: naming the rule, and the job or node that breaks it.
+    Raises AllocationError: naming the rule, and the job or node that breaks it.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}
@@ -182,7 +181,7 @@ def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Reso
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What differs for one job between two allocations."""
+    """Change of one job between two allocations."""
 
     job: str
     before: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""What is left of a cluster while a decision is being made."""
+"""Free resources of a cluster while a decision is being made."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FreeResources:
         return self._index.get(node_id)
 
     def slots(self, view: JobView) -> NDArray[np.int64]:
-        """How many more workers of the job fit on each node."""
+        """Return how many more workers of the job fit on each node."""
         kind = self._kind(view)
         if kind.needs is not None and kind.seen < len(self._changed):
             changed = self._changed[kind.seen :]

@@ -1,4 +1,4 @@
-"""What an allocation policy may see of a job, and how fast the job would run on how many workers."""
+"""Views of jobs for allocation policies, and their speeds by number of workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """What a job has cost: counted by the allocator, kept by the job's controller for the allocator after it.
+    """Bill of a job: counted by the allocator, kept by the job's controller for the allocator after it.
 
     Attributes:
         usd: so far [USD].
@@ -52,7 +52,7 @@ FIRST_WORKERS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """One job as its controller reports it with every heartbeat.
+    """View of one job, as its controller reports it with every heartbeat.
 
     Attributes:
         job: name, unique in the cluster.
@@ -199,12 +199,7 @@ class JobView:
 
     def _check_history(self, where: str) -> None:
         """Raise unless the growth limit is from 1, and restarts and seconds are from 0; None passes."""
-        for name, least in (
-            ("growth_limit", 1),
-            ("attained_s", 0),
-            ("restarts", 0),
-            ("stop_cost_s", 0),
-        ):
+        for name, least in (("growth_limit", 1), ("attained_s", 0), ("restarts", 0), ("stop_cost_s", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=least)
@@ -222,7 +217,7 @@ class JobView:
             )
 
     def placed(self, allocation: Mapping[str, int]) -> JobView:
-        """The same job at another place."""
+        """Return the view with another allocation."""
         return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
 
     @property
@@ -272,7 +267,7 @@ class JobView:
 
     @property
     def _most_with_samples(self) -> int:
-        """At most ``max_workers``, and so many that each gets its least micro-batch out of the largest batch."""
+        """Largest number of workers, up to ``max_workers``, that each get a least micro-batch of the largest batch."""
         batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
         if batch is None:
             return self.max_workers
@@ -280,12 +275,12 @@ class JobView:
 
 
 def worker_kind(view: JobView) -> WorkerKind:
-    """What decides where a job's workers fit; thousands of jobs share a few kinds."""
+    """Return the fields that decide where a job's workers fit; thousands of jobs share a few kinds."""
     return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
 
 
 def alike(views: Iterable[JobView]) -> bool:
-    """Whether the workers of all jobs are interchangeable: one bundle, one label selector."""
+    """True if the workers of all jobs are interchangeable: one bundle, one label selector."""
     return len({worker_kind(view) for view in views}) <= 1
 
 
@@ -297,16 +292,13 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
     ``JobView.useful_workers``.
 
     Args:
-        view: the job.
         slots: how many of its workers fit on each node; only used for nodes(k), in any order.
         most: the largest size of interest; ``view.useful_workers`` by default.
 
-    Returns:
-        Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
-        that is not allowed lies between the next ones below and above, so that who adds one worker at a time gets
-        past it; ``placement.planning.constraints`` sees to it that no job is left there.
-        Read-only. An entry is 0 where no batch size is possible, and may fall with k where communication eats
-        the gain.
+    Returns array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
+    that is not allowed lies between the next ones below and above, so that who adds one worker at a time gets past it;
+    ``placement.planning.constraints`` sees to it that no job is left there. Read-only. An entry is 0 where no batch
+    size is possible, and may fall with k where communication eats the gain.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
@@ -415,7 +407,7 @@ class TraceJobView(JobView):
 
 
 def oracle_of(view: JobView) -> Oracle | None:
-    """What is true of the job; None of a live one."""
+    """Return the true data of a simulated job; None of a live one."""
     return view.oracle if isinstance(view, TraceJobView) else None
 
 

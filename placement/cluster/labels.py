@@ -12,7 +12,7 @@ _CONDITION = re.compile(rf"(!?)(?:in\(({_VALUE}(?:, ?{_VALUE})*)\)|({_VALUE})|)"
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node with these labels satisfies every condition of a (valid) selector.
+    """True if a node with these labels satisfies every condition of a (valid) selector.
 
     As in Ray, a node without the label satisfies ``!T4`` and ``!in(T4,A100)``.
     """
@@ -27,7 +27,6 @@ def check_selector(selector: Mapping[Any, Any], what: str) -> None:
     """Refuse a selector that Ray would not understand.
 
     Args:
-        selector: conditions by label.
         what: what the error calls it, such as ``ScalingConfig(label_selector)``.
 
     Raises:
@@ -54,7 +53,7 @@ def satisfying(selector: Mapping[str, str]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(condition: str) -> tuple[bool, frozenset[str]]:
-    """Whether the condition is negated, and its values."""
+    """Return a flag for a negated condition, and the condition's values."""
     found = _CONDITION.fullmatch(condition)
     assert found is not None, f"{condition!r} was not checked"
     bang, several, single = found.groups()

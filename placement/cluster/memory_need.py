@@ -1,4 +1,4 @@
-"""How much memory a worker needs in a group of which size, where a model is divided among workers (pure)."""
+"""Memory need of a worker by group size, for a model that is divided among workers (pure)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MemoryNeed:
         return None if self.shard_size is None else self.copies * self.shard_size
 
     def need_bytes(self, workers: int) -> int:
-        """What each worker needs in a group of so many.
+        """Return the bytes that each worker needs in a group of `workers`.
 
         Raises:
             ValueError: the number is no whole one from 1.
@@ -71,12 +71,12 @@ class MemoryNeed:
         return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
 
     def shortage(self, workers: int) -> str:
-        """What a worker needs in a group of so many, and what it has, as a clause."""
+        """Return a clause with the memory that a worker needs in a group of `workers`, and the memory it has."""
         need = bytes_text(self.need_bytes(workers))
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 
     def after_failure(self, workers: int) -> str:
-        """What it says of these numbers that a worker ran out of memory in a group of so many, as a clause."""
+        """Return a clause on these numbers after a worker ran out of memory in a group of `workers`."""
         if workers < self.least_workers:
             return f"{self.shortage(workers)}, by SchedulingConfig(memory=...)"
         need, has = bytes_text(self.need_bytes(workers)), bytes_text(self.available_bytes)
@@ -90,7 +90,7 @@ class MemoryNeed:
 
 
 def bytes_text(count: int) -> str:
-    """So many bytes in the largest unit of which there is one."""
+    """Format a number of bytes in the largest unit that it reaches."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -35,7 +35,6 @@ class NodeFailure:
     """A worker that failed on a node, as its job's controller tells of it with each heartbeat.
 
     Attributes:
-        node: id of the node.
         worker: id of the worker, which no other of the job has.
         cause: what happened, a few words.
         age_s: time since [s].
@@ -56,13 +55,11 @@ class NodeHistory:
     """A node with failures, as it is shown.
 
     Attributes:
-        node: id of the node.
         failures: how many are remembered.
         jobs: jobs that had them.
         cause: of the last one.
         age_s: time since the last one [s].
         avoided_by: jobs that avoid it now.
-        by_all: all jobs do.
         rests_s: for how long yet [s]; 0 where nobody avoids it.
     """
 
@@ -80,7 +77,7 @@ class NodeHistory:
 
     @property
     def short(self) -> str:
-        """The same without what changes each second."""
+        """Text without what changes each second."""
         whom = "all jobs" if self.by_all else ", ".join(self.avoided_by)
         workers = "1 worker" if self.failures == 1 else f"{self.failures} workers"
         avoided = f", avoided by {whom} for {math.ceil(self.rests_s / 60)} min" if whom else ""
@@ -107,8 +104,6 @@ class AvoidedNodes:
     """Nodes that are worth nothing now, with the reason of each.
 
     Attributes:
-        by_job: by job, and node.
-        by_all: by node.
         broken: by job, those of its nodes where a disk or a GPU has failed it.
     """
 

@@ -58,7 +58,7 @@ class NodeType:
 
     @property
     def spot(self) -> bool:
-        """Whether its nodes may be taken away."""
+        """True if nodes of this type may be reclaimed."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
     @property
@@ -72,16 +72,12 @@ class NodeType:
         return Node(node_id=node_id, total=self.resources, free=self.resources, labels=labels)
 
     def slots(self, view: JobView) -> int:
-        """How many of the job's workers fit onto one such node; 0 where it does not want one."""
+        """Return how many of the job's workers fit onto one such node; 0 if its selector excludes it."""
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
 
 
 def check_types(types: Sequence[NodeType]) -> None:
-    """Refuse offers that make no sense together.
-
-    Raises:
-        InputError: no type at all, or a name that occurs twice.
-    """
+    """Refuse offers that make no sense together. Raises InputError: no type at all, or a name that occurs twice."""
     if not types:
         raise InputError("node types must name one or more, but there are none: nothing could be asked for")
     names = [each.name for each in types]

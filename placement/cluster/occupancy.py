@@ -21,14 +21,14 @@ _KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
 
 
 class Free(Protocol[_JobContra, _KeyCo]):
-    """What is left of the nodes, counted from 0: ``FreeResources`` where workers differ, else ``FreeSlots``."""
+    """Protocol of free room on nodes: ``FreeResources`` where workers differ, else ``FreeSlots``."""
 
     def key(self, job: _JobContra) -> _KeyCo:
-        """What tells two jobs apart."""
+        """Return the key that tells two jobs apart."""
         ...
 
     def slots(self, job: _JobContra) -> Ints:
-        """How many more of the job's workers fit on each node; the caller's own copy."""
+        """Return how many more of the job's workers fit on each node; the caller may change the array."""
         ...
 
     def take(self, job: _JobContra, index: int, workers: int) -> None:
@@ -55,7 +55,7 @@ class FreeSlots:
         return self._free.copy()
 
     def take(self, job: int, index: int, workers: int) -> None:
-        """See ``Free``."""
+        """Take slots of a node for workers of the job."""
         self._free[index] -= workers
 
 
@@ -73,7 +73,7 @@ class Occupancy(Generic[_Job, _Key]):
         self._multi_node: set[_Key] = set()
 
     def slots(self, job: _Job) -> Ints:
-        """How many more of the job's workers fit on each node."""
+        """Return how many more of the job's workers fit on each node."""
         return self._free.slots(job)
 
     def place(self, job: _Job) -> Mapping[int, int]:
@@ -132,7 +132,7 @@ def worst_fit(fits: NDArray[np.int64]) -> int | None:
 
 
 def mask(indices: Mapping[int, int] | set[int], length: int) -> NDArray[np.bool_]:
-    """Which of so many nodes are among these."""
+    """Return a mask of `length` nodes that is True at `indices`."""
     found = np.zeros(length, dtype=np.bool_)
     found[list(indices)] = True
     return found

@@ -1,4 +1,4 @@
-"""From counts to nodes: how many workers each job gets is decided, now where they run."""
+"""Packing of decided worker counts onto nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.cluster.occupancy import Occupancy, best_fit, mask, worst_fit
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the workers go.
+    """Result of packing: the nodes of the workers.
 
     Attributes:
         allocation: workers per job and node.
@@ -41,10 +41,8 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
     Args:
         counts: wanted workers per job; jobs that are left out get none.
         jobs: the jobs, with ``allocation`` as the present place of their workers.
-        cluster: the nodes.
 
-    Returns:
-        The places, and what found none. Every job appears that has a place.
+    Returns the places, and what found none. Every job appears that has a place.
     """
     wanted = [view for view in sorted(jobs, key=lambda view: view.arrival) if counts.get(view.job, 0) > 0]
     packing = _place(counts, wanted, cluster, keep=True)
@@ -87,14 +85,9 @@ def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster,
 
 
 def _minimums_first(
-    counts: Mapping[str, int],
-    jobs: Sequence[JobView],
-    ranked: Sequence[JobView],
-    cluster: Cluster,
-    *,
-    keep: bool,
+    counts: Mapping[str, int], jobs: Sequence[JobView], ranked: Sequence[JobView], cluster: Cluster, *, keep: bool
 ) -> _Packer:
-    """The same in two passes: all jobs' minimums, then growth."""
+    """Pack in two passes: all jobs' minimums, then growth."""
     packer = _Packer(FreeResources(cluster))
     floors = {view.job: min(view.min_workers, counts[view.job]) for view in jobs}
     for sizes in (floors, counts):
@@ -141,7 +134,7 @@ class _Packer:
             missing -= more
 
     def _next_node(self, view: JobView, missing: int, fits: NDArray[np.int64]) -> int:
-        """Where its next workers go; some node has room for one."""
+        """Return the node for the job's next workers; some node has room for one."""
         own = mask(self.occupied.place(view), len(fits))
         candidates = fits > 0
         if (candidates & own).any():
@@ -157,7 +150,7 @@ class _Packer:
         return index
 
     def packing(self, counts: Mapping[str, int], jobs: Sequence[JobView]) -> Packing:
-        """What has come of it; a job with less than its minimum has nothing."""
+        """Return the result of the packing; a job with less than its minimum has nothing."""
         allocation: dict[str, dict[str, int]] = {}
         short: dict[str, int] = {}
         for view in jobs:

@@ -1,4 +1,4 @@
-"""What a machine costs: a replaceable table of on-demand and spot prices, by GPU type and by instance type."""
+"""Prices of machines: a replaceable table of on-demand and spot prices, by GPU type and by instance type."""
 
 from __future__ import annotations
 
@@ -90,8 +90,7 @@ class PriceTable:
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
         """USD per GPU and hour of each GPU type, those in ``spot`` at their spot price.
 
-        Raises:
-            InputError: a type is not in the table, or a row without GPUs.
+        Raises InputError: a type is not in the table, or a row without GPUs.
         """
         missing = sorted(set(types) - set(self.prices))
         if missing:
@@ -107,8 +106,7 @@ class PriceTable:
     def instance(self, name: str) -> Price:
         """The row of an instance type.
 
-        Raises:
-            InputError: the table has none of that name; names the table and what it has.
+        Raises InputError: the table has none of that name; names the table and what it has.
         """
         if name not in self.prices:
             raise InputError(
@@ -121,8 +119,8 @@ class PriceTable:
 def read_prices(path: str | Path) -> PriceTable:
     """Read a table: a CSV file, or a JSON list of objects, with the columns of ``COLUMNS`` and perhaps gpu and gpus.
 
-    Raises:
-        InputError: the file cannot be read, lacks a column, repeats a type or holds no price; names the file and row.
+    Raises InputError: the file cannot be read, lacks a column, repeats a type or holds no price; names the file and
+    row.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

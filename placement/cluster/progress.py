@@ -1,4 +1,4 @@
-"""How far a job is, as it may tell."""
+"""Progress of a job, as it may report it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from placement.checks import check_number
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a job is, in scale-invariant iterations: one is the progress of one step at the initial batch M0.
+    """Progress of a job in scale-invariant iterations: one is the progress of one step at the initial batch M0.
 
     ``GoodputModel`` speaks of samples per second at M0: divided by M0 it is iterations per second.
 

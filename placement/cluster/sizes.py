@@ -20,8 +20,7 @@ class AllowedSizes:
         multiple_of: only multiples of this.
         memory: what a worker needs and has; only sizes in which it has enough. None where any size fits.
 
-    Raises:
-        TypeError, ValueError: they are no whole numbers from 1, or exclude each other.
+    Raises TypeError, ValueError: they are no whole numbers from 1, or exclude each other.
     """
 
     sizes: tuple[int, ...] = ()
@@ -48,7 +47,7 @@ class AllowedSizes:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raises TypeError or ValueError: ``memory`` is something else, or none of ``sizes`` fits into it."""
+        """Raise TypeError or ValueError if ``memory`` is something else, or none of ``sizes`` fits into it."""
         if self.memory is None:
             return
         if not isinstance(self.memory, MemoryNeed):
@@ -66,11 +65,11 @@ class AllowedSizes:
 
     @property
     def free(self) -> bool:
-        """Whether any number is allowed."""
+        """True if any number of workers is allowed."""
         return not self.sizes and self.multiple_of == 1 and self.fitting == 1
 
     def allow(self, workers: int) -> bool:
-        """Whether the job can train with so many."""
+        """True if the job can train with `workers` workers."""
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
@@ -91,11 +90,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """The smallest and the largest allowed size between these.
-
-        Raises:
-            ValueError: none is.
-        """
+        """The smallest and the largest allowed size between these. Raises ValueError: none is."""
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
             why = ""
@@ -105,7 +100,7 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """These, with the smallest and the largest size between ``least`` and ``most``; any where none is allowed."""
+        """Return the sizes, with the smallest and largest in ``least`` to ``most``; any size if none is allowed."""
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 

@@ -1,1 +1,1 @@
-"""How fast a job runs on given resources, and what that is worth."""
+"""Goodput: how fast a job runs on given resources, and what that is worth."""

@@ -47,7 +47,7 @@ class Observation:
         step_time: Seconds of one optimizer step, s + 1 micro-steps and synchronisation together. > 0.
         grad_time: Seconds of one micro-step without synchronisation (T_grad), or 0 if not measured.
         count: Weight, such as how many steps the times are a mean of. > 0.
-        spread: Standard deviation of the logarithms of the reports behind ``step_time``; 0 if not measured.
+        spread: Standard deviation of the logarithms of the reports in ``step_time``; 0 if not measured.
 
     Raises:
         TypeError: a value is not a real number.
@@ -251,7 +251,7 @@ def least_squares(
     gtol: float = 1e-8,
     steps: int = 60,
 ) -> tuple[float, Floats]:
-    """Where the search for the least cost from ``start`` ends: Levenberg-Marquardt, projected onto the bounds.
+    """Minimise the cost from ``start`` by Levenberg-Marquardt, projected onto the bounds.
 
     With errors e, slopes J = de/dx and g = J^T e, an unknown is held while it lies on a bound and -g points beyond it;
     the others move by d, cut off at the bounds, with Marquardt's damping mu and each unknown's own scale::
@@ -270,8 +270,7 @@ def least_squares(
         gtol: or when no unknown that is free has a steeper g.
         steps: tried at most.
 
-    Returns:
-        The cost, half of the sum of squared errors, and the unknowns.
+    Returns the cost, half of the sum of squared errors, and the unknowns.
     """
     x, e, damping = start, errors(start), _DAMPING
     cost = 0.5 * float(e @ e)
@@ -303,7 +302,7 @@ def _normal(j: Floats, e: Floats) -> tuple[Floats, Floats]:
 
 
 def _step(normal: Floats, g: Floats, free: npt.NDArray[np.bool_], damping: float) -> Floats:
-    """How far the free unknowns move."""
+    """Return the step of the free unknowns."""
     step = np.zeros_like(g)
     of_free = normal[np.ix_(free, free)]
     scale = np.maximum(np.diag(of_free), np.finfo(np.float64).tiny * 1e16)

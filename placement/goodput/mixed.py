@@ -1,4 +1,4 @@
-"""How fast a group trains whose workers are on GPUs of several types, each with a share of the batch by its speed."""
+"""Throughput of a group on GPUs of several types, each with a share of the batch by its speed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ class TypePart:
     """The workers of a group that are on GPUs of one type.
 
     Attributes:
-        gpu: the type.
         workers: how many, 1 or more.
         model: step times of a group of this type alone.
         most: most samples of a worker in one micro-step; None for no bound.
 
-    Raises:
-        ValueError: a number is below 1.
+    Raises ValueError: a number is below 1.
     """
 
     gpu: str
@@ -84,8 +82,7 @@ class MixedGroup:
         parts: the workers by type, one or more.
         nodes: N, nodes that they are on, from 1 to the number of workers.
 
-    Raises:
-        ValueError: there is no part, or the number of nodes is out of its range.
+    Raises ValueError: there is no part, or the number of nodes is out of its range.
     """
 
     parts: tuple[TypePart, ...]
@@ -104,14 +101,13 @@ class MixedGroup:
 
     @property
     def most(self) -> float:
-        """Most samples of the group in one micro-step; infinity without bounds."""
+        """Largest micro-batch of the group; infinity without bounds."""
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
         """T_grad of a micro-step of so many samples of the whole group [s]; infinity above ``most``.
 
-        Raises:
-            ValueError: samples is below 1.
+        Raises ValueError: samples is below 1.
         """
         check_number("samples", samples, least=1)
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
@@ -119,8 +115,7 @@ class MixedGroup:
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
         """Samples of each worker in a micro-step, from the largest on, for each part; they add up to ``samples``.
 
-        Raises:
-            ValueError: samples is below 1, or above ``most``.
+        Raises ValueError: samples is below 1, or above ``most``.
         """
         check_number("samples", samples, least=1)
         if samples > self.most:
@@ -144,8 +139,7 @@ class MixedGroup:
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
         """T_step [s] of a batch of so many samples in ``accum_steps`` + 1 micro-steps; infinity where it is too large.
 
-        Raises:
-            ValueError: the batch is below 1, or accum_steps below 0.
+        Raises ValueError: the batch is below 1, or accum_steps below 0.
         """
         check_number("batch_size", batch_size, least=1)
         check_number("accum_steps", accum_steps, least=0)
@@ -170,8 +164,7 @@ class MixedGroup:
             held_batch: the only batch that counts, where it fits [samples].
             accumulation: whether there may be several micro-steps.
 
-        Raises:
-            ValueError: a size is below 1.
+        Raises ValueError: a size is below 1.
         """
         check_number("init_batch_size", init_batch_size, least=1, unit="sample")
         low, high = init_batch_size, max(init_batch_size, max_batch_size or init_batch_size)
@@ -242,16 +235,14 @@ class MixedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """What the workers of one type took in the steps of a group of several.
+    """Measured times of one GPU type's workers in the steps of a mixed group.
 
     Attributes:
-        gpu: the type.
         workers: how many.
         atomic_bsz: samples of one of them in a micro-step, above 0.
         grad_time: seconds of one of its micro-steps without synchronisation, above 0.
 
-    Raises:
-        ValueError: a number is out of its range.
+    Raises ValueError: a number is out of its range.
     """
 
     gpu: str
@@ -276,8 +267,7 @@ class MixedObservation:
         step_time: seconds of one optimizer step, above 0.
         count: how many steps the times are a mean of.
 
-    Raises:
-        ValueError: there is no part, or a number is out of its range.
+    Raises ValueError: there is no part, or a number is out of its range.
     """
 
     parts: tuple[MeasuredPart, ...]
@@ -291,7 +281,7 @@ class MixedObservation:
             raise ValueError("parts must hold one GPU type or more, but got none")
 
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
-        """The same as measurements of each type, for ``fit``.
+        """Return the measurement as observations of each GPU type, for ``fit``.
 
         The step waits for the slowest type, so that its time is one of a group of that type with its samples. Of every
         other type it tells how long one worker takes alone: T_step of one replica is T_grad.

@@ -1,4 +1,4 @@
-"""What a training job is worth on given resources: throughput x statistical efficiency, at its best batch.
+"""Goodput of a training job on given resources: throughput x statistical efficiency, at its best batch.
 
 Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
 sections 3.1 (statistical efficiency) and 3.2 (system throughput). This is the only implementation in the
@@ -14,16 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from placement.goodput.fitting import Observation, fit
-from placement.goodput.step_time import (
-    LARGEST,
-    FloatOrArray,
-    Floats,
-    ThroughputModel,
-    plain,
-    real,
-    reals,
-    resources,
-)
+from placement.goodput.step_time import LARGEST, FloatOrArray, Floats, ThroughputModel, plain, real, reals, resources
 
 __all__ = ["GoodputModel", "NoiseScale", "Observation", "ThroughputModel", "fit"]
 
@@ -87,7 +78,7 @@ class NoiseScale:
 
 @dataclass(frozen=True, slots=True)
 class _BatchQuery:
-    """What `GoodputModel.best` is asked: one column for each pair of nodes and replicas, and the limits."""
+    """Query of `GoodputModel.best`: one column for each pair of nodes and replicas, and the limits."""
 
     nodes: Floats
     replicas: Floats
@@ -210,12 +201,10 @@ class GoodputModel:
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
         """For a job that keeps to another batch than M0.
 
-        Returns:
-            A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its samples:
-            its goodput times the worth is this model's goodput at the batch.
+        Returns A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its
+        samples: its goodput times the worth is this model's goodput at the batch.
 
-        Raises:
-            ValueError: the batch is below 1.
+        Raises ValueError: the batch is below 1.
         """
         held = GoodputModel(self.throughput_model, self.noise, batch_size)
         return held, float(self._efficiency(np.array(held.init_batch_size, dtype=np.float64)))
@@ -237,11 +226,7 @@ class GoodputModel:
             ValueError: a batch is below 1, max_batch_size below init_batch_size, or the bounds are empty or below 1.
         """
         free, _, _ = self.best(
-            nodes,
-            replicas,
-            max_batch_size=max_batch_size,
-            atomic_bsz_range=atomic_bsz_range,
-            accumulation=accumulation,
+            nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation
         )
         if batch_size is None:
             return free
@@ -313,7 +298,7 @@ def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[
     """(k, wanted m) for the samples per replica and step in `local`, in columns.
 
     Besides each of them in as few micro-steps as `high` allows: full micro-steps of `high`, since goodput
-    jumps down behind each; the two ends of the first few k; and some m from `low` to `high` in as few micro-steps as
+    jumps down after each; the two ends of the first few k; and some m from `low` to `high` in as few micro-steps as
     make up the least batch, since with few batches to choose from others have no multiple.
     """
     fewest = np.ceil(local / high)
@@ -323,13 +308,7 @@ def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[
     fitting = np.maximum(np.ceil(least / some), 1.0)
     k = np.concatenate([fewest, full, first, first, fitting])
     wanted = np.concatenate(
-        [
-            local / fewest,
-            np.full_like(full, high),
-            np.zeros_like(first),
-            np.full_like(first, LARGEST),
-            some,
-        ]
+        [local / fewest, np.full_like(full, high), np.zeros_like(first), np.full_like(first, LARGEST), some]
     )
     return k, wanted
 

@@ -71,8 +71,7 @@ def gittins_left(done: float, ends: Sequence[float]) -> float:
         done: work that the job has had, 0 or more.
         ends: totals at which it may end; what is not above ``done`` cannot be any more.
 
-    Returns:
-        Work, in the unit of ``ends``; as much as was done where it should have ended.
+    Returns work, in the unit of ``ends``; as much as was done where it should have ended.
     """
     left = sorted(end - done for end in ends if end > done)
     best, below = done if not left else left[-1] * len(left), 0.0
@@ -135,7 +134,7 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
 
 
 def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: Floats, now_s: float) -> Floats:
-    """How late each job would be on an equal share from now on: 1 at most if it is not, NaN if it has not trained.
+    """Return each job's lateness on an equal share from now on: at most 1 if it is not late, NaN if it has not trained.
 
         lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
 

@@ -1,4 +1,4 @@
-"""How fast every job would be in every shape, with measured step times trusted before the fitted model."""
+"""Speed of every job in every shape; measured step times take precedence over the fitted model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Ratios = Mapping[tuple[int, int], float]
 
 @dataclasses.dataclass(slots=True)
 class GoodputCache:
-    """What a policy has computed before: a decision asks again for all jobs, though few have changed.
+    """Cache of a policy's computations: each decision asks again for all jobs, though few have changed.
 
     It never changes an answer, only how soon it comes. When full it forgets everything, which costs one slow decision
     and needs no clock.
@@ -44,7 +44,7 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note_prices(self, prices: Mapping[str, float]) -> None:
-        """A decision has found these."""
+        """Note the prices that a decision has found."""
         self.prices.clear()
         self.prices.update(prices)
 
@@ -65,7 +65,6 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
     """Goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
     Args:
-        views: the jobs.
         gpu: GPU type.
         nodes: nodes of each shape, (J, C); 0 where the shape is impossible.
         workers: workers of each shape, (J, C).
@@ -115,12 +114,12 @@ def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> F
 
 
 def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
-    """What to divide the modelled goodput of every shape by, (C,): the ratio of the nearest measured shape.
+    """Return the divisors of the modelled goodput of every shape, (C,): the ratio of the nearest measured shape.
 
     Nearest by |log2(workers / workers measured)|, of two equally near the smaller, among shapes on one node for such
     and on several for the others. A model that is wrong in one shape is about as wrong in the next: corrected there
     alone, a job that is faster than modelled would seem to lose by growing. Across the node's edge only what was faster
-    is carried, so that a curve that falls there goes on doing so.
+    is carried, so that a curve that falls there continues doing so.
     """
     measured = sorted(known.items(), key=lambda item: (item[0][1], item[0][0]))
     m, k = np.array([shape for shape, _ in measured], dtype=np.float64).T
@@ -145,7 +144,7 @@ def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: Go
 
 
 def spread(view: JobView) -> float:
-    """How much the job's measured step times vary: the mean over its measurements, weighted by their counts."""
+    """Return how much the job's measured step times vary: the mean over its measurements, weighted by their counts."""
     seen = [each for measured in view.observations.values() for each in measured]
     return sum(each.count * each.spread for each in seen) / max(sum(each.count for each in seen), 1e-9)
 

@@ -1,4 +1,4 @@
-"""How long one optimizer step takes on given resources: Pollux's system model.
+"""Time of one optimizer step on given resources: Pollux's system model.
 
 Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
 section 3.2 (system throughput).
@@ -129,7 +129,7 @@ def power_sum(x: Floats, y: Floats, gamma: float) -> Floats:
 
 
 def real(name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """One finite number that is at least `at_least`, or an error that names it."""
+    """Check that `value` is one finite number of at least `at_least`, and return it; errors name it."""
     if type(value) is float and at_least <= value <= LARGEST:  # in each step, where NumPy takes ten times as long
         return value
     if np.ndim(value):

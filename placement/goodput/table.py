@@ -28,10 +28,9 @@ _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundedModel:
-    """One job's model and the limits of its batch.
+    """Model of one job with the limits of its batch.
 
     Attributes:
-        model: its goodput model.
         max_batch_size: largest global batch [samples]; None keeps it at the model's initial one.
         atomic_bsz_range: least and most samples per worker and micro-step; None for no bounds.
         accumulation: whether it may accumulate gradients.
@@ -53,12 +52,10 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
     with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``.
 
     Args:
-        questions: one a job.
         nodes: nodes of each shape, of shape (C,) or (J, C).
         workers: workers of each shape, likewise, 1 or more.
 
-    Returns:
-        Array (J, C), 0 where no batch fits.
+    Returns array (J, C), 0 where no batch fits.
     """
     shape = len(questions), np.shape(workers)[-1]
     asked = [(ask.model, ask.max_batch_size, ask.atomic_bsz_range, ask.accumulation) for ask in questions]
@@ -68,7 +65,7 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
 
 
 def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
-    """The same for questions as ``numbers_of`` puts them, one a row; 0 also where ``nodes`` is 0."""
+    """Compute goodputs for the numbers of ``numbers_of``, one row a job; 0 also where ``nodes`` is 0."""
     jobs, shapes = workers.shape
     columns = np.ascontiguousarray(numbers.T)
     asked = np.flatnonzero(nodes)
@@ -134,7 +131,7 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """All that a ``BoundedModel`` says, as numbers."""
+    """Return the numbers of a ``BoundedModel``."""
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise
     sqr, var = max(noise.sqr, 0.0), max(noise.var, 0.0)

@@ -1,1 +1,1 @@
-"""What jobs of one model learn from each other, kept beyond their ends."""
+"""Knowledge that jobs of one model share, kept after they end."""

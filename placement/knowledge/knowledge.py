@@ -1,4 +1,4 @@
-"""What jobs of one model learn from each other: step times, by GPU type and shape, kept beyond the job's end.
+"""Knowledge that jobs of one model share: step times by GPU type and shape, kept after they end.
 
 Pure: the clock is passed in, and nothing is read or written; ``placement.knowledge.store`` keeps it in files.
 """
@@ -32,7 +32,7 @@ _CHANGED = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnowledgeConfig:
-    """How much is kept, and for how long.
+    """Settings of how long knowledge is kept.
 
     Attributes:
         forget_s: an observation older than this no longer counts [s]; drivers and libraries change.
@@ -46,7 +46,7 @@ class KnowledgeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What a job that has measured nothing yet on a GPU type is told of it.
+    """Prior of a job that has measured nothing yet on a GPU type.
 
     Attributes:
         model: fitted to what others measured; its noise is that of the earliest epoch known.
@@ -59,7 +59,7 @@ class Prior:
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """What is known of one fingerprint on one GPU type.
+    """Knowledge of one fingerprint on one GPU type.
 
     Models are fitted when one is asked for, to what was known right after the last news. Fitted to what is known when
     they are asked for, the decisions of an allocator would depend on who looked on, and when.
@@ -94,7 +94,7 @@ class _Family:
         return True
 
     def observations(self, now_s: float, forget_s: float) -> tuple[Observation, ...]:
-        """What was measured, shape by shape; what is older than ``forget_s`` is forgotten."""
+        """Return the measurements shape by shape, after dropping those older than ``forget_s``."""
         old = [shape for shape, (_, seen_s) in self.seen.items() if now_s - seen_s > forget_s]
         for shape in old:
             del self.seen[shape]
@@ -184,7 +184,7 @@ class Knowledge:
                     family.noise[epoch] = model.noise, batches, now_s
 
     def ended(self, job: str, now_s: float) -> None:
-        """A job is over: what it measured stays known, and how long it was."""
+        """End a job; what it measured stays known, and how long it was."""
         self.version += self._lengths.ended(job, now_s)
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]
@@ -235,7 +235,7 @@ class Knowledge:
         )
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
-        """What to tell a job, by GPU type: models of the types that it has none of its own for."""
+        """Return models for a job, by GPU type, for the types on which it has none of its own."""
         if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
             return {}
         known = self.complete(view, now_s)
@@ -246,7 +246,7 @@ class Knowledge:
         }
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
-        """All that is known of these models and still counts, for keeping."""
+        """Return all measurements of these models that still count, for storage."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
         known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
@@ -296,7 +296,7 @@ class Knowledge:
 
 
 def machine_of(node: Node) -> str:
-    """What decides the speed of a node, as text: how many of each device it has.
+    """Return a text of the devices that decide the speed of a node: how many of each it has.
 
     Memory is left out: Ray measures it anew at every start of a node, never quite the same.
     """
@@ -310,7 +310,7 @@ def _epoch(view: JobView) -> int:
 
 
 def _noise(family: _Family, view: JobView) -> NoiseScale | None:
-    """The family's noise where the job is in its training, else the earliest: noise rises as training goes on.
+    """The family's noise where the job is in its training, else the earliest: noise rises as training continues.
 
     var = tr(Sigma) / M0, and the job's M0 may be another than that of the one who measured it.
     """
@@ -332,7 +332,7 @@ def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
 
 
 def _corrects(observation: Observation, known: Observation) -> bool:
-    """Whether the same was measured before, with quite another result."""
+    """True if the same batch was measured before with a quite different result."""
     same = observation.atomic_bsz == known.atomic_bsz
     return same and abs(observation.step_time / known.step_time - 1.0) > _CHANGED
 
@@ -364,7 +364,7 @@ class EndedJobs:
         self._ended: dict[str, tuple[KnownLength, ...]] = {}
 
     def hear(self, view: JobView) -> None:
-        """How far a job is, and what it declares."""
+        """Record a job's progress, and the length that it declares."""
         if view.fingerprint is None or view.progress is None or not view.init_batch_size or not view.progress.done:
             return
         done, left = view.progress.done, remaining(view.progress)
@@ -392,7 +392,7 @@ class EndedJobs:
             self._ended[fingerprint] = newest([*self._ended.get(fingerprint, ()), *several])
 
     def of(self, fingerprints: Collection[str]) -> tuple[KnownLength, ...]:
-        """All that is known of these models."""
+        """Return the known lengths of these models' jobs."""
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def complete(self, view: JobView, now_s: float) -> JobView:

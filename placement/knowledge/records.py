@@ -1,4 +1,4 @@
-"""What is kept of measurements between two lives of an allocator: plain values, and how they merge (pure)."""
+"""Stored measurements between two lives of an allocator: plain values, and how they merge (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_LENGTHS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """What a job may do with its batch; fields as in ``JobView``."""
+    """Limits of a job's batch; fields as in ``JobView``."""
 
     init_batch_size: int
     max_batch_size: int | None = None
@@ -28,14 +28,13 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStep:
-    """One measurement, for keeping.
+    """Stored measurement of one step time.
 
     Attributes:
         fingerprint: of the job's model.
         gpu_type: of the nodes it ran on, empty without GPUs or label.
         machines: descriptions of the nodes of that type when it was kept
             (see ``placement.knowledge.knowledge.machine_of``).
-        observation: what was measured.
         seen_s: when [s since the epoch].
     """
 
@@ -69,7 +68,7 @@ class KnownNoise:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownLength:
-    """How long one job was in the end, for keeping.
+    """Stored length of one ended job.
 
     Attributes:
         fingerprint: of the job's model.
@@ -86,7 +85,7 @@ class KnownLength:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What is kept between two lives of an allocator."""
+    """Measurements stored between two lives of an allocator."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
@@ -120,7 +119,7 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """Whether all that the other says, older than which nothing counts, is known here, and as recently."""
+    """True if these measurements hold all of the other's that still count, and as recently."""
     steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
     noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:

@@ -29,7 +29,7 @@ are null:
 ``accum_steps``         int64       step: micro-steps before the one that synchronises
 ``step_time_s``         float64     step: one optimizer step, synchronisation included [s]
 ``grad_time_s``         float64     step: one micro-step without synchronisation [s], 0 if not measured
-``weight``              float64     step: of the measurement, by how many steps are behind it
+``weight``              float64     step: of the measurement, by how many steps it is a mean of
 ``epoch``               int64       noise: epochs that the job had finished
 ``noise_sqr``           float64     noise: squared norm of the gradient
 ``noise_var``           float64     noise: variance of a gradient at the initial batch, same unit as ``noise_sqr``
@@ -101,7 +101,7 @@ _SCHEMA = pa.schema(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRoot:
-    """Where a cluster's jobs put their results: the parent of their runs' directories.
+    """Storage root of a cluster's jobs: the parent of their runs' directories.
 
     Attributes:
         path: of the directory on ``filesystem``.
@@ -115,7 +115,7 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells two of them apart."""
+        """Key that tells two storage roots apart."""
         return str(self.filesystem.type_name), self.path
 
 
@@ -135,7 +135,7 @@ class KnowledgeStore:
         self._others: dict[str, Measurements] = {}
 
     def load(self) -> Measurements:
-        """All that any writer has kept here; files that are torn or not ours are reported and left out."""
+        """Load the measurements of all writers; torn and foreign files are reported and left out."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         kept: list[Measurements] = []
         for entry in self._files.get_file_info(selector):
@@ -153,8 +153,7 @@ class KnowledgeStore:
     def save(self, measurements: Measurements) -> None:
         """Replace this writer's file, and fold in what others have left behind.
 
-        Raises:
-            OSError: the file system refuses.
+        Raises OSError: the file system refuses.
         """
         make_directory(self._files, self._folder, private=self._private)
         table = _table(measurements)
@@ -183,7 +182,7 @@ class KnowledgeStore:
                     self._files.delete_file(path)
 
     def _read(self, path: str) -> Measurements | None:
-        """What a writer's file holds; None where it is gone, or torn or not ours, of which the log says why."""
+        """Read one writer's file; None if it is gone, or is torn or foreign, which is logged."""
         try:
             with self._files.open_input_file(path) as file:
                 table = pq.ParquetFile(file).read()  # read_table() would import pandas: 40 MB
@@ -199,7 +198,7 @@ class KnowledgeStore:
 
 
 def _table(measurements: Measurements) -> pa.Table:
-    """All measurements as rows of ``_SCHEMA``, steps before noises; no rows where there are none."""
+    """Return the measurements as rows of ``_SCHEMA``, steps before noises."""
     rows = [_step_row(step) for step in measurements.steps] + [_noise_row(noise) for noise in measurements.noises]
     rows += [_length_row(length) for length in measurements.lengths]
     if not rows:
@@ -257,7 +256,7 @@ def _length_row(length: KnownLength) -> dict[str, Any]:
 
 
 def _measurements(table: pa.Table) -> Measurements:
-    """What the rows say; columns that a file of an earlier version lacks are null in it."""
+    """Return the measurements in the rows; columns missing in files of earlier versions are null."""
     for name in ("samples", "part"):
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), pa.float64()))

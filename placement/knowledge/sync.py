@@ -24,7 +24,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _RootState:
-    """One storage root: what is kept there, and since when."""
+    """State of one storage root: its store, and what is known and written there."""
 
     store: KnowledgeStore
     calls: StorageCalls
@@ -36,11 +36,11 @@ class _RootState:
     saving: bool = False
 
     def know(self, fingerprints: Iterable[str]) -> None:
-        """Jobs of these models use it."""
+        """Note that jobs of these models use the root."""
         self.fingerprints.update(fingerprints)
 
     def is_due(self, version: int, *, now: bool) -> bool:
-        """Whether news is to be written there now; then it counts as being written."""
+        """True if news must be written now; it then counts as being written."""
         if version == self.version:
             self.hurry = False
             return False
@@ -51,19 +51,19 @@ class _RootState:
         return True
 
     def begin(self) -> None:
-        """What is known now is being written."""
+        """Start to write what is known now."""
         self.hurry, self.saved_s = False, time.monotonic()
 
     def written(self, version: int) -> None:
-        """So much of what is known is written."""
+        """Record the version that was written."""
         self.version = version
 
     def over(self) -> None:
-        """The writing has come to its end, well or not."""
+        """Record the end of a write, successful or not."""
         self.saving = False
 
     def hurry_up(self) -> None:
-        """Its cluster may be gone soon."""
+        """Write soon, because the job's cluster may be gone."""
         self.hurry = True
 
 
@@ -87,11 +87,11 @@ class KnowledgeSync:
         self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
-        """Whether it is known where the job's results are."""
+        """True if the storage root of the job's results is known."""
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
-        """A job's results are there; returns when what was kept there has been recalled, or that takes long."""
+        """Open the storage root of a job; returns when its contents are recalled, or that takes long."""
         known = self._roots.get(root.key)
         if known is None:
             store = KnowledgeStore(root, self._writer)
@@ -111,12 +111,12 @@ class KnowledgeSync:
         self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
-        """A job's heartbeat."""
+        """Note a job's heartbeat."""
         if view.fingerprint is not None and view.job in self._root_of_job:
             self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
-        """A job is over: its cluster may be gone soon, so what it has measured is written at once."""
+        """End a job; its cluster may be gone soon, so what it has measured is written at once."""
         root = self._root_of_job.pop(job, None)
         if root is not None:
             root.hurry_up()

@@ -1,1 +1,1 @@
-"""One decision, from jobs to nodes: a policy's answer within what clusters ask for."""
+"""Planning of one decision, from jobs to nodes: a policy's answer within the constraints of clusters."""

@@ -1,4 +1,4 @@
-"""What real clusters ask for beyond a policy's own rules; it holds for every policy, which need not know of it.
+"""Constraints of real clusters beyond a policy's own rules; they hold for every policy, which need not know of them.
 
 Outermost first: sizes are those that a job can train with; deadlines raise minimums; mixed jobs stand with their
 minimum on on-demand nodes; tenants have their shares; within a tenant, priorities come one after the other; jobs that
@@ -52,7 +52,7 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
 
 
 def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
-    """By job whose size is not allowed, the next one below that is; 0 for none."""
+    """Return for each job whose size is not allowed the next smaller allowed one; 0 if there is none."""
     found: dict[str, int] = {}
     for view in problem.views:
         workers = sum(plan.allocation.get(view.job, {}).values())
@@ -83,7 +83,6 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
 
     Args:
         problem: the jobs and their room.
-        solve: answers.
         worth: workers that a whole node holds, of each job that prefers whole nodes.
     """
     plan = solve(problem)
@@ -107,13 +106,13 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
 
 
 def node_worth(view: JobView, cluster: Cluster) -> int:
-    """How many of the job's workers the largest node that it may use holds when it is empty."""
+    """Return how many of the job's workers the largest node that it may use holds when empty."""
     fitting = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
     return max((slots(node.total, view.bundle) for node in fitting), default=0)
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """The same sizes with no other job on the nodes of jobs that prefer whole nodes, if all workers find a place so."""
+    """Return the same sizes with no other job on the nodes of jobs that prefer whole nodes, if all workers fit so."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     if not any(_shares(view.job, plan.allocation) for view in shy):
         return plan
@@ -165,7 +164,7 @@ class Constraints:
         check_tenants(self.tenants)
 
     def concern(self, views: Sequence[JobView]) -> bool:
-        """Whether a decision about these jobs is more than the policy's own: rarely, so this must cost nothing."""
+        """True if a decision about these jobs needs more than the policy: rarely, so the test must cost nothing."""
         if not views:
             return False
         tenant, priority = views[0].tenant, views[0].priority
@@ -193,7 +192,6 @@ def decide(
 
     Args:
         problem: all jobs and the whole cluster.
-        solve: the policy.
         constraints: the cluster's rules.
         now_s: present time [s since the epoch].
         guaranteed: jobs whose deadlines the last decision guaranteed.

@@ -17,7 +17,7 @@ from placement.policies.shared.base import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SatisfactoryShare:
-    """What a deadline asks for.
+    """Share of workers that a deadline requires.
 
     Attributes:
         workers: the minimum satisfactory share: the fewest workers that meet it; None if no number does, or if it is
@@ -38,7 +38,6 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
     epoch is over.
 
     Args:
-        view: a job with a deadline.
         slots: how many of its workers fit on each node of the empty cluster.
         now_s: present time [s since the epoch].
     """
@@ -72,14 +71,11 @@ def guarantee(
     beside the others' shares gets no guarantee and runs as well as it can.
 
     Args:
-        views: all jobs.
-        cluster: the nodes.
         before: jobs whose deadline the last decision guaranteed.
         now_s: present time [s since the epoch].
         refused: jobs that get no guarantee, and why.
 
-    Returns:
-        The jobs with these minimums, and what to add to the reason of each job with a deadline.
+    Returns the jobs with these minimums, and what to add to the reason of each job with a deadline.
     """
     dated = {view.job for view in views if view.deadline_s is not None}
     if not dated:

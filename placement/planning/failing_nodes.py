@@ -27,8 +27,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
     A node that several jobs have seen slow counts as draining, unless fewer jobs could then run. One that only one job
     has seen is closed to that job alone, unless it would have to shrink for that: a slow worker still does some work.
 
-    Returns:
-        The very same objects where no node is slow.
+    Returns the very same objects where no node is slow.
     """
     if not any(view.slow_nodes for view in views):
         return views, cluster
@@ -77,8 +76,7 @@ def avoid_failing(
     whether the program is at fault. Only where a disk or a GPU has failed its own workers it waits for another node.
     No job loses its minimum to one that leaves a node.
 
-    Returns:
-        The very same objects where nothing is avoided, and by job why it is closed to which nodes.
+    Returns the very same objects where nothing is avoided, and by job why it is closed to which nodes.
     """
     if not avoided.by_all and not avoided.by_job:
         return views, cluster, {}
@@ -112,7 +110,7 @@ def _closed_to(view: JobView, nodes: Mapping[str, str]) -> JobView:
 
 
 def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -> dict[str, dict[str, str]]:
-    """By job the nodes that it may avoid, with their reasons: others could run its minimum, and have room for it.
+    """Return the nodes that each job may avoid, with reasons: others could run its minimum, and have room for it.
 
     What a job finds room in is gone for the next one. For one that has yet to begin there is room also where others
     could do with fewer workers; where a device has failed it, it waits for room.
@@ -137,7 +135,7 @@ def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -
 
 
 def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = False) -> dict[str, dict[str, float]]:
-    """What is free by node; ``of_minimums``: where each job may have given up what it holds beyond its minimum."""
+    """Return the free resources by node; with ``of_minimums``, as if jobs gave up what exceeds their minimums."""
     by_id, held = cluster.by_id(), dict[str, dict[str, int]]()
     for view in views:
         beyond = max(0, sum(view.allocation.values()) - view.min_workers) if of_minimums else 0

@@ -1,4 +1,4 @@
-"""At most one job that spans several nodes on any node (Pollux's rule: such jobs would share its network)."""
+"""Placement with at most one multi-node job on any node (Pollux's rule: such jobs would share its network)."""
 
 from __future__ import annotations
 
@@ -46,11 +46,7 @@ def shared(allocation: Allocation) -> dict[str, list[str]]:
 
 
 def check_apart(allocation: Allocation) -> None:
-    """Refuse nodes that multi-node jobs share.
-
-    Raises:
-        AllocationError: naming the node and the jobs.
-    """
+    """Refuse nodes that multi-node jobs share. Raises AllocationError: naming the node and the jobs."""
     for node, jobs in shared(allocation).items():
         raise AllocationError("one multi-node job per node", f"node {node!r} holds workers of {' and '.join(jobs)}")
 
@@ -58,7 +54,7 @@ def check_apart(allocation: Allocation) -> None:
 def keep_apart(
     packing: Packing, views: Sequence[JobView], cluster: Cluster, multi_node_nodes: Collection[str] = ()
 ) -> Packing:
-    """The same sizes at other places, where multi-node jobs share a node, and smaller sizes where there are none.
+    """Return the same sizes on other nodes if multi-node jobs share one, or smaller sizes if there is no room.
 
     Jobs within one node stay, and of those that conflict the one that is there already, then the largest. The others
     are placed anew: on one node that takes them whole, else on nodes without a multi-node job. If that leaves a job
@@ -66,8 +62,6 @@ def keep_apart(
 
     Args:
         packing: places to start from.
-        views: the jobs.
-        cluster: the nodes.
         multi_node_nodes: nodes that another multi-node job is on already.
     """
     busy = _multi_node_jobs(packing.allocation)
@@ -104,7 +98,6 @@ class _Placer:
     """Places jobs that span nodes apart from each other: within a node by best fit, else on quiet nodes by worst fit.
 
     Args:
-        cluster: the nodes.
         multi_node_nodes: those that another multi-node job is on already.
         present: where the jobs are to start from.
         wanted: workers of each job.
@@ -120,11 +113,10 @@ class _Placer:
         self._wanted = wanted
 
     def move_some(self, jobs: Sequence[JobView]) -> None:
-        """Jobs that stand in no other job's way stay; the others are placed anew."""
+        """Move only jobs that stand in another job's way; the others stay."""
         places, wanted = self._present, self._wanted
         order = sorted(
-            jobs,
-            key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival),
+            jobs, key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival)
         )
         homeless = []
         for view in order:
@@ -137,7 +129,7 @@ class _Placer:
             self._occupied.put_all(view, self._find(view, wanted[view.job], view.allocation or places[view.job]))
 
     def place_all(self, jobs: Sequence[JobView]) -> None:
-        """All anew, minimums first."""
+        """Place all jobs again, minimums first."""
         largest = {view.job: int(self._free.slots(view).max(initial=0)) for view in jobs}
         # Jobs that cannot but span come first: for them few nodes will do.
         order = sorted(jobs, key=lambda v: (v.min_workers <= largest[v.job], -v.min_workers, v.arrival))
@@ -151,7 +143,7 @@ class _Placer:
             self._occupied.put_all(view, large if sum(large.values()) >= sum(small.values()) else small)
 
     def allocation(self, jobs: Sequence[JobView]) -> dict[str, WorkersByNode]:
-        """Where the jobs are that have found a place."""
+        """Return the nodes of the jobs that have found a place."""
         return {view.job: self._named(place) for view in jobs if (place := self._occupied.place(view))}
 
     def _find(self, view: JobView, wanted: int, own: WorkersByNode) -> dict[int, int]:
@@ -180,7 +172,7 @@ class _Placer:
 
 
 def _on_one_node(fits: NDArray[np.int64], wanted: int, own: Collection[int]) -> dict[int, int]:
-    """Its own node if that takes all, else the tightest that does, else the roomiest."""
+    """Return the job's own node if it holds all workers, else the tightest that does, else the roomiest."""
     mine = [index for index in np.flatnonzero(fits >= wanted).tolist() if index in own]
     index = mine[0] if mine else best_fit(fits, wanted)
     if index is not None:
@@ -192,7 +184,7 @@ def _on_one_node(fits: NDArray[np.int64], wanted: int, own: Collection[int]) -> 
 def _on_quiet_nodes(
     fits: NDArray[np.int64], wanted: int, own: Collection[int], multi_node_nodes: Collection[int]
 ) -> dict[int, int]:
-    """Its own nodes, then the roomiest, without those that carry a multi-node job."""
+    """Return the job's own nodes, then the roomiest, without those that carry a multi-node job."""
     quiet = [index for index in np.flatnonzero(fits).tolist() if index not in multi_node_nodes]
     place: dict[int, int] = {}
     for index in sorted(quiet, key=lambda index: (index not in own, -int(fits[index]), index)):

@@ -1,4 +1,4 @@
-"""One decision, from views to nodes: ask the policy, hold it to the rules, place the workers. All pure."""
+"""Plan of one decision: ask the policy, apply the rules, place the workers. All pure."""
 
 from __future__ import annotations
 
@@ -37,15 +37,12 @@ def make_plan(
 
     Args:
         policy: decides.
-        views: the jobs.
-        cluster: the nodes.
         now_s: present time [s since the epoch].
         constraints: the cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.
         granted: ``Plan.granted`` of the last decision.
 
-    Raises:
-        AllocationError: the policy broke a rule; nothing is to be changed.
+    Raises AllocationError: the policy broke a rule; nothing is to be changed.
     """
     if constraints.one_multi_node_job_per_node is None:
         # Sharing links slows jobs down, and waiting stops them: as below, who would run otherwise decides.
@@ -68,7 +65,7 @@ def make_plan(
 
 
 def _running(plan: Plan) -> int:
-    """How many jobs a plan lets run."""
+    """Return how many jobs a plan runs."""
     return sum(1 for nodes in plan.allocation.values() if nodes)
 
 
@@ -164,9 +161,8 @@ def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Clu
 def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
     """Hold a policy's answer to the rules that need no placement.
 
-    Raises:
-        AllocationError: naming the rule: ``known job``, ``every job``, ``whole number``, ``minimum``,
-            ``maximum``, ``nodes`` or ``capacity``.
+    Raises AllocationError: naming the rule: ``known job``, ``every job``, ``whole number``, ``minimum``, ``maximum``,
+    ``nodes`` or ``capacity``.
     """
     known = {view.job: view for view in views}
     for job in targets:
@@ -235,7 +231,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
-    """Why the job's minimum could not run even if all nodes were empty.
+    """Return why the job's minimum could not run even if all nodes were empty.
 
     None if it could, or as long as no nodes are known.
     """

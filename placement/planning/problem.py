@@ -1,4 +1,4 @@
-"""One problem for a policy and its solution, and how a large problem is split into smaller ones.
+"""Problem of a policy and its solution, and the division of a large problem into smaller ones.
 
 Constraints that policies know nothing of (priorities, tenants...) are kept by asking a policy about some of the jobs
 on a part of the cluster, one group of jobs after the other.
@@ -19,7 +19,7 @@ from placement.planning.multi_node import keep_apart
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who is to have which workers where, and why.
+    """Plan of which workers each job has on which nodes, and why.
 
     Attributes:
         allocation: workers per job and node.
@@ -34,11 +34,11 @@ class Plan:
     granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
-        """Both together; of a job in both, the other's."""
+        """Return both plans together; a job in both has the other's part."""
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, str]) -> Plan:
-        """The same with something added to the reasons of some jobs."""
+        """Return the plan with notes added to the reasons of some jobs."""
         said = {job: f"{reason}; {notes[job]}" for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
@@ -48,7 +48,6 @@ class Problem:
     """Jobs, and the room that they are to share.
 
     Attributes:
-        views: the jobs.
         cluster: the room that is theirs.
         multi_node_nodes: nodes that carry a job which spans several nodes and is not one of these.
         guaranteed: those of the jobs whose minimum was raised to what their deadline needs.
@@ -64,12 +63,12 @@ class Problem:
     kept: frozenset[str] = frozenset()
 
     def only(self, jobs: Iterable[str]) -> Problem:
-        """The same about some of the jobs."""
+        """Return the problem restricted to some of the jobs."""
         wanted = set(jobs)
         return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
 
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
-        """The same in the room that other jobs leave: what is decided, and what is kept free for later ones."""
+        """Return the problem in the room left by other jobs: those decided, and those reserved for later."""
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
         places = [*decided.values(), *(reserved or {}).values()]
@@ -85,7 +84,7 @@ Solver: TypeAlias = Callable[[Problem], Plan]
 
 
 def secured(view: JobView) -> bool:
-    """Whether the job keeps its minimum against all others: it runs and is not preemptible."""
+    """True if the job keeps its minimum against all others: it runs and is not preemptible."""
     return not view.preemptible and view.workers >= view.min_workers
 
 
@@ -160,7 +159,7 @@ def _served(problem: Problem) -> list[JobView]:
 
 
 def usable(view: JobView, room: FreeResources) -> int:
-    """How many workers the job could make use of in this room."""
+    """Return how many workers the job could use in this room."""
     most = view.held_at if view.held_at is not None else view.useful_workers
     fits = min(most, int(room.slots(view).sum()))
     return fits if fits >= view.min_workers else 0

@@ -22,7 +22,7 @@ _LEFT = "fewer than {} of its workers are on on-demand nodes, which have no room
 
 
 def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
-    """How many of these workers are on nodes that stay."""
+    """Return how many of these workers are on nodes that stay."""
     return sum(workers for node_id, workers in place.items() if node_id in nodes and not nodes[node_id].spot)
 
 
@@ -118,7 +118,7 @@ def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Pla
 def _exchanged(
     allocation: Allocation, views: Mapping[str, JobView], cluster: Cluster, least: Mapping[str, int]
 ) -> Allocation | None:
-    """The same counts, or fewer where it must be, with these jobs' minimums on demand; None if that cannot be."""
+    """Return the same counts, or fewer if necessary, with these jobs' minimums on demand; None if impossible."""
     nodes = cluster.by_id()
     bundles = {job: view.bundle for job, view in views.items()}
     kept = {}

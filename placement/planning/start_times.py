@@ -1,4 +1,4 @@
-"""When jobs that wait would start: jobs that run end one after the other, and leave their slots (pure)."""
+"""Start times of waiting jobs: running jobs end one after the other and release their slots (pure)."""
 
 from __future__ import annotations
 

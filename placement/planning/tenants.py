@@ -115,7 +115,7 @@ def _lend(
 
 
 def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
-    """Whether the room beside the allocation takes some waiting job's minimum, or one more worker of use to a job."""
+    """True if the room takes some waiting job's minimum, or one more worker that is of use to a job."""
     room = FreeResources(
         problem.beside({v.job: allocation[v.job] for v in problem.views if v.job in allocation}).cluster
     )
@@ -130,7 +130,7 @@ def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
 def _notes(
     problem: Problem, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
 ) -> dict[str, str]:
-    """What to say to jobs that their tenant's limits hold back."""
+    """Return notes for the jobs that their tenant's limits hold back."""
     room = FreeResources(problem.beside(plan.allocation).cluster)
     notes: dict[str, str] = {}
     for name, tenant in tenants.items():
@@ -152,15 +152,12 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
     """Weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
 
     All shares rise together, each in proportion to its weight, until a tenant's demand is met or a resource that it
-    needs is used up; the others go on.
+    needs is used up; the others continue.
 
     Args:
         demands: what each tenant could use, by resource.
-        weights: of each tenant.
-        totals: what there is.
 
-    Returns:
-        Dominant share of each tenant: the largest part of any resource that is its own.
+    Returns dominant share of each tenant: the largest part of any resource that is its own.
     """
     full = {
         name: max((amount / totals[r] for r, amount in demand.items() if totals.get(r, 0.0) > 0), default=0.0)
@@ -188,15 +185,14 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
 
 
 def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """What each tenant may use in a first round, in whole workers, and which minimums that contains.
+    """Return what each tenant may use in a first round, in whole workers, and the minimums that this includes.
 
     In turn: minimums of jobs that are not to be stopped; what fits into each tenant's entitlement; and what is then
     left, which is lent. Minimums of all tenants come before the growth of any. It is always the tenant's turn that has
     least for its weight, and of equal ones the one's that would stop a job. Jobs that only some nodes can hold have
     entitlements to these nodes as if there were no others, and no other jobs; their turns come before those of others.
 
-    Returns:
-        Amounts by tenant and resource, and the minimums by job.
+    Returns amounts by tenant and resource, and the minimums by job.
     """
     filling = _Filling(problem, tenants, _totals(problem.cluster))
     filling.secure(problem.kept)
@@ -208,7 +204,7 @@ def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str
 
 
 def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, float]]:
-    """What is each tenant's of a part of the cluster, by resource."""
+    """Return each tenant's share of a part of the cluster, by resource."""
     totals = _totals(part.cluster)
     demands = {name: _demand(part, tenant) for name, tenant in tenants.items()}
     share = entitlements(demands, {name: tenant.weight for name, tenant in tenants.items()}, totals)
@@ -247,14 +243,14 @@ class _Filling:
         self.used: dict[str, dict[str, float]] = {name: dict.fromkeys(totals, 0.0) for name in tenants}
 
     def secure(self, kept: Collection[str]) -> None:
-        """Minimums of jobs that may not be stopped, and of these, whatever their tenant's share or quota is."""
+        """Secure the minimums of jobs that may not be stopped, whatever their tenant's share or quota."""
         for view in self._order:
             if (secured(view) or view.job in kept) and serve(view, self._room):
                 self._count(view, view.min_workers)
                 self.floors[view.job] = view.min_workers
 
     def climb(self, limits: Mapping[frozenset[str], Mapping[str, Resources]] | None, *, starts: bool) -> None:
-        """All jobs' minimums, or workers one by one, up to the limits (and never above a quota).
+        """Give out all jobs' minimums, or workers one by one, up to the limits (and never above a quota).
 
         Args:
             limits: by nodes and tenant; None for none.
@@ -303,7 +299,7 @@ class _Filling:
         return self._counts[view.job] < most and self._give(view, 1, limits)
 
     def _give(self, view: JobView, workers: int, limits: _Limits) -> bool:
-        """Whether the workers fit into quota, limits (None for none) and room; they are then counted, otherwise not."""
+        """True if the workers fit into quota, limits (None for none) and room; they are then counted."""
         used, quota = self.used[view.tenant], self._tenants[view.tenant].quota
         if _exceeds(used, view, workers, {r: quota.get(r, math.inf) for r in view.bundle}):
             return False
@@ -334,7 +330,7 @@ def _add(used: dict[str, float], view: JobView, workers: int) -> None:
 
 
 def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
-    """What the tenant's jobs could use if the cluster were theirs, within the quota."""
+    """Return what the tenant's jobs could use of the whole cluster, within the quota."""
     room = FreeResources(problem.cluster)
     wanted: dict[str, float] = {}
     for view in problem.views:
@@ -364,14 +360,13 @@ def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
 
 
 def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
-    """The same problem with so much of the cluster at most; resources that are not named are not limited.
+    """Return the problem with at most `ceiling` of the cluster; resources that are not named are not limited.
 
     The part consists of the given places, then of what the jobs' workers hold beyond them, then of more on these
     nodes, then of the roomiest others.
 
     Args:
         problem: the jobs and their room.
-        ceiling: amounts by resource.
         first: places that must be in it, as far as they are these jobs'.
     """
     if not ceiling:
@@ -411,12 +406,12 @@ def _order(problem: Problem) -> list[Node]:
 
 
 def _kinds(views: Sequence[JobView]) -> list[JobView]:
-    """One job of each bundle and label selector."""
+    """Return one job of each bundle and label selector."""
     return list({worker_kind(view): view for view in views}.values())
 
 
 class _Partition:
-    """What has been cut out of the cluster so far."""
+    """Parts already cut out of the cluster."""
 
     def __init__(self, cluster: Cluster, ceiling: Resources) -> None:
         self._cluster = cluster

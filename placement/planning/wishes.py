@@ -23,7 +23,6 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
     minimum where it has that.
 
     Args:
-        view: the job.
         granted: workers by node that it has because it asked, ``Plan.granted`` of the last decision.
     """
     if not granted:
@@ -48,7 +47,6 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     Args:
         problem: all jobs, where they are now, and the whole cluster.
         plan: what was decided without wishes.
-        tenants: those with quotas.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]
     if not wishing:
@@ -75,7 +73,7 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
 
 
 class _FreeSlots:
-    """What a plan leaves free, while it is given out."""
+    """Free slots beside a plan, while they are given out."""
 
     def __init__(self, problem: Problem, allocation: Allocation, quotas: Mapping[str, Resources]) -> None:
         self._room = FreeResources(problem.beside(allocation).cluster)
@@ -127,9 +125,7 @@ class _FreeSlots:
         ]
         present = view.allocation
         return min(
-            open_nodes,
-            key=lambda n: (place.get(n, 0) >= present.get(n, 0), n not in place, free[n], n),
-            default=None,
+            open_nodes, key=lambda n: (place.get(n, 0) >= present.get(n, 0), n not in place, free[n], n), default=None
         )
 
     def _quota_is_used(self, view: JobView) -> bool:
@@ -142,7 +138,7 @@ class _FreeSlots:
         return any(used[r] + view.bundle.get(r, 0.0) > quota[r] + TOLERANCE for r in quota if view.bundle.get(r))
 
     def _is_closed(self, view: JobView, place: Mapping[str, int], node_id: str) -> bool:
-        """Whether whole nodes, or nodes of one multi-node job, are to be kept from it."""
+        """True if the node is closed to the job: by whole nodes, or by the nodes of another multi-node job."""
         others = self._others(view, node_id)
         if node_id not in place and any(view.whole_nodes or other.whole_nodes for other in others):
             return True

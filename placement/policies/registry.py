@@ -51,8 +51,7 @@ class OwnPolicy:
 def own_policy(given: Any) -> Policy:
     """A policy of what a user has written: a policy object or class, or a function.
 
-    Raises:
-        TypeError: it is none of these; the message says what it must be.
+    Raises TypeError: it is none of these; the message says what it must be.
     """
     policy = _instance(given) if isinstance(given, type) else given
     decide = getattr(policy, "decide", None)
@@ -70,8 +69,7 @@ def own_policy(given: Any) -> Policy:
 def load(text: str) -> Any:
     """The object that ``module:name`` or ``path/to/file.py:name`` names.
 
-    Raises:
-        ValueError: there is no such module, file or name; the message says which.
+    Raises ValueError: there is no such module, file or name; the message says which.
     """
     place, _, name = text.rpartition(":")
     try:

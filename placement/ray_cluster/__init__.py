@@ -1,1 +1,1 @@
-"""What Ray says about the cluster, and what it is asked for."""
+"""Interface to Ray's view of the cluster, and requests for nodes."""

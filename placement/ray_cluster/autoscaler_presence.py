@@ -14,7 +14,7 @@ _MONITOR_REPORT_S = 3.0
 
 
 def living_nodes() -> tuple[Node, ...]:
-    """All living nodes with everything they have."""
+    """Return all living nodes with all of their resources."""
     return tuple(
         Node(
             node_id=node["NodeID"],
@@ -31,7 +31,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def may_autoscale() -> bool:
-    """Whether an autoscaler may bring nodes that are not there yet; True where Ray does not tell.
+    """True if an autoscaler may add nodes, or if Ray does not tell.
 
     Ray says this nowhere outright: a cluster without an autoscaler runs the same monitor process with a
     "read-only" provider, which names the type of each node ``node_<node id>``. So, measured with Ray 2.60:
@@ -53,7 +53,7 @@ def may_autoscale() -> bool:
 
 
 def _v1_has_provider() -> bool:
-    """Whether Ray's first autoscaler runs with a provider of nodes."""
+    """True if Ray's first autoscaler runs with a provider of nodes."""
     from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
     from ray.experimental.internal_kv import _internal_kv_get
 

@@ -86,7 +86,7 @@ def refusals(since_s: float) -> tuple[Refusal, ...]:
 
 
 def refusal(launch: Any) -> Refusal:
-    """What Ray's ``LaunchRequest`` tells of a failed launch; its details may be missing, blank, or of many lines."""
+    """Return the refusal in Ray's ``LaunchRequest``; its details may be missing, blank, or of many lines."""
     lines = (launch.details or "").strip().splitlines()
     return Refusal(
         node_type=launch.ray_node_type_name,
@@ -130,7 +130,7 @@ _LOOK_S = 20.0  # longest wait for one look; it asks Ray several times, five sec
 
 
 class ClusterScaler:
-    """One of the allocator: looks every ``interval_s``; a look never holds up running jobs.
+    """Scaler of one allocator: looks every ``interval_s`` and never delays running jobs.
 
     Args:
         config: node types, objective, times.
@@ -151,11 +151,11 @@ class ClusterScaler:
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
-        """What each job has cost so far [USD]."""
+        """Cost of each job so far [USD]."""
         return self._autoscaler.spent_usd
 
     def bill(self, job: str) -> Bill | None:
-        """What one job has cost so far; None before the first look that saw it."""
+        """Return the bill of a job so far; None before the first look that saw it."""
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:

@@ -36,7 +36,7 @@ class DashboardProcess:
 
     @property
     def address(self) -> str:
-        """Where the page is; empty until it is served, and after it has ended."""
+        """Address of the page; empty until it is served, and after it has ended."""
         return self._address
 
     def stop(self) -> None:
@@ -46,7 +46,7 @@ class DashboardProcess:
             self._input.close()
 
     def _run(self) -> None:
-        """Start it and hear what it says until it ends; a page that fails is told of, and costs nothing else."""
+        """Start it and hear what it says until it ends; a page that fails is reported, and costs nothing else."""
         try:
             process = subprocess.Popen(
                 [sys.executable, *_COMMAND],

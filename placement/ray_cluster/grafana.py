@@ -28,7 +28,7 @@ FILE = "elastic_ray_grafana_dashboard.json"
 
 
 def cluster_writer(on: bool) -> MetricWriter | None:
-    """What takes the allocator's samples, the dashboard being placed meanwhile; None where metrics are off."""
+    """Return the writer of the allocator's samples and place the dashboard meanwhile; None if metrics are off."""
     if not on:
         return None
     threading.Thread(target=place_dashboard, name="place dashboard", daemon=True).start()  # storage may hang
@@ -52,7 +52,7 @@ def place_dashboard() -> None:
 
 
 def _folder() -> Path:
-    """As in ``ray.dashboard.modules.metrics.metrics_head`` of Ray 2.60."""
+    """Return Grafana's folder as in ``ray.dashboard.modules.metrics.metrics_head`` of Ray 2.60."""
     if os.environ.get(_FOLDER):
         return Path(os.environ[_FOLDER])
     root = os.environ.get(_ROOT)

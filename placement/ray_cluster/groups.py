@@ -17,12 +17,7 @@ from typing import Any
 
 import ray
 from ray.experimental import internal_kv
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from placement.cluster.cluster import TOLERANCE, Resources
 from placement.ray_cluster.named_actors import NAMESPACE
@@ -39,7 +34,7 @@ _SETTLED_S = 2.0
 
 
 class Room:
-    """What is free on Ray's nodes; read once for all who ask within a tenth of a second."""
+    """Cache of the free resources of Ray's nodes: read once for all requests within a tenth of a second."""
 
     def __init__(self) -> None:
         self._read_s = -math.inf
@@ -47,7 +42,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, node_id: str, count: int) -> bool:
-        """Whether a node has room now.
+        """True if a node has room now.
 
         Args:
             bundle: resources of a worker.
@@ -78,18 +73,13 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
         node_id: Ray's hex node id.
         name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, which tells the allocator whose group it is.
 
-    Raises:
-        ValueError: if the bundle asks for nothing.
+    Raises ValueError: if the bundle asks for nothing.
     """
     wanted = {resource: float(amount) for resource, amount in bundle.items() if amount > 0}
     if not wanted:
         raise ValueError(f"bundle of {name} must name a resource above 0, such as {{'CPU': 1}}, but got {bundle}")
     group: PlacementGroup = placement_group(
-        [wanted],
-        strategy="PACK",
-        name=name,
-        lifetime="detached",
-        bundle_label_selector=[{"ray.io/node-id": node_id}],
+        [wanted], strategy="PACK", name=name, lifetime="detached", bundle_label_selector=[{"ray.io/node-id": node_id}]
     )
     return group
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("placement.metrics")
 
 
 class MetricWriter:
-    """Nothing that goes wrong with metrics reaches its caller: it is logged once, and left."""
+    """Writer of metrics whose errors never reach the caller: they are logged once."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}

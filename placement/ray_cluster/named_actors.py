@@ -36,13 +36,11 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
     """Make an actor that outlives the process that makes it, on the head node: without that nothing runs.
 
     Args:
-        kind: its class.
         name: unique in our namespace.
         *arguments: of the class.
         **options: further options of Ray's, such as ``get_if_exists``.
 
-    Raises:
-        ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
+    Raises ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
     """
     if options.get("get_if_exists") and (found := find_actor(name)) is not None:
         return found
@@ -102,7 +100,7 @@ def add_alias(alias: str, own: str) -> bool:
 
 
 def delete_alias(alias: str, own: str) -> None:
-    """The actor is not found by it any more. Blocks for a moment."""
+    """Delete an alias, so that the actor is no longer found by it. Blocks for a moment."""
     internal_kv._internal_kv_del(_alias_key(alias, own), namespace=_KV)
 
 
@@ -125,8 +123,7 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
         timeout_s: longest wait for one answer [s]; None waits for as long as the actor lives.
         patience_s: longest wait for an actor that is away [s].
 
-    Raises:
-        RayError: it is gone for good, or was away for too long; GetTimeoutError: it has not answered in time.
+    Raises RayError: it is gone for good, or was away for too long; GetTimeoutError: it has not answered in time.
     """
     away_since_s: float | None = None
     while True:

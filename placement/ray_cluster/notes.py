@@ -43,7 +43,7 @@ def keep_account(account: Account) -> None:
 
 
 def account() -> Account:
-    """What the cluster has cost, as the allocator before has noted it; an empty account for the first one."""
+    """Return the stored account of the cluster's cost; empty if no allocator has stored one."""
     text: bytes | None = internal_kv._internal_kv_get(_ACCOUNT, namespace=NAMESPACE)
     if text is None:
         return Account()

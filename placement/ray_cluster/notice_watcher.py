@@ -34,7 +34,7 @@ _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud t
 
 
 class Watchers:
-    """One watcher on each node that is to be watched; owned by the allocator, with which they end."""
+    """Watchers of the allocator, one on each watched node, which end with the allocator."""
 
     def __init__(self, config: NoticeConfig) -> None:
         self._config = config
@@ -56,16 +56,14 @@ class Watchers:
             self._actors[node_id] = (
                 actor_class(NoticeWatcher)
                 .options(
-                    num_cpus=0,
-                    max_restarts=-1,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                    num_cpus=0, max_restarts=-1, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
                 )
                 .remote(self._config, node_id)
             )
 
 
 class NoticeWatcher:
-    """The actor's class; see the module's text."""
+    """Actor class of a watcher for the cloud's notice on one node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
@@ -102,7 +100,9 @@ class NoticeWatcher:
 
 
 class Metadata:
-    """What a machine's metadata server says: which cloud this is, and whether the machine is about to go. Calls block.
+    """Client of a machine's metadata server, which tells the cloud and whether the machine is about to go.
+
+    Calls block. Calls block.
 
     Args:
         config: its address, and which cloud it is.
@@ -178,11 +178,9 @@ def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
 
     Args:
         node_id: hex id.
-        reason: for the logs.
         deadline_s: when it goes [s, time of day].
 
-    Returns:
-        Why Ray refuses, or "".
+    Returns why Ray refuses, or "".
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2

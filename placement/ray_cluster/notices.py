@@ -1,4 +1,4 @@
-"""What clouds say about the end of a spot node, as their metadata servers say it (pure).
+"""Notices of clouds about the end of a spot node, as their metadata servers give them (pure).
 
 Sources: AWS "Spot Instance interruption notices" (``spot/instance-action``, two minutes ahead), Google Cloud "Spot VMs"
 (``instance/preempted``, 30 s ahead), Azure "Scheduled Events" (``Preempt``, 30 s ahead or more).
@@ -20,7 +20,7 @@ CLOUDS = ("auto", "aws", "gcp", "azure")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeConfig:
-    """How nodes learn that their cloud takes them away.
+    """Configuration of how nodes learn that their cloud reclaims them.
 
     Attributes:
         cloud: "aws", "gcp" or "azure"; "auto" asks the metadata server which one it is.
@@ -46,7 +46,7 @@ class NoticeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to ask a metadata server, below its address."""
+    """Request to a metadata server, below its address."""
 
     path: str
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -73,7 +73,7 @@ AZURE_NAME = Request(
 
 
 def probe(cloud: str) -> Request:
-    """What only this cloud's metadata server answers."""
+    """Return the request that only this cloud's metadata server answers."""
     requests = {
         "aws": AWS_TOKEN,
         "gcp": Request(path="/computeMetadata/v1/instance/id", headers={"Metadata-Flavor": "Google"}),
@@ -83,7 +83,7 @@ def probe(cloud: str) -> Request:
 
 
 def question(cloud: str, token: str = "") -> Request:
-    """What to ask for a notice; ``token`` is AWS's."""
+    """Return the request for a notice; ``token`` is AWS's."""
     if cloud == "aws":
         return Request(path="/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": token})
     if cloud == "gcp":
@@ -95,13 +95,11 @@ def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = 
     """The notice in a metadata server's answer; None where there is none.
 
     Args:
-        cloud: whose it is.
         answer: the body; None where there is nothing (404).
         now_s: seconds since the epoch.
         machine: Azure's name of this machine; its answers name all machines of a set.
 
-    Raises:
-        ValueError: an answer that cannot be understood; the message shows it.
+    Raises ValueError: an answer that cannot be understood; the message shows it.
     """
     if answer is None:
         return None

@@ -2,7 +2,7 @@
 
 Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
 a worker that has lost its controller saves the job first and then gives back its own. What is left is a reservation
-whose process is dead, or that no process was told of. With its notes in Ray's control store it is the same.
+whose process is dead, or that was reported to no process. With its notes in Ray's control store it is the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def orphaned(
 
 
 def _holders(left: Collection[str]) -> dict[str, bool | None]:
-    """Whether each group's process lives. Blocks for some milliseconds a group."""
+    """Return for each group whether its process lives. Blocks for some milliseconds a group."""
     return {group: groups.holder_lives(group) for group in left}
 
 

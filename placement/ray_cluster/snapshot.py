@@ -25,15 +25,13 @@ GROUP_PREFIX = "elastic_ray"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RawNode:
-    """One living node as Ray describes it.
+    """Description of a living node by Ray.
 
     Attributes:
         node_id: hex id.
-        total: all its resources.
         available: what is free, a few hundred milliseconds old.
         reserved: what fulfilled placement groups of elastic jobs hold, per job.
         draining: whether it is about to go.
-        labels: its labels.
     """
 
     node_id: str
@@ -50,7 +48,7 @@ def group_name(job: str, worker: str) -> str:
 
 
 def job_of(group: str) -> str | None:
-    """Whose placement group this name belongs to; None where it is no elastic job's."""
+    """Return the job that a placement group's name belongs to; None if it is no elastic job's."""
     parts = group.split(":")
     return ":".join(parts[1:-1]) if parts[0] == GROUP_PREFIX and len(parts) > 2 else None
 
@@ -76,12 +74,14 @@ def read_nodes() -> tuple[RawNode, ...]:
 
 
 def read_available() -> dict[str, dict[str, float]]:
-    """What Ray's scheduler has left on each node now, by node id. Blocks for some milliseconds."""
+    """Return what Ray's scheduler has left on each node now, by node id. Blocks for some milliseconds."""
     return {node_id: dict(amounts) for node_id, amounts in _STATE.available_resources_per_node().items()}
 
 
 def is_dead(actor: str) -> bool:
-    """Whether Ray knows the actor with this hex id, and knows that it will never run again. Blocks for a moment.
+    """True if Ray knows the actor with this hex id, and knows that it will never run again.
+
+    Blocks for a moment. Blocks for a moment.
 
     Not one that Ray is restarting, or has forgotten, or that cannot be asked for now.
     """
@@ -135,7 +135,7 @@ def _used_by_others(node: RawNode, name: str, ours: Collection[str]) -> float:
 
 
 def _reserved() -> dict[str, dict[str, dict[str, float]]]:
-    """What fulfilled groups of elastic jobs hold: ``{node id: {job: resources}}``."""
+    """Return what fulfilled groups of elastic jobs hold: ``{node id: {job: resources}}``."""
     reserved: dict[str, dict[str, dict[str, float]]] = {}
     for group in placement_group_table().values():
         job = job_of(str(group["name"]))

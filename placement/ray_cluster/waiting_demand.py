@@ -32,7 +32,6 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
     Args:
         jobs: all but paused ones.
         waiting: names of those that have no workers.
-        tenants: with their quotas.
     """
     if not waiting:
         return ()
@@ -52,7 +51,7 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
 
 class WaitingDemand:
-    """One of the allocator. Calls of Ray block, and take place in a thread."""
+    """Requests of one allocator to Ray's autoscaler. Calls of Ray block, and run in a thread."""
 
     def __init__(self) -> None:
         self._requests = NodeRequests()

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from placement.simulator.world.state import Placed
 
 _HOMES = {
-    "InputError": "placement.errors",
-    "JobReport": "placement.simulator.results.report",
-    "Placed": "placement.simulator.world.state",
-    "Report": "placement.simulator.results.report",
-    "SimulationReport": "placement.simulator.results.report",
-    "simulate": "placement.simulator.engine",
+    "placement.errors": "InputError",
+    "placement.simulator.engine": "simulate",
+    "placement.simulator.results.report": "JobReport Report SimulationReport",
+    "placement.simulator.world.state": "Placed",
 }
 
 __all__ = ["InputError", "JobReport", "Placed", "Report", "SimulationReport", "simulate"]

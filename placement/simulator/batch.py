@@ -1,4 +1,4 @@
-"""Many simulations: several processes, a progress line, one JSON file."""
+"""Batch of simulations: several processes, a progress line, one JSON file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from placement.simulator.world.rules import make_rules
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One trace under one policy; arguments as of ``simulate``."""
+    """Task of one simulation: a trace under one policy; arguments as of ``simulate``."""
 
     trace: str
     profiles: str
@@ -116,7 +116,7 @@ class _ProgressBar:
         self._bar.stop()
 
     def done(self, report: SimulationReport) -> SimulationReport:
-        """One more is done."""
+        """Count a finished simulation on the bar."""
         name = f"{Path(report.trace).stem} {report.policy}: {report.avg_jct_s / 3600:.3f} h on average"
         self._bar.update(self._task, advance=1, description=name)
         return report
@@ -137,7 +137,7 @@ def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_json(reports: Sequence[SimulationReport], path: Path) -> None:
-    """One record per trace and policy, written whole or not at all."""
+    """Write one record per trace and policy; the file is written whole or not at all."""
     text = json.dumps([{**report.record(), **report.history()} for report in reports], indent=1)
     beside = path.with_name(f".{path.name}.part")
     try:

@@ -38,8 +38,7 @@ _EPOCHS = 6
 def write_demo(folder: Path) -> tuple[Path, Path]:
     """Write the files below an empty folder.
 
-    Returns:
-        The trace, and the folder of profiles.
+    Returns the trace, and the folder of profiles.
     """
     profiles = folder / "profiles"
     for name, (sample_s, samples, variance) in _APPLICATIONS.items():
@@ -217,7 +216,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
 
 
 def add_facts(group: argparse._ArgumentGroup) -> None:
-    """What jobs tell; whatever the policy, it is its view that changes."""
+    """Add the options on what jobs declare, which change the view of every policy."""
     group.add_argument(
         "--declare", choices=("none", "epochs"), default="epochs", help="whether jobs declare how many epochs they run"
     )
@@ -231,7 +230,7 @@ def add_facts(group: argparse._ArgumentGroup) -> None:
 
 
 def add_disturbances(group: argparse._ArgumentGroup) -> None:
-    """Failures, slow nodes, noise, and spot nodes."""
+    """Add the options on failures, slow nodes, noise, and spot nodes."""
     defaults = Disturbances()
     for field, (option, unit, meaning) in _DISTURBANCES.items():
         value = getattr(defaults, field)
@@ -248,7 +247,7 @@ def add_disturbances(group: argparse._ArgumentGroup) -> None:
 
 
 def add_apart(group: argparse._ArgumentGroup) -> None:
-    """Whether jobs that span nodes share them."""
+    """Add the option that keeps jobs of several nodes apart."""
     group.add_argument(
         "--apart",
         choices=sorted(APART),
@@ -258,7 +257,7 @@ def add_apart(group: argparse._ArgumentGroup) -> None:
 
 
 def add_autoscaling(group: argparse._ArgumentGroup) -> None:
-    """A cluster whose size follows the jobs."""
+    """Add the options on a cluster whose size follows the jobs."""
     defaults, cost = AutoscaledCluster(), CostPerProgress()
     group.add_argument(
         "--autoscale",
@@ -289,7 +288,7 @@ def add_autoscaling(group: argparse._ArgumentGroup) -> None:
 
 
 def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
-    """What was asked for."""
+    """Return the autoscaled cluster of the options, or None."""
     if options.autoscale is None:
         if options.value != CostPerProgress().value_usd_per_h:
             raise InputError("value goes with --autoscale cost_per_progress, but no --autoscale was given")
@@ -306,12 +305,12 @@ def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
 
 
 def lengths(options: argparse.Namespace) -> Lengths:
-    """What was asked for."""
+    """Return the lengths of the options."""
     return Lengths(declared=options.declare == "epochs", error=options.length_error, spread=options.random_lengths)
 
 
 def disturbances(options: argparse.Namespace) -> Disturbances:
-    """What was asked for; reads the spot traces."""
+    """Return the disturbances of the options; reads the spot traces."""
     fields: dict[str, Any] = {field: getattr(options, field) for field in _DISTURBANCES}
     return Disturbances(**fields, spot=_spot(options.spot))
 

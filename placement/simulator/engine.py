@@ -37,11 +37,7 @@ from placement.simulator.world.state import World
 _LOG_LENGTH = 10_000_000
 # What is done about slow nodes and shared links is left to the policies, which are compared by it.
 _ROUNDS = AllocatorConfig(
-    rounds=True,
-    silence_s=math.inf,
-    log_length=_LOG_LENGTH,
-    one_multi_node_job_per_node=False,
-    avoid_slow_nodes=False,
+    rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH, one_multi_node_job_per_node=False, avoid_slow_nodes=False
 )
 _LONGEST_S = 365 * 86400.0  # a job that is not done by then never will be
 
@@ -142,7 +138,7 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Simulation:
-    """What is simulated, checked."""
+    """Checked input of a simulation."""
 
     nodes: Cluster
     rules: Rules
@@ -214,13 +210,7 @@ class _Simulation:
         provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
         autoscaler = Autoscaler(types, self.policy, scale.objective, scale.config)
         driver = ScalingDriver(
-            world,
-            autoscaler,
-            provider,
-            self.wrong,
-            notice_s=scale.notice_s,
-            seed=self.seed,
-            longest_s=_LONGEST_S,
+            world, autoscaler, provider, self.wrong, notice_s=scale.notice_s, seed=self.seed, longest_s=_LONGEST_S
         )
         driver.run(jobs, on_progress)
         provider.close(max(job.finished_s or 0.0 for job in jobs))
@@ -236,7 +226,7 @@ class _Simulation:
         prices: Mapping[str, float],
         jobs: tuple[JobReport, ...],
     ) -> SimulationReport:
-        """What came of it."""
+        """Return the report of the simulation."""
         return SimulationReport(
             trace=trace,
             policy=self.policy.name,
@@ -256,7 +246,7 @@ class _Simulation:
         )
 
     def _settings(self) -> dict[str, object]:
-        """What was asked for, as plain values."""
+        """Return the settings of the simulation as plain values."""
         fields = [f.name for f in dataclasses.fields(self.wrong) if f.name != "spot"]
         spot = {gpu or "all": trace.source for gpu, trace in sorted(self.wrong.spot.items())}
         return {
@@ -279,7 +269,7 @@ def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, App
 
 
 def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
-    """All nodes, for so long."""
+    """Return the rent of all nodes for a time."""
     hours = seconds / 3600.0
     usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
     counts = collections.Counter(node.gpu_type for node in nodes.nodes)
@@ -293,7 +283,7 @@ def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:
-    """Jobs advance, time moves, the policy decides over all that are there, changed jobs are placed anew."""
+    """Run rounds: jobs advance, time moves, the policy decides over all present jobs, changed jobs are placed anew."""
     arriving = collections.deque(jobs)
     present: list[SimulatedJob] = []
     rounds = [round_s]
@@ -318,7 +308,7 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
 
 
 def _report(job: SimulatedJob, fairness: float) -> JobReport:
-    """What became of a job that has finished; ``fairness`` is its rho."""
+    """Return the report of a finished job; ``fairness`` is its rho."""
     assert job.started_s is not None and job.finished_s is not None
     return JobReport(
         job=job.name,

@@ -21,10 +21,7 @@ class LiveDriver:
     """A heap of events; ties are served in the order in which they were pushed.
 
     Args:
-        world: jobs and allocator.
         cluster: all nodes, none of them lost.
-        disturbances: what goes wrong.
-        seed: of that.
         longest_s: a simulation that takes longer is given up [s].
         pace: how often every job tells how it stands, with the slow round of the allocator; how soon it has measured.
     """
@@ -56,7 +53,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s, happens=happens: self._disturb(happens, now_s))  # type: ignore[misc]
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
-        """Until all jobs are done.
+        """Run until all jobs are done.
 
         Raises:
             RuntimeError: some job is never done.
@@ -109,7 +106,7 @@ class LiveDriver:
             self._world.hear(job, now_s)
 
     def _disturb(self, happens: Sequence[tuple[Kind, str]], now_s: float) -> None:
-        """All that happens to nodes at one moment; the allocator hears of it once."""
+        """Apply everything that happens to nodes at one moment; the allocator is notified once."""
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for what, node in happens:
@@ -133,7 +130,7 @@ class LiveDriver:
             self._world.end(job, now_s)
 
     def _settle(self, now_s: float) -> None:
-        """Foresee what comes next for every job that was placed anew."""
+        """Foresee the next event of every job that was placed anew."""
         while self._world.touched:
             touched = sorted(self._world.touched)
             self._world.touched.clear()
@@ -155,7 +152,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s: self._wake(job, version, now_s))
 
     def _slow_down(self, job: SimulatedJob) -> None:
-        """The slowest node sets the pace, and links are shared."""
+        """Slow the job down by its slowest node and by shared links."""
         nodes = () if job.location is None else tuple(job.location.nodes)
         job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)})
         if self._disturbances.interference and len(nodes) > 1:

@@ -22,12 +22,9 @@ class ScalingDriver(LiveDriver):
     """The live driver; its nodes are those that the autoscaler has asked for and that the cloud had.
 
     Args:
-        world: jobs and allocator.
         autoscaler: the very class that runs live.
-        provider: the cloud.
         disturbances: what goes wrong; of nodes only spot markets, which are the provider's.
         notice_s: time between a spot node's notice and its end [s].
-        seed: of disturbances.
         longest_s: a simulation that takes longer is given up [s].
     """
 
@@ -81,7 +78,7 @@ class ScalingDriver(LiveDriver):
         self._let_go(now_s)
 
     def _let_go(self, now_s: float) -> None:
-        """Released nodes that carry nothing any more go."""
+        """Release the nodes that carry nothing any more."""
         busy = {node for job in self._present.values() if job.location is not None for node in job.location.nodes}
         empty = [node for node in self._released if node in self._ready and node not in busy]
         for node in empty:

@@ -1,4 +1,4 @@
-"""One thread for linear algebra: all systems here are tiny, and waking threads for them costs seconds."""
+"""Limit of linear algebra to one thread: all systems here are tiny, and waking threads for them costs seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ask_for_one() -> None:
 
 
 def one_thread() -> contextlib.AbstractContextManager[object]:
-    """One thread within the block, if ``threadpoolctl`` is installed (scikit-learn brings it); else nothing."""
+    """Return a context with one thread for linear algebra, if ``threadpoolctl`` (of scikit-learn) is installed."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:

@@ -12,7 +12,7 @@ logger = logging.getLogger("placement.storage")
 
 
 class LineFile:
-    """Whatever was appended is in the file when the call returns, whole lines in their order.
+    """File of lines; what was appended is in the file when the call returns, in order.
 
     After an error, which is logged, nothing is written any more: lines with a hole between them would say what never
     was.

@@ -50,7 +50,7 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
         missing.append(parent)
         parent = os.path.dirname(parent)
     for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process was faster; a file in its place is told of below
+        with contextlib.suppress(FileExistsError):  # another process was faster; a file in its place is reported below
             os.mkdir(each, DIRECTORY_MODE if private else 0o777)
         sync_directory(filesystem, os.path.dirname(each))
     if not os.path.isdir(path):
@@ -78,8 +78,7 @@ def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *
     Where a move does not replace a file (HDFS), the new one alone is there for a moment, as ``PATH.part``: see
     ``open_whole``. An object store replaces an object when the new one is complete.
 
-    Raises:
-        OSError: the file system refuses.
+    Raises OSError: the file system refuses.
     """
     part = path if isinstance(filesystem, _OBJECT_STORES) else f"{path}{PART}"
     if part != path and not isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # where a move replaces
@@ -154,8 +153,7 @@ def open_append(path: str, *, private: bool) -> int:
 def check_own(path: str) -> None:
     """Refuse a directory of another user: its owner could read, replace and delete whatever is written into it.
 
-    Raises:
-        ForeignDirectoryError: it is one; the message says what to do.
+    Raises ForeignDirectoryError: it is one; the message says what to do.
     """
     owner = os.stat(path).st_uid
     if owner not in (os.geteuid(), _uid_on(path)):
@@ -169,8 +167,7 @@ def check_own(path: str) -> None:
 def make_own(path: str, below: str) -> None:
     """Make a private directory and those above it up to ``below``, where other users may write, such as ``/tmp``.
 
-    Raises:
-        ForeignDirectoryError: one of them is another user's, or a link, which may lead anywhere.
+    Raises ForeignDirectoryError: one of them is another user's, or a link, which may lead anywhere.
     """
     levels, level = [], os.path.abspath(path)
     while level != os.path.abspath(below):
@@ -232,7 +229,7 @@ def _has_other_members(gid: int) -> bool:
 
 
 def _uid_on(path: str) -> int | None:
-    """Whom our files in a directory belong to: NFS may map users, and FUSE may know only one."""
+    """Return the owner of our files in a directory: NFS may map users, and FUSE may know only one."""
     try:
         descriptor, probe = tempfile.mkstemp(prefix=".owner_", dir=path)
     except OSError:

@@ -2,7 +2,7 @@
 
 A file system is asked through calls that block; NFS without its server and S3 behind a dead link block for good. Such a
 call costs a thread of this pool and nothing else: threads are few, they are daemons (so that none holds up the end of
-its process), and the caller goes on at its deadline.
+its process), and the caller continues at its deadline.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ class StorageTimeoutError(TimeoutError):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """One call.
+    """Call on storage in a thread.
 
     Attributes:
         what: what it does, for messages: "writing events".
-        answer: what it returns.
         heard_s: when storage has last been heard of [s, monotonic]: each piece of a long copy counts.
-        given_up: its caller does not wait for it any more; a call that goes on in pieces ends itself.
+        given_up: its caller does not wait for it any more; a call that continues in pieces ends itself.
     """
 
     what: str
@@ -50,13 +49,13 @@ class Call:
         return not self.given_up
 
     def give_up(self) -> None:
-        """Its caller does not wait for it any more: one that has not begun never will."""
+        """Abandon the call; if it has not started, it never will."""
         self.given_up = True
         self.answer.cancel()
 
 
 class StorageCalls:
-    """Few threads for one owner's calls on one storage.
+    """Threads for one owner's calls on one storage.
 
     Args:
         where: the storage, for messages.
@@ -77,15 +76,14 @@ class StorageCalls:
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
-        """Make a call that goes on in pieces: it calls its argument after each, and ends when that says no."""
+        """Make a call that continues in pieces: it calls its argument after each, and ends when that says no."""
         call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
         return self._add(call)
 
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
         """Make a call and wait for its answer.
 
-        Raises:
-            StorageTimeoutError: there was none within ``timeout_s``. And whatever the function raises.
+        Raises StorageTimeoutError: there was none within ``timeout_s``. And whatever the function raises.
         """
         call = self.start(what, function)
         try:
@@ -97,7 +95,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """The same for a call that goes on in pieces: of which none may take longer than ``timeout_s``."""
+        """Run a call that continues in pieces, none of which may take longer than ``timeout_s``."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():
@@ -109,7 +107,7 @@ class StorageCalls:
         return answer.result()  # type: ignore[no-any-return]
 
     def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """The same for who may block."""
+        """Run a call and block until its result."""
         call = self.start(what, function)
         self.wait(call, timeout_s=timeout_s)
         return call.answer.result()  # type: ignore[no-any-return]
@@ -117,8 +115,7 @@ class StorageCalls:
     def wait(self, call: Call, *, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait until a call has ended or ``until`` says so; whether it has ended.
 
-        Raises:
-            StorageTimeoutError: storage was silent for ``timeout_s``.
+        Raises StorageTimeoutError: storage was silent for ``timeout_s``.
         """
         finished = threading.Event()
         call.answer.add_done_callback(lambda _: finished.set())
@@ -134,12 +131,12 @@ class StorageCalls:
         return True
 
     def silent_for(self, call: Call) -> str:
-        """How long storage has been silent in a call, as a sentence."""
+        """Return a sentence that says how long storage has been silent in a call."""
         return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
 
     @property
     def heard_s(self) -> float:
-        """When storage was last heard of in a call that runs [s, monotonic]; 0 where none does."""
+        """Time of the last sign of storage in a running call [s, monotonic]; 0 if no call runs."""
         with self._news:
             return max((call.heard_s for call in self._running), default=0.0)
 
@@ -153,7 +150,7 @@ class StorageCalls:
         return self.silent_for(oldest) if time.monotonic() - oldest.heard_s >= _TOLD_AFTER_S else ""
 
     def _add(self, call: Call) -> Call:
-        """The same call, queued; an idle thread is woken for it, or one more started where there may be more."""
+        """Queue a call and return it; wakes an idle thread, or starts one more if allowed."""
         with self._news:
             self._queue.append(call)
             if self._idle >= len(self._queue):
@@ -196,7 +193,6 @@ class StorageCalls:
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
     """Make one call on storage with a deadline, for who may block.
 
-    Raises:
-        StorageTimeoutError: no answer within ``timeout_s``. And whatever the function raises.
+    Raises StorageTimeoutError: no answer within ``timeout_s``. And whatever the function raises.
     """
     return StorageCalls(where, threads=1).call(what, function, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Policies that misbehave, on two ranks in lockstep: the run goes on without them, or ends on both where strict."""
+"""Policies that misbehave, on two ranks in lockstep: the run continues without them, or ends on both where strict."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Worker:
         return {"steps": self.steps, "applied": list(self.applied), "runner": self.runner.capture()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Go on from another's state."""
+        """Continue from another's state."""
         state = copy.deepcopy(dict(state))
         self.steps, self.applied = state["steps"], state["applied"]
         self.runner.restore(state["runner"])

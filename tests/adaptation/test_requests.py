@@ -43,7 +43,7 @@ def test_requests_travel_as_json(request: Request) -> None:
         (lambda: SetBatch(0), "SetBatch(batch_size) must be 1 or more samples"),
         (lambda: ScaleRate(0.0), "must be above 0 and finite, but got 0.0"),
         (lambda: ScaleRate(float("nan")), "must be above 0 and finite"),
-        (lambda: SetStrategy("al_reduce"), "must be one of all_reduce, ps"),
+        (lambda: SetStrategy("al_reduce"), "must be one of all_reduce, two_level"),
         (lambda: SetStrategy("bf16", model=-1), "SetStrategy(model) must be 0 or more"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Real loops without a straggler: how often one is told of, in so many minutes of each.
+"""Real loops without a straggler: how often one is reported, in so many minutes of each.
 
 Two ranks over gloo, one thread each, train in one run after the other: an MLP on digits whose batch grows with the
 noise scale, and a transformer on sequences of very different lengths, each batch padded to its longest. Bar: no verdict

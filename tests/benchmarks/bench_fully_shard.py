@@ -3,8 +3,8 @@
 25 M parameters with AdamW, gloo. Bars: the pauses of 2 -> 4 -> 3 workers (the last of them where joiners come one after
 the other) at most half a step of the size that follows, and a fifteenth of a restart: processes that start, import
 torch, connect, build and shard the model, load the checkpoint of two ranks and make their first step, without Ray and
-without noticing that anything has changed. A worker of a model of 1 M parameters gets SIGKILL: the others go on within
-0.3 s.
+without noticing that anything has changed. A worker of a model of 1 M parameters gets SIGKILL: the others continue
+within 0.3 s.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         pause_s = median(each[event][0] for each in found) or 0.0
         step_s = median(each[event][1] for each in found) or 0.0
         rows.append({"what": f"pause {event} [s]", "value": pause_s})
-        rows.append({"what": f"step behind {event} [s]", "value": step_s})
+        rows.append({"what": f"step after {event} [s]", "value": step_s})
         if event != "kill":
             bars.append(bar(f"pause {event} / its own step", value=pause_s / step_s, limit=0.5, at_least=False))
             bars.append(bar(f"pause {event} / restart", value=pause_s / restart_s, limit=1 / 15, at_least=False))
@@ -136,7 +136,7 @@ def _small_job(kills: int) -> list[float]:
 
 
 def _job() -> dict[str, tuple[float, float]]:
-    """Pause, and median step behind it, of 2 -> 4 -> 3 and of a SIGKILL."""
+    """Pause, and median step after it, of 2 -> 4 -> 3 and of a SIGKILL."""
     from scenarios import cluster
 
     found: dict[str, tuple[float, float]] = {}

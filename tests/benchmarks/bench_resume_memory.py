@@ -1,4 +1,4 @@
-"""Memory of a worker that goes on from a checkpoint of all ranks: 25 M parameters, AdamW, 4 ranks, gloo.
+"""Memory of a worker that continues from a checkpoint of all ranks: 25 M parameters, AdamW, 4 ranks, gloo.
 
 Of a sharded model, which is built on the meta device, so that nothing else is held, and of optimizer state in tiles
 (``strategy="zero1"``), whose model is whole on each rank. Bar: half of what it is when each worker reads the whole,
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    """All ranks save once, and go on from that in new processes, in both ways; of either kind of state."""
+    """All ranks save once, and continue from that in new processes, in both ways; of either kind of state."""
     options = side_parser(__doc__ or "", sides=False).parse_args()
     from tests.loop.ranks import Ranks
 
@@ -51,7 +51,7 @@ def main() -> None:
         bar(f"peak, {kind} / whole", value=peaks[kind, kind] / peaks[kind, "whole"], limit=0.5, at_least=False)
         for kind in (SHARDED, TILES)
     ]
-    finish("memory of a worker that goes on", rows=rows, bars=bars)
+    finish("memory of a worker that continues", rows=rows, bars=bars)
 
 
 def _make(kind: str, device: str) -> tuple[Any, Any, Any]:
@@ -110,7 +110,7 @@ def train_and_save(folder: str, kind: str) -> None:
 
 
 def go_on(folder: str, kind: str, how: str) -> tuple[float, float]:
-    """On one rank: peak of the memory [MiB] that going on takes, and how long reading and entering the group do [s]."""
+    """On one rank: peak of the memory [MiB] of continuing, and times of reading and of entering the group [s]."""
     import gc
     import time
 

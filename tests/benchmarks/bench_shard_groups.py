@@ -134,7 +134,7 @@ def _sharded(shard: Any) -> Any:
     return model
 
 
-def _received_bytes() -> int:
+def received_bytes() -> int:
     """By this node, over its link."""
     with open("/proc/net/dev") as lines:
         return sum(int(line.split(":")[1].split()[0]) for line in lines if ":" in line and "lo:" not in line)
@@ -146,6 +146,7 @@ def _rank(rounds: int, steps: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    torch.manual_seed(0)  # all ranks share one dataset
     data = torch.utils.data.TensorDataset(torch.randn(2048, 1024), torch.randint(10, (2048,)))
     chosen = [next(iter(OURS))]
     ours = _our_steps(data, chosen)
@@ -159,13 +160,13 @@ def _rank(rounds: int, steps: int) -> None:
             for _ in range(_WARM):
                 next(stepper)
             dist.barrier()
-            before, begin_s = _received_bytes(), time.perf_counter()
+            before, begin_s = received_bytes(), time.perf_counter()
             for _ in range(steps):
                 next(stepper)
             dist.barrier()
             if number:  # the first round warms up
                 found[name][0].append((time.perf_counter() - begin_s) / steps)
-                found[name][1].append((_received_bytes() - before) / steps / 1e6)
+                found[name][1].append((received_bytes() - before) / steps / 1e6)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(found), flush=True)
     with contextlib.suppress(RuntimeError):

@@ -165,7 +165,7 @@ def pids(handle: Any) -> set[int]:
 
 
 def told(handle: Any, state: str) -> list[Any]:
-    """What the job has told of stragglers."""
+    """What the job has reported of stragglers."""
     return [e for e in handle.events() if e.kind.value == "straggler" and e.detail["state"] == state]
 
 

@@ -108,7 +108,7 @@ class Case:
     tables: bool = False
 
 
-_DENSE = ("all_reduce", "partitioned_ar", "ps_balanced")
+_DENSE = ("all_reduce", "two_level", "partitioned_ar", "ps_balanced")
 
 CASES = (
     Case(

@@ -1,4 +1,4 @@
-"""A job in a file for ``elastic-ray submit``: what it may say, and what is told of mistakes."""
+"""A job in a file for ``elastic-ray submit``: what it may say, and what is reported of mistakes."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_script_with_a_wrong_token_fails_at_once(head: Head, tmp_path: Path) -
 
 
 def test_every_command_says_so(head: Head, tmp_path: Path) -> None:
-    """Also ``doctor``, which goes on with the other checks; and whoever has the token is let in."""
+    """Also ``doctor``, which continues with the other checks; and whoever has the token is let in."""
     (other := tmp_path / "other").write_text("fedcba9876543210")
     wrong = head.environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(other))
     right = head.environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(head.token))

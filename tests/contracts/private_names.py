@@ -493,7 +493,7 @@ _LIGHTNING = (
     PrivateNames(
         home="lightning.pytorch.loops.loop:_Loop",
         names=("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"),
-        why="a joiner goes on in the middle of an epoch",
+        why="a joiner continues in the middle of an epoch",
         instead="the same",
     ),
     PrivateNames(home="lightning.pytorch.loops.progress", names=("_BaseProgress",), why="counters", instead="the same"),
@@ -634,7 +634,7 @@ _OTHERS = (
     PrivateNames(
         home="ray.air.integrations.mlflow:MLflowLoggerCallback",
         names=("_trial_runs",),
-        why="a run goes on after a controller's restart",
+        why="a run continues after a controller's restart",
         instead="another run",
     ),
     PrivateNames(

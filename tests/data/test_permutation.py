@@ -38,7 +38,7 @@ def epochs(samples: int, count: int) -> Indices:
     ],
 )
 def test_orders_are_those_of_every_other_version(samples: int, first: int, expected: list[int]) -> None:
-    """Recorded once. A job that goes on with a new version, or on other machines, takes the samples that are left."""
+    """Recorded once. A job that continues with a new version, or on other machines, takes the samples that are left."""
     assert IndexOrder(samples=samples).epoch_order(7, 3)[first : first + 10].tolist() == expected
 
 

@@ -52,7 +52,7 @@ try:
     node.send_signal(signal.SIGTERM)
     wait_until(lambda: handle.status().workers == 1, "one worker")
     step = handle.status().step
-    wait_until(lambda: handle.status().step > step + 10, "training goes on")
+    wait_until(lambda: handle.status().step > step + 10, "training continues")
     print("exit code:", node.wait(timeout=120))
     handle.stop()
     handle.result()

@@ -23,7 +23,16 @@ from tests.gpu.processes import ProcessJob, asked_to_finish
 from tests.membership.groups import local_controller
 from tests.sync.sharded_parameters.sharded import Net, data
 
-EQUAL = ("all_reduce", "zero1", "zero2", "ps_balanced", "partitioned_ar", "fully_shard", "hsdp")  # as one worker alone
+EQUAL = (
+    "all_reduce",
+    "zero1",
+    "zero2",
+    "ps_balanced",
+    "partitioned_ar",
+    "ring",
+    "fully_shard",
+    "hsdp",
+)  # as one worker alone
 UNEQUAL = ("int8", "powersgd", "local_sgd", "diloco")  # what is sent is rounded, or sent seldom
 DIVIDED = ("zero1", "zero2", "ps_balanced", "fully_shard", "hsdp")
 BATCH = 12
@@ -164,7 +173,7 @@ class Faults:
         if all(job.workers[each].generation >= generation for each in before):
             return {"next_s": 0.0, "late": 1}
         job.cancel(generation, (*before, number))
-        # Who has entered it already regroups; so all are told of another one, as the controller does.
+        # Who has entered it already regroups; so another one is reported to all, as the controller does.
         begin_s = time.monotonic()
         job.announce((*before, number), void=False)
         return {"next_s": self.trained(begin_s, "a cancelled change") - begin_s}

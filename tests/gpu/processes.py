@@ -386,7 +386,7 @@ class ProcessJob:
             return self.generation
 
     def cancel(self, generation: int, members: Sequence[int]) -> None:
-        """Call a planned generation off; these go on."""
+        """Call a planned generation off; these continue."""
         with self.news:
             self.note(f"generation {generation} is cancelled")
             told = dict.fromkeys((*self.members, *members))

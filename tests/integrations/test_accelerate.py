@@ -158,7 +158,7 @@ def test_what_accelerate_cannot_keep_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_size"):
         Accelerator(gradient_accumulation=True)
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(NotImplementedError, match="behind the last sample"):
+    with pytest.raises(NotImplementedError, match="after the last sample"):
         accelerator.skip_first_batches(DataLoader(numbers(), BATCH), 2)
     with pytest.raises(NotImplementedError, match="shuffle=False"):
         accelerator.split_between_processes([1, 2])

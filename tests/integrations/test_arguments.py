@@ -172,7 +172,7 @@ def test_a_model_that_is_to_be_compiled_is(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def run(kind: Any, folder: Path, resume: bool, **options: Any) -> Any:
-    """A training of its own, which saves within the second epoch or goes on from there."""
+    """A training of its own, which saves within the second epoch or continues from there."""
     set_session(None)
     folder = folder / kind.__module__
     saves = {} if resume else {"save_strategy": "steps", "save_steps": STEPS + 3}

@@ -63,7 +63,7 @@ def script(epochs: Any, used: Any = None) -> dict[str, Any]:
 
 
 def plain_script(evaluates: bool, *, anew: bool = False) -> dict[str, Any]:
-    """The same over a plain range, as its author left it: what the loop's body sets is used behind it."""
+    """The same over a plain range, as its author left it: what the loop's body sets is used after it."""
     model: Any = ray.train.torch.prepare_model(net())
     loader: Any = ray.train.torch.prepare_data_loader(DataLoader(rows(), batch_size=BATCH))
     valid: Any = ray.train.torch.prepare_data_loader(DataLoader(rows(), batch_size=BATCH))

@@ -105,7 +105,7 @@ def through_json(run: RunProgress) -> RunProgress:
 @example([1.0, 2.5] * 300, 300)
 @given(st.lists(st.floats(0.0, 50.0), max_size=600), st.integers(0, 599))
 def test_progress_survives_a_checkpoint_anywhere_and_stays_small(gains: list[float], cut: int) -> None:
-    """A run that is cut off and goes on from its checkpoint ends as one that is not."""
+    """A run that is cut off and continues from its checkpoint ends as one that is not."""
     whole, resumed = RunProgress(epochs=600), RunProgress(epochs=600)
     ends = [0.0]
     for number, gain in enumerate(gains):
@@ -127,7 +127,7 @@ def test_checkpoint_at_end_of_an_epoch_counts_the_epoch() -> None:
     run = RunProgress(epochs=4, passes=[PassProgress(64, True)], done=8.0)
     back = RunProgress.from_resume_point(run.resume_point())
     assert back.summary() == Progress(done=8.0, epoch_ends=(8.0,), epochs=4)
-    assert run.summary() == Progress(done=8.0, epochs=4), "the run itself has not gone on"
+    assert run.summary() == Progress(done=8.0, epochs=4), "the run itself has not continued"
 
 
 def test_step_whose_update_is_in_model_counts_in_checkpoint() -> None:

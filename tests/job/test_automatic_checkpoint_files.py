@@ -113,7 +113,7 @@ def test_a_state_is_on_disk_before_its_note(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_those_of_course_that_was_left_take_no_place(storage: RunStorage) -> None:
-    """Two corrupt ones, 98 and 100, and the job goes on from a reported checkpoint at 50."""
+    """Two corrupt ones, 98 and 100, and the job continues from a reported checkpoint at 50."""
     kept = []
     for steps in (98, 100, 52, 54, 56):
         delete_others(storage, write_state(storage, trees(), point(steps)), keep=2)

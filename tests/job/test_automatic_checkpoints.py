@@ -1,4 +1,4 @@
-"""Jobs that lose everything and go on from what they have saved by themselves."""
+"""Jobs that lose everything and continue from what they have saved by themselves."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_lines_stay_wherever_writer_ends_that_writes_file_anew(tmp_path: Path, r
         file = LineFile(filesystem, "lines.jsonl", private=True, in_parts=in_parts)  # of the controller after it
         found = list(file.read())
         assert [line for line in found if line in added] == added
-        added = found  # what came without being told of is there for good as well
+        added = found  # what came without being reported is there for good as well
     assert len(added) > 12
 
 

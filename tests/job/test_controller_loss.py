@@ -50,7 +50,7 @@ def test_training_goes_on_while_the_controller_is_away(ray_cluster: Any, tmp_pat
     during = [at for at in step_times(tmp_path) if killed_s < at < known_s]
     edges = [killed_s, *during, known_s]
     longest_s = max(b - a for a, b in itertools.pairwise(edges))
-    assert longest_s < max(1.5, (known_s - killed_s) / 2), "training goes on meanwhile"
+    assert longest_s < max(1.5, (known_s - killed_s) / 2), "training continues meanwhile"
     account = traced.account(tmp_path / "trace")
     assert account.worlds == [2] and len(account.final) == 1
     assert EventKind.FAILURE not in kinds(handle)
@@ -295,7 +295,7 @@ def test_another_rank_0_counts_reports_on(ray_cluster: Any, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_workers_whose_controller_is_gone_for_good_save_job(ray_cluster: Any, tmp_path: Path) -> None:
-    """The job goes on from there under its name."""
+    """The job continues from there under its name."""
     often = {"checkpoint_interval_s": 600.0}
     handle = start(tmp_path, workers=2, name="alone", epochs=400, elastic=often)
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)

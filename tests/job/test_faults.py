@@ -1,4 +1,4 @@
-"""Workers killed, hung and lost at scripted moments: training goes on from memory, exactly, bit by bit."""
+"""Workers killed, hung and lost at scripted moments: training continues from memory, exactly, bit by bit."""
 
 from __future__ import annotations
 

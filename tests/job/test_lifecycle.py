@@ -61,7 +61,7 @@ def test_environment_that_cannot_be_set_up_is_jobs_error(ray_cluster: Any, tmp_p
 
 @pytest.mark.slow
 def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
-    """8 steps an epoch: both die in the second epoch; the first one's checkpoint is where the job goes on."""
+    """8 steps an epoch: both die in the second epoch; the first one's checkpoint is where the job continues."""
     faults = Faults().kill(rank=0, step=10, moment="forward").kill(rank=1, step=10, moment="forward")
     handle = start(tmp_path, workers=2, faults=faults, max_failures=1, checkpoint=True, epochs=3)
     result = handle.result(timeout=180)
@@ -107,7 +107,7 @@ def test_out_of_memory_at_least_size_says_the_declaration(ray_cluster: Any, tmp_
     event = next(event for event in handle.events() if event.kind is EventKind.OUT_OF_MEMORY)
     assert re.search(r"bound.*; SchedulingConfig.*needs 5.00 GiB in a group of 2, and has 6.00 GiB: it", event.reason)
     assert len(account.final) == 1 and handle.result().metrics["samples"] == 192
-    assert (event.from_workers, event.to_workers) == (2, 2), "both workers go on"
+    assert (event.from_workers, event.to_workers) == (2, 2), "both workers continue"
 
 
 @pytest.mark.thorough
@@ -205,7 +205,7 @@ def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
     stopped = re.fullmatch(r"lunch; saved at step (\d+): the job has stopped", handle.events()[-1].reason)
     assert stopped is not None and handle.status().message == stopped[0]
     steps = [line["step"] for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
-    assert int(stopped[1]) == max(steps) + 1, "it goes on behind the last step that was trained"
+    assert int(stopped[1]) == max(steps) + 1, "it continues after the last step that was trained"
 
 
 @pytest.mark.slow

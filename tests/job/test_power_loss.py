@@ -67,7 +67,7 @@ def test_an_automatic_state_is_there_or_the_one_before(tmp_path: Path) -> None:
             try:
                 assert open_checkpoint(storage, state) == {"run": {"steps": state.steps}}
             except CorruptStateError:
-                continue  # the job goes on from the one before
+                continue  # the job continues from the one before
             assert state.steps >= written
             return
         assert not written

@@ -1,4 +1,4 @@
-"""Jobs that are stopped for others, saved, and go on later: no step is lost, none is done twice."""
+"""Jobs that are stopped for others, saved, and continue later: no step is lost, none is done twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job goes on: bad files are passed over with a reason, and storage that is away is not an empty one."""
+"""Where a job continues: bad files are passed over with a reason, and storage that is away is not an empty one."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_job_whose_storage_stays_away_fails_not_restarts(tmp_path: Path, journ
         hanging.answer()
     status = job.status()
     assert status.phase is JobPhase.FAILED
-    assert "it is not known where job 'j' is to go on" in status.message
+    assert "it is not known where job 'j' is to continue" in status.message
     assert ("has not answered" if how == "hang" else "a bad moment") in status.message
 
 
@@ -375,4 +375,5 @@ def test_job_that_does_not_know_its_storage_never_restarts(tmp_path: Path, journ
         hanging.answer()
 
     asyncio.run(run())
-    assert job.status().phase is JobPhase.FAILED and "it is not known where job 'j' is to go on" in job.status().message
+    assert job.status().phase is JobPhase.FAILED
+    assert "it is not known where job 'j' is to continue" in job.status().message

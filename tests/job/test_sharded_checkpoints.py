@@ -1,4 +1,4 @@
-"""Jobs whose optimizer state lies in tiles, and that go on from what all of their ranks have saved."""
+"""Jobs whose optimizer state lies in tiles, and that continue from what all of their ranks have saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker becomes three times slower in the middle of a job: it is found, told of, relieved and replaced."""
+"""A worker becomes three times slower in the middle of a job: it is found, reported, relieved and replaced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def start(folder: Path, most: int = SAMPLES, **elastic: Any) -> er.JobHandle:
 
 
 def told(handle: er.JobHandle, state: str) -> list[JobEvent]:
-    """What was told of stragglers."""
+    """What was reported of stragglers."""
     return [e for e in handle.events() if e.kind is EventKind.STRAGGLER and e.detail["state"] == state]
 
 

@@ -202,7 +202,7 @@ def state_hash(model: Any, optimizer: Any, scheduler: Any) -> str:
 
 
 class Trace:
-    """One process's lines; each is on its way to the disk before the training goes on."""
+    """One process's lines; each is on its way to the disk before the training continues."""
 
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / f"{os.getpid()}-{time.monotonic_ns()}.jsonl", "a")  # noqa: SIM115

@@ -115,7 +115,7 @@ def ncf(config: dict[str, Any]) -> dict[str, Any]:
     return {**found, "weights": _digest(net)}
 
 
-# -- a word-level language model with a state that goes on from batch to batch -----------------------------------------
+# -- a word-level language model with a state that continues from batch to batch ---------------------------------------
 
 STREAMS, BPTT, CHUNKS, WORDS = 6, 8, 10, 12
 

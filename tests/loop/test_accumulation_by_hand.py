@@ -51,7 +51,7 @@ class Loop:
         set_to_none: how gradients are zeroed.
         synced: how many steps' gradients are synchronised together.
         votes: whether ranks agree at each step's edge, by adding to an accumulator.
-        inside: called in each step, behind its backward.
+        inside: called in each step, after its backward.
     """
 
     def __init__(

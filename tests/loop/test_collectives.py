@@ -140,7 +140,7 @@ def test_one_is_lost_while_another_joins(moment: str, order: Sequence[str], earl
     program, outcome = run([Kill(PER_EPOCH, 2, moment, joins=(4,))], (1, 2, 3), Later(order))
     assert outcome.groups[-1] == (1, 3, 4)
     first = next(kind for kind in (*range(earlier), *order) if kind != "barrier")
-    assert "w4" in program.noted[0, "trained", first], "it runs the code behind the pass like the others"
+    assert "w4" in program.noted[0, "trained", first], "it runs the code after the pass like the others"
 
 
 class Counter:

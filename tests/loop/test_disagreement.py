@@ -91,7 +91,7 @@ def evaluates(it: Setting, number: int, x: torch.Tensor) -> bool:
 
 
 def catches(it: Setting, number: int, x: torch.Tensor) -> bool:
-    """One rank catches an error in the middle of backward, and goes on."""
+    """One rank catches an error in the middle of backward, and continues."""
 
     def fail(grad: torch.Tensor) -> None:
         raise KeyError("in the middle")
@@ -283,7 +283,7 @@ def test_an_early_return_is_told_despite_an_outdated_announcement(ranks: Ranks, 
 
 
 def ends(folder: Path) -> None:
-    """One rank leaves a backward pass out; whoever is told of it ends its process at once."""
+    """One rank leaves a backward pass out; whoever hears of it ends its process at once."""
     it = Setting(models=1)
     try:
         for _epoch in er.remaining_epochs_until(2):

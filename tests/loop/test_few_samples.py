@@ -99,7 +99,7 @@ def trains_on_few() -> None:
 
 
 def trains_each_for_itself() -> None:
-    """The same, with models that are averaged behind steps."""
+    """The same, with models that are averaged after steps."""
     model = nn.Linear(13, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy="local_sgd")

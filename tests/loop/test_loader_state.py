@@ -1,4 +1,4 @@
-"""A loader's own state: a run that somebody else has stored goes on where it stood."""
+"""A loader's own state: a run that somebody else has stored continues where it stood."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_evaluation_passes_and_sums_are_exact(ranks: Ranks, world: int | None, n
 
 
 def broken_off(where: str) -> dict[str, Any]:
-    """Leave the training pass, or a nested evaluation, in its third step; go on with the next epoch."""
+    """Leave the training pass, or a nested evaluation, in its third step; continue with the next epoch."""
     trainee = Trainee()
     loader = er.AdaptiveDataLoader(numbers(30), batch_size=6)
     evaluation = er.AdaptiveDataLoader(numbers(12), batch_size=3, shuffle=False)

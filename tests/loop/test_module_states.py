@@ -216,7 +216,7 @@ def test_scheduler_that_is_made_anew_in_training_is_refused(kind: Any) -> None:
 
 
 class WarmUp(torch.optim.lr_scheduler.LRScheduler):
-    """Goes on as another one, which it holds, as those of other libraries do."""
+    """Continues as another one, which it holds, as those of other libraries do."""
 
     def __init__(self, optimizer: Any, then: Any) -> None:
         self.after = {"then": [then]}

@@ -1,4 +1,4 @@
-"""A worker that is lost in an evaluation within a step of training: that goes on, and the step is drawn again."""
+"""A worker that is lost in an evaluation within a step of training: that continues, and the step is drawn again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that runs out in a step: it is drawn again in smaller parts, and the loop goes on, alone and in groups."""
+"""Memory that runs out in a step: it is drawn again in smaller parts, and the loop continues, alone and in groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is preempted, saved, and goes on in another process's session: as if nothing had happened. No Ray."""
+"""A run that is preempted, saved, and continues in another process's session: as if nothing had happened. No Ray."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
         loop(first)
     assert session.preempted and saver.save() == ""
     (state,) = state_files(RunStorage(str(tmp_path)))
-    if at <= 4:  # still in the first pass: whoever goes on must not be more workers than there are samples
+    if at <= 4:  # still in the first pass: whoever continues must not be more workers than there are samples
         assert state.resume_point.samples_left == 12 - 3 * at
     kept = open_checkpoint(RunStorage(str(tmp_path)), state)
 
@@ -140,7 +140,7 @@ def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
 
 
 def test_record_forgets_states_of_a_course_that_was_left(tmp_path: Path) -> None:
-    """The one at 100 was corrupt: the job went on from 90, and its file is deleted with the next save."""
+    """The one at 100 was corrupt: the job continued from 90, and its file is deleted with the next save."""
     spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
     record = JobRecord(spec)
     for steps in (90, 100, 92):

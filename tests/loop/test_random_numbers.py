@@ -38,7 +38,7 @@ def test_masks_differ_by_rank_and_models_do_not(ranks: Ranks, fold: bool | None)
     alone = ranks.run(drawn, fold)
     first, second = ranks.run(drawn, fold, world=2)
     assert first[0] == second[0] == alone[0]
-    assert first[1] != second[1] and first[1] == alone[1], "the first rank goes on as a program without elastic-ray"
+    assert first[1] != second[1] and first[1] == alone[1], "the first rank continues as a program without elastic-ray"
     assert first[2] == second[2], "NumPy's generator, which may decide what all ranks do, is left alone"
 
 

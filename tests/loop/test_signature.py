@@ -45,7 +45,7 @@ def test_what_changes_time_of_a_step_is_another_model(other: Any) -> None:
 
 
 def layout(shard_size: int | None) -> tuple[Any, str | None]:
-    """What is told of a sharded model, and what keeps its step times apart from others'."""
+    """What is reported of a sharded model, and what keeps its step times apart from others'."""
     session = session_of_thread()
     model = er.fully_shard(torch.nn.Linear(3, 2), shard_size=shard_size)
     wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""Stragglers of runs without a trainer: told of and relieved when asked for; nobody can be put in their place."""
+"""Stragglers of runs without a trainer: reported and relieved when asked for; nobody can be put in their place."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def check_exchange(exchange: Any, make: Callable[[], Trained]) -> None:
-    """A newcomer that receives a trained state goes on as its source does."""
+    """A newcomer that receives a trained state continues as its source does."""
     source, newcomer = make(), make()
     source.train(6)
     assert source.states.keys() == newcomer.states.keys()
@@ -354,7 +354,7 @@ class NothingDrifts:
 
 
 def entered_after(steps: int, passes: int) -> Callable[[Communicator], tuple[int, int, int]]:
-    """What a rank that stands there hears of ended passes, and where it stands behind the exchange."""
+    """What a rank that stands there hears of ended passes, and where it stands after the exchange."""
 
     def enter(communicator: Communicator) -> tuple[int, int, int]:
         states = SharedState(RunProgress(loader_steps=steps, ended_passes=passes))
@@ -366,6 +366,6 @@ def entered_after(steps: int, passes: int) -> Callable[[Communicator], tuple[int
 
 
 def test_ended_passes_are_those_of_the_furthest_rank() -> None:
-    """It has left its pass in a step that another rank has committed, and goes on where that one is."""
+    """It has left its pass in a step that another rank has committed, and continues where that one is."""
     assert between_ranks(entered_after(3, 1), entered_after(4, 0)) == [(0, 4, 0)] * 2
     assert between_ranks(entered_after(4, 1), entered_after(4, 0)) == [(1, 4, 1), (1, 4, 0)]

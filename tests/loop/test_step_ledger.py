@@ -209,7 +209,7 @@ def test_checkpoint_counts_step_whose_update_is_in_the_model(ledger: StepLedger,
     ledger.applied()
     point = ledger.resume_point(gain)
     assert (point.steps, point.done, point.samples_left, point.passes) == (1, 1.0, 56, ((8, False),))
-    assert state.progress.steps == 0, "the run itself has not gone on"
+    assert state.progress.steps == 0, "the run itself has not continued"
 
 
 def test_passes_that_are_no_nested_loops_are_refused(ledger: StepLedger, state: State) -> None:

@@ -110,7 +110,7 @@ class SimJob:
         self.workers: dict[str, SimWorker] = {}
         self.groups = Groups(self)
         self.checkpoint = State()
-        self.loaded = 0  # steps of the furthest checkpoint that a worker told of since the start
+        self.loaded = 0  # steps of the furthest checkpoint that a worker reported since the start
         self._unreadable = rules.unreadable
         self.safe_ticks = 0
         self.trained = False
@@ -315,7 +315,7 @@ class SimJob:
         return [w for w in self.workers.values() if w.responsive]
 
     def holding(self) -> set[str]:
-        """Workers that could go on with training."""
+        """Workers that could continue with training."""
         return {w.name for w in self.workers.values() if w.holds_state}
 
     def kill(self, worker: str) -> None:

@@ -69,7 +69,7 @@ class SimWorker:
 
     @property
     def holds_state(self) -> bool:
-        """Whether it could go on with training."""
+        """Whether it could continue with training."""
         return self.responsive and self.complete and self.doing != "gone"
 
     @property

@@ -72,7 +72,7 @@ def test_a_generation_that_some_have_entered_is_in_flight(void_below: int) -> No
     remembered = found(trains("w1", after), waits, trains("w9", before))
     assert remembered.current == before and remembered.in_flight is not None
     assert remembered.in_flight.from_workers == 3
-    assert phases(remembered)["w9"] == "leaving", "the others have gone on without it"
+    assert phases(remembered)["w9"] == "leaving", "the others have continued without it"
     assert remembered.gone == ("w3",)
 
 

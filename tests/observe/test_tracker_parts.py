@@ -258,7 +258,7 @@ def test_run_in_files_with_a_restart_from_a_checkpoint(tmp_path: Path) -> None:
     shown = scalars(folder)
     assert shown["elastic/report"] == [(10, 1.0), (20, 2.0), (30, 3.0), (40, 4.0)]
     assert [value for _, value in shown["loss"]] == [1.0, 7.0, 7.0, 7.0]
-    assert shown["elastic/pause_s"] == [(10, 0.5)], "a mark stays where the run goes on"
+    assert shown["elastic/pause_s"] == [(10, 0.5)], "a mark stays where the run continues"
     assert texts(folder)["elastic/failure"] == [(10, "2 -> 3 workers, pause 0.50 s: because")]
     (path,) = folder.iterdir()
     assert path.stat().st_mode & 0o077 == 0 and folder.stat().st_mode & 0o077 == 0

@@ -250,7 +250,7 @@ def test_allocator_of_another_release_takes_over_beside_running_jobs(jobs: Jobs)
     wait_until(lambda: set(snapshot().jobs) == {"a", "b"} and snapshot().settled, "the next one has heard of both")
     assert jobs.held() == {"a": 4, "b": 4}
     since = [slots for job in "ab" for _, slots, _ in jobs.told(job)[told[job] :]]
-    assert all(sum(slots.values()) == 4 for slots in since), "nobody is told of another size"
+    assert all(sum(slots.values()) == 4 for slots in since), "no other size is reported"
     jobs.stop("a")
     wait_until(lambda: jobs.held() == {"b": 8}, "it decides")
 

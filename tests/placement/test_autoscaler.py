@@ -427,7 +427,7 @@ def test_job_changes_types_only_where_more_than_hardly_better() -> None:
 
 
 def test_job_of_unknown_length_counts_hour_at_present_speed() -> None:
-    """While new nodes start, it goes on as it is, so that this hour is work that its present size does."""
+    """While new nodes start, it continues as it is, so that this hour is work that its present size does."""
     running = job(max_workers=4, progress=None, resize_cost_s=0.0).placed({"f0": 1})
     demand = autoscaler([FIRM])._demand([running], here(1), [FIRM], {"firm": np.inf})
     kind = dataclasses.replace(FIRM, startup_s=0.0)

@@ -239,7 +239,7 @@ def test_of_noise_the_newest_of_an_epoch_is_kept() -> None:
         return found.noise.var
 
     assert (told(0), told(4)) == (11.0, 40.0)
-    assert told(2) == 11.0, "the earliest that is known: noise rises as training goes on"
+    assert told(2) == 11.0, "the earliest that is known: noise rises as training continues"
 
 
 def test_a_job_without_batch_takes_its_kinds_latest_limits() -> None:

@@ -51,7 +51,7 @@ def test_the_index_is_the_best_place_to_stop(ends: list[float], done: float) -> 
 
 def test_known_values() -> None:
     assert gittins_left(10.0, [30.0]) == 20.0
-    # One of two ends soon: 1 for the one, 1 for the other that goes on, for one end; then 99 more for the second.
+    # One of two ends soon: 1 for the one, 1 for the other that continues, for one end; then 99 more for the second.
     assert gittins_left(0.0, [1.0, 100.0]) == 2.0
     assert gittins_left(1.0, [1.0, 100.0]) == 99.0
     assert gittins_left(200.0, [1.0, 100.0]) == 200.0
@@ -70,7 +70,7 @@ def test_a_declaration_that_kept_proving_wrong_is_believed_less() -> None:
     assert (likely_left(wrong) or 0) == pytest.approx((9 * 90.0 + 90.0) / 9)
     right = dataclasses.replace(told, usual_parts=(1.0,) * 9)
     assert likely_left(right) == pytest.approx(9990.0)
-    beyond = dataclasses.replace(wrong, done=500.0, epoch_ends=(500.0,), epochs=20.0)  # and this one does go on
+    beyond = dataclasses.replace(wrong, done=500.0, epoch_ends=(500.0,), epochs=20.0)  # and this one does continue
     assert likely_left(beyond) == remaining(beyond)
 
 

@@ -1,4 +1,4 @@
-"""An operator's file: what it may say, what it comes to, and what is told of mistakes."""
+"""An operator's file: what it may say, what it comes to, and what is reported of mistakes."""
 
 from __future__ import annotations
 

@@ -98,4 +98,4 @@ def test_job_remembers_its_reason_and_since_when_nothing_fits() -> None:
     assert known.judge(None, 30.0), "some node can again"
     assert not known.judge(None, 31.0)
     assert not known.judge("gone again", 40.0)
-    assert known.tell_impossible(50.0, 10.0), "it is told of it anew"
+    assert known.tell_impossible(50.0, 10.0), "it is reported anew"

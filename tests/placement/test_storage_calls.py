@@ -64,7 +64,7 @@ def test_a_long_call_in_pieces_is_waited_for() -> None:
     def copy(go_on: object) -> int:
         assert callable(go_on)
         for _ in range(6):
-            time.sleep(0.1)  # a call that takes long, and asks whether to go on
+            time.sleep(0.1)  # a call that takes long, and asks whether to continue
             if not go_on():
                 raise InterruptedError
         return 6

@@ -149,7 +149,7 @@ class Policies:
 
 
 class Stragglers:
-    """Notes the steps that it is told of."""
+    """Notes the steps that are reported to it."""
 
     slow = ()
 

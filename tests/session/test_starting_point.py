@@ -22,6 +22,6 @@ def test_one_that_starts_with_the_others_is_not_behind() -> None:
 
 
 def test_job_with_only_a_checkpoint_must_ask_for_it() -> None:
-    with pytest.raises(RuntimeError, match=r"goes on from c, .*get_checkpoint\(\)"):
+    with pytest.raises(RuntimeError, match=r"continues from c, .*get_checkpoint\(\)"):
         StartingPoint("c", epoch=4).first_epoch()
     assert StartingPoint("c", epoch=4, has_state=True).first_epoch() == 0, "there is an automatic checkpoint"

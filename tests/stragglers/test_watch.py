@@ -220,7 +220,7 @@ def test_one_that_is_only_half_slow_is_not_replaced() -> None:
 
 
 def test_a_captured_watch_goes_on_alike() -> None:
-    """A joiner, or a job that goes on from a checkpoint, decides as the others do."""
+    """A joiner, or a job that continues from a checkpoint, decides as the others do."""
     group, other = Group(REPLACE), Group(REPLACE)
     group.slow = {"w2": 4.0}
     for _ in range(80):

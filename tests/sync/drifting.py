@@ -76,7 +76,7 @@ class Loop:
     Args:
         strategy: of the wrapper.
         make: the optimizer.
-        inside: called in each step, behind its update.
+        inside: called in each step, after its update.
         batch: global batch.
         micro: most samples that a rank takes at once.
         every: steps whose gradients are added up by hand.

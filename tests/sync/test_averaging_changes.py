@@ -110,7 +110,7 @@ def test_a_worker_dies(moment: str, name: str, make: Any) -> None:
     if moment in ("forward", "backward"):
         first = same([seen[-1].before for seen in seen_in(outcome, step).values()])
         survivors = [seen[-1].after for seen in seen_in(outcome, step - 1).values()]
-        if name in ("local_sgd", "sma"):  # the others have averaged behind step 3
+        if name in ("local_sgd", "sma"):  # the others have averaged after step 3
             mean = torch.stack(survivors).mean(0)
             assert (first - mean).abs().max() < (1e-9 if name == "local_sgd" else 0.1)
     elif moment != "average":

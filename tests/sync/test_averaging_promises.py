@@ -343,7 +343,7 @@ def test_ranks_that_average_otherwise_learn_it_in_first_step(ranks: Ranks) -> No
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_strategy_asked_for_by_one_rank_is_refused(moment: str) -> None:
-    """Before the backward pass of a step, or behind its update."""
+    """Before the backward pass of a step, or after its update."""
     told: list[str] = []
     both = threading.Barrier(2)  # the job ends with the first error
 

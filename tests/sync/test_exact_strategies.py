@@ -41,6 +41,8 @@ MIXED = Strategy(
 )
 STRATEGIES: dict[str, Any] = {
     "all_reduce": "all_reduce",
+    "ring": "ring",
+    "tree": "tree",
     "ps": "ps",
     "ps_balanced": Strategy(default=Owner(bucket_bytes=1024)),
     "partitioned_ar": "partitioned_ar",

@@ -24,7 +24,9 @@ def test_name_builder_strategy_and_a_path_mean_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["allreduce", "", "PS"])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(StrategyError, match=f"strategy must be one of all_reduce, ps, .*, auto, .* but got '{name}'"):
+    with pytest.raises(
+        StrategyError, match=f"strategy must be one of all_reduce, two_level, .*, auto, .* but got '{name}'"
+    ):
         resolve_strategy(name)
 
 

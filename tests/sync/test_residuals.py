@@ -111,7 +111,7 @@ class Loop:
         inside: called at the beginning of each step.
         make: the model.
         batch_size: of all ranks.
-        behind: called behind each step's update.
+        behind: called after each step's update.
         votes: whether ranks agree at each step's edge, by adding to an accumulator.
     """
 
@@ -353,7 +353,7 @@ def test_a_leavers_debt_stays_where_strategies_were_set(way: Any, script: list[C
 
 
 def switch_behind(at: int, way: Any) -> Callable[[int, Any], None]:
-    """Asks for a strategy behind the update of a step."""
+    """Asks for a strategy after the update of a step."""
 
     def switch(step: int, wrapped: Any) -> None:
         if step == at:

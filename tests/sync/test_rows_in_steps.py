@@ -138,7 +138,7 @@ def test_gradients_added_up_by_hand(ranks: Ranks, world: Any) -> None:
 
 
 def scaled_and_two(sparse: bool, strategy: Any) -> list[dict[str, Tensor]]:
-    """AMP's scaler, and a second model behind the first."""
+    """AMP's scaler, and a second model after the first."""
     torch.manual_seed(1)
     models = [tables.OneTable(sparse), tables.OneTable(sparse)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in models]

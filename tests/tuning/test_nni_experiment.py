@@ -172,7 +172,7 @@ def test_pbt_goes_on_from_the_better_ones_checkpoint(tmp_path: Path) -> None:
     by_generation = [results.trials[k : k + 2] for k in (0, 2, 4)]
     for before, after in itertools.pairwise(by_generation):
         best: float = max(each.value or 0.0 for each in before)
-        assert all((each.value or 0.0) > best for each in after)  # each went on from the best
+        assert all((each.value or 0.0) > best for each in after)  # each continued from the best
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_pbt_exploits_from_the_donors_checkpoint(tmp_path: Path) -> None:
     space = {"quality": tune.grid_search([0.1, 5.0]), "epochs": 9, "checkpoint": True}
     grid = fit(tmp_path, space, scheduler=pbt, reuse_actors=True)
     assert not grid.errors
-    # The worse one went on from the better one's 3 x 5.0 or more.
+    # The worse one continued from the better one's 3 x 5.0 or more.
     assert min(result.metrics["score"] for result in grid) > 15.0
     assert max(result.metrics["inherited"] for result in grid) >= 15.0
 

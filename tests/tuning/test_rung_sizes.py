@@ -49,7 +49,7 @@ def test_rungs_say_what_is_left() -> None:
     over = [record(str(i), 9, running=False) for i in range(9)]
     assert [rung.reports for rung in rungs_left(PROMISE, 9, over)] == [0, 0, 0]
     stopped = [record(str(i), 1, running=False) for i in range(9)]
-    assert [rung.reports for rung in rungs_left(PROMISE, 9, stopped)] == [0, 0, 0], "nobody is left to go on"
+    assert [rung.reports for rung in rungs_left(PROMISE, 9, stopped)] == [0, 0, 0], "nobody is left to continue"
 
 
 def spent(rung: Rung, rate: float, w: int, slots: int, at_once: int) -> tuple[float, float]:

@@ -57,7 +57,7 @@ class Given(Searcher):
 
 
 class Watch(tune.Callback):
-    """Lets the second trial go on once the first is ahead, and the first and the third once the second is gone."""
+    """Lets the second trial continue once the first is ahead, and the first and the third once the second is gone."""
 
     def __init__(self, searcher: Given, ahead: Path, gone: Path) -> None:
         self.searcher, self.ahead, self.gone = searcher, ahead, gone
@@ -136,7 +136,7 @@ def test_a_sweep_that_searches_num_workers_is_refused(shared_cluster: LocalClust
 
 
 class Pause(FIFOScheduler):
-    """Pauses the second trial after its third report, until the first one goes on."""
+    """Pauses the second trial after its third report, until the first one continues."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -310,5 +310,5 @@ def test_a_deadline_holds_trials_at_sizes(
     if deadline_s > 60:
         assert sizes.held[-1] == 1
     else:
-        assert sizes.held, "it goes on with the sizes that come closest"
+        assert sizes.held, "it continues with the sizes that come closest"
         assert "deadline_s=1 cannot be kept: by what its trials have told, the sweep takes" in capfd.readouterr().err

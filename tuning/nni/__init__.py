@@ -12,12 +12,9 @@ if TYPE_CHECKING:
     from tuning.nni.searching import AssessorScheduler, NNISearch
 
 _HOMES = {
-    "AssessorScheduler": "tuning.nni.searching",
-    "Experiment": "tuning.nni.experiment",
-    "ExperimentFailedError": "tuning.nni.results",
-    "NNISearch": "tuning.nni.searching",
-    "Outcome": "tuning.nni.results",
-    "Results": "tuning.nni.results",
+    "tuning.nni.experiment": "Experiment",
+    "tuning.nni.results": "ExperimentFailedError Outcome Results",
+    "tuning.nni.searching": "AssessorScheduler NNISearch",
 }
 
 __all__ = ["AssessorScheduler", "Experiment", "ExperimentFailedError", "NNISearch", "Outcome", "Results"]

@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """What is known of one of NNI's algorithms.
+    """Support of one of NNI's algorithms.
 
     Attributes:
         kind: "tuner", "advisor" (a tuner that stops trials itself) or "assessor".
@@ -24,7 +24,6 @@ class AlgorithmSupport:
         broken: why it does not run on this stack; empty if it does.
         instead: one that runs and is nearest to it.
         not_types: types of search spaces that it cannot have.
-        why_not: why.
         class_name: what is to be used in place of NNI's class.
     """
 
@@ -79,7 +78,7 @@ class Algorithm:
 
     @property
     def is_advisor(self) -> bool:
-        """Whether it stops trials itself, so that there can be no assessor."""
+        """True if the algorithm is an advisor, which stops trials itself, so that there can be no assessor."""
         return self.name in KNOWN and KNOWN[self.name].kind == "advisor"
 
 
@@ -92,9 +91,8 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
         mode: "max" or "min", from which ``optimize_mode`` follows.
         in_tune: for use without NNI's manager.
 
-    Raises:
-        TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message names
-            one that does.
+    Raises TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message
+    names one that does.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
@@ -113,10 +111,9 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """By what an assessor of NNI's compares trials; None for one of the user's own, or none.
+    """Return the promise by which an assessor of NNI's compares trials; None for a user's own, or none.
 
     Args:
-        assessor: with its arguments.
         metric: name of the reported metric.
         mode: "max" or "min".
     """
@@ -132,11 +129,7 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
-    """Refuse an assessor beside a tuner that stops trials itself.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse an assessor beside a tuner that stops trials itself. Raises ValueError: there is one."""
     if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
         raise ValueError(
             f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "
@@ -195,7 +188,7 @@ def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> 
 
 
 def _with_mode(what: str, algorithm: Algorithm, mode: str) -> Algorithm:
-    """The same with ``optimize_mode`` among its arguments, if it takes that; raises ValueError where they disagree."""
+    """Return the algorithm with ``optimize_mode``, if it takes that; raises ValueError if they disagree."""
     if mode not in ("max", "min"):
         raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
     word = {"max": "maximize", "min": "minimize"}[mode]

@@ -15,10 +15,10 @@ from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
 
 
 class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
-    """What NNI is told to talk through; every worker calls, and rank 0's reports count, as for all reports."""
+    """Channel that NNI's trial functions use; every worker calls it, and rank 0's reports count, as for all reports."""
 
     def receive_parameter(self) -> Any:
-        """What the tuner chose, for every worker alike."""
+        """Return the tuner's parameters, equal on every worker."""
         return json.loads(os.environ[PARAMETER])
 
     def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:

@@ -62,7 +62,7 @@ class Experiment:
         metric: name of the reported metric; what NNI's functions report is always understood.
         mode: "max" if a larger metric is better, "min" otherwise; tuner and assessor are told.
         trial_concurrency: how many trials run at a time.
-        max_trial_number: trials in all; None goes on until the tuner has no more, or for ever.
+        max_trial_number: trials in all; None continues until the tuner has no more, or for ever.
         max_experiment_duration: "1h", "30m"...; no trial is started after it.
         train_loop_config: as for ``ElasticTrainer``; a trial's parameters go over it.
         scaling_config: workers of a trial, ``num_workers=(min, max)``, and what each of them needs.
@@ -225,7 +225,7 @@ class Experiment:
                 release_sweep(self._sweep, self._driver)
 
     def results(self) -> Results:
-        """What the experiment has come to so far."""
+        """Return the experiment's results so far."""
         if self._manager.running:
             with contextlib.suppress(OSError):
                 self._last = self._manager.state()
@@ -246,7 +246,7 @@ class Experiment:
         return self._name or f"nni-{self.id}"
 
     def _context(self) -> ExperimentContext:
-        """Where the trials keep files: under ``storage_path`` if given, else in NNI's folder of the experiment."""
+        """Return where the trials keep files: below ``storage_path`` if given, else in NNI's experiment folder."""
         root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
         if self._storage_path is not None:
             root, inside = self._storage_path, self.id
@@ -261,7 +261,7 @@ class Experiment:
         )
 
     def _reachable(self) -> bool:
-        """Whether the head of the Ray cluster answers; Ray's own calls would wait for it for a minute."""
+        """True if the head of the Ray cluster answers; Ray's own calls would wait for it for a minute."""
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
@@ -270,7 +270,7 @@ class Experiment:
         return True
 
     def _over(self) -> bool:
-        """Whether it has ended, or the tuner has no more trials; raises ExperimentFailedError where it cannot go on."""
+        """True if the experiment has ended or lacks trials; raises ExperimentFailedError if it cannot continue."""
         now_s = time.monotonic()
         if self._reachable():
             self._answered_s = now_s

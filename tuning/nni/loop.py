@@ -15,7 +15,7 @@ _CHANNEL = "import://tuning.nni.channel.ReportChannel"
 
 
 class TrialLoop(PickledTrainLoop):
-    """What a worker runs; NNI is imported only if the user's loop does that.
+    """Train loop of a trial in a worker; NNI is imported only if the user's loop imports it.
 
     Args:
         packed: the user's loop, as ``elastic_ray.worker.train_loop.pack`` made it.

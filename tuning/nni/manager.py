@@ -57,8 +57,7 @@ class ExperimentState:
 class Manager:
     """NNI's manager of one experiment.
 
-    Raises:
-        ImportError: NNI is not installed.
+    Raises ImportError: NNI is not installed.
     """
 
     def __init__(self, config: ExperimentConfig) -> None:
@@ -74,17 +73,17 @@ class Manager:
 
     @property
     def running(self) -> bool:
-        """Whether it was started, and not stopped."""
+        """True if the manager was started and not stopped."""
         return self.nni.port is not None
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there."""
+        """True if the manager's process exists."""
         process = self.nni._proc
         return process is not None and process.poll() is None
 
     def tuner_works(self) -> bool:
-        """Whether the tuner's process is there, and none of its threads has failed; NNI need not notice either."""
+        """True if the tuner's process exists and none of its threads has failed; NNI need not notice either."""
         import psutil
 
         with contextlib.suppress(OSError), open(self.folder / "log" / "dispatcher.log", "rb") as log:
@@ -104,11 +103,7 @@ class Manager:
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start it; ``trials_at`` is where trials' commands connect to.
-
-        Raises:
-            RuntimeError: the port is taken.
-        """
+        """Start it; ``trials_at`` is where trials' commands connect to. Raises RuntimeError: the port is taken."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)
@@ -177,7 +172,7 @@ def _algorithm(algorithm: Algorithm) -> Any:
 
 @contextlib.contextmanager
 def _environment(trials_at: str, host: str) -> Iterator[None]:
-    """What the manager, and by it every trial's command, finds in its environment."""
+    """Set the environment of the manager, and through it of every trial's command."""
     preload = json.dumps(str(Path(__file__).with_name("manager.js")))
     wanted = {
         ADDRESS: trials_at,

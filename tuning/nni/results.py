@@ -1,4 +1,4 @@
-"""What an NNI experiment has come to: its trials, the best of them, and an error that keeps them."""
+"""Results of an NNI experiment: its trials, the best of them, and an error that keeps them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All trials of an experiment, in the order of their numbers.
+    """Results of an experiment: all trials, in the order of their numbers.
 
     Attributes:
         experiment: NNI's id of it, as ``nnictl experiment list`` shows it.
@@ -68,7 +68,7 @@ class Results:
 
 
 class ExperimentFailedError(RuntimeError):
-    """The experiment could not go on; ``results`` are what it had come to.
+    """The experiment could not continue; ``results`` are what it had come to.
 
     Args:
         message: why.

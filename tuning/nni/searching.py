@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class NNISearch(Searcher):
-    """One of NNI's tuners for ``TuneConfig(search_alg=...)``; trials are whatever the ``Tuner`` runs.
+    """Searcher of Ray Tune that asks one of NNI's tuners, for ``TuneConfig(search_alg=...)``.
 
     ``TuneConfig(search_alg=NNISearch("TPE"), metric="accuracy", mode="max")``; the space is the ``Tuner``'s
     ``param_space``, or one in NNI's words.
@@ -108,7 +108,7 @@ class NNISearch(Searcher):
             pickle.dump((state, tuner), file)
 
     def restore(self, checkpoint_path: str) -> None:
-        """Be the searcher that was saved."""
+        """Restore the searcher that was saved."""
         with open(checkpoint_path, "rb") as file:
             state, self._tuner = pickle.load(file)
         if hasattr(self._tuner, "send_trial_callback"):
@@ -140,13 +140,13 @@ class NNISearch(Searcher):
             self._refused = bool(self._ids)
 
     def _later(self, index: int, parameters: Any) -> None:
-        """Parameters from the tuner."""
+        """Take parameters from the tuner later."""
         self._parameters[index] = {name: _plain(value) for name, value in parameters.items()}
         self._ready.append(index)
 
 
 class AssessorScheduler(FIFOScheduler):
-    """One of NNI's assessors for ``TuneConfig(scheduler=...)``: it stops trials that it finds hopeless.
+    """Scheduler for ``TuneConfig(scheduler=...)`` that stops trials which one of NNI's assessors finds hopeless.
 
     Args:
         assessor: "Medianstop", "Curvefitting", or what NNI's configuration has below ``assessor``.
@@ -168,7 +168,7 @@ class AssessorScheduler(FIFOScheduler):
 
     @property
     def metric(self) -> str | None:
-        """What trials are compared by."""
+        """Metric by which trials are compared."""
         return self._metric
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
@@ -179,7 +179,7 @@ class AssessorScheduler(FIFOScheduler):
         return True
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Whether the trial goes on."""
+        """Return whether the trial continues or stops."""
         value = finite(result.get(str(self._metric)))
         if result.get("done") or value is None:
             return str(TrialScheduler.CONTINUE)
@@ -235,5 +235,5 @@ def make(algorithm: Algorithm, kind: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without NumPy, which some tuners leave in."""
+    """Return a NumPy scalar as a plain value; some tuners leave them in."""
     return value.item() if hasattr(value, "item") and not isinstance(value, Mapping) else value

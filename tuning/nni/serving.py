@@ -42,7 +42,7 @@ _NO_ANSWER_YET = 408
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentContext:
-    """Where an experiment's trials belong.
+    """Context of an experiment's trials: its names, paths and file system.
 
     Attributes:
         experiment: NNI's id of it.
@@ -120,7 +120,7 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """What the trials have come to, by NNI's ids; their status is not known here."""
+        """Return the trials' outcomes by NNI's ids; their status is not known here."""
         with self._lock:
             return dict(self._outcomes)
 
@@ -178,7 +178,7 @@ class TrialServer:
         connection.close()
 
     def _run(self, connection: socket.socket, told: Mapping[str, str]) -> str:
-        """One trial, until it is over or its command gone; why it failed, or nothing."""
+        """Run one trial until it has ended or its command is gone; return why it failed, or ""."""
         channel = ManagerChannel(told["channel"])
         record = channel.parameter()
         sequence = int(told["sequence"])
@@ -255,7 +255,7 @@ class TrialServer:
 
 
 def _gone(connection: socket.socket) -> bool:
-    """Whether the other end is closed; it never sends anything more."""
+    """True if the other end is closed; it never sends anything more."""
     try:
         readable, _, _ = select.select([connection], [], [], 0.0)
         return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""

@@ -25,9 +25,8 @@ _VALUES = {
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
     """The search space, if the tuner can search it.
 
-    Raises:
-        TypeError: it is no mapping. ValueError: a parameter is not described as NNI wants it, or cannot be searched;
-            the message names it.
+    Raises TypeError: it is no mapping. ValueError: a parameter is not described as NNI wants it, or cannot be searched;
+    the message names it.
     """
     if not isinstance(space, Mapping):
         raise TypeError(
@@ -70,10 +69,9 @@ def _check_parameter(name: Any, spec: Any) -> None:
 
 
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is to be searched of Tune's ``param_space``, in NNI's words, and what is fixed.
+    """Return what is to be searched of Tune's ``param_space``, in NNI's terms, and what is fixed.
 
-    Raises:
-        ValueError: NNI has nothing like it; the message names the parameter.
+    Raises ValueError: NNI has nothing like it; the message names the parameter.
     """
     from ray.tune.search.sample import Categorical, Domain, Float, Integer
 

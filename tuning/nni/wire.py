@@ -1,4 +1,4 @@
-"""What goes between NNI's manager, a trial's command, and the process that holds the trial's job (pure, and light)."""
+"""Messages between NNI's manager, a trial's command, and the process that holds the trial's job (pure, and light)."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ class TrialId:
 
 
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """What NNI gets of a report: the metric as ``default``, and what else is a number or text under its own name.
+    """Return what NNI gets of a report: the metric as ``default``, and other numbers and text under their names.
 
-    Raises:
-        ValueError: the metric is missing or no finite number; the message says what there was.
+    Raises ValueError: the metric is missing or no finite number; the message says what there was.
     """
     name = metric if metric in metrics else DEFAULT
     value = finite(metrics.get(name))
@@ -64,7 +63,6 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
     """A trial's metric for NNI's manager.
 
     Args:
-        trial: whose it is.
         final: whether it is the trial's result.
         index: number of the intermediate result, from 0.
         value: the metrics, ``default`` among them.

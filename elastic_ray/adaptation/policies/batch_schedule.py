@@ -47,15 +47,12 @@ class BatchSchedule(ReadyPolicy):
         self.asked: int | None = None
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The first batch."""
         return self._at(view, ahead=0)
 
     def before_epoch(self, view: PolicyView) -> Answer:
-        """The batch of the epoch."""
         return self._at(view, ahead=0)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """The batch of the step after the next one."""
         return self._at(view, ahead=1)
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:
@@ -82,11 +79,9 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
     >>> parse_schedule("10:2,100:4")
     ((10, 2.0), (100, 4.0))
 
-    Returns:
-        The values with their lengths, in order.
+    Returns the values with their lengths, in order.
 
-    Raises:
-        ValueError: it has another form, or a value is below 1 or a length not above 0.
+    Raises ValueError: it has another form, or a value is below 1 or a length not above 0.
     """
     try:
         pairs = [part.split(":") for part in text.split(",") if part.strip()]

@@ -26,7 +26,7 @@ class _ByMetric(ReadyPolicy):
         return view.metrics.get(self.metric) if new else None
 
     def _improves(self, value: float, best: float, margin: float) -> bool:
-        """Whether a value is better than the best by more than ``margin``."""
+        """True if `value` is better than `best` by more than ``margin``."""
         return value < best - margin if self.mode == "min" else value > best + margin
 
 
@@ -60,7 +60,6 @@ class EarlyStop(_ByMetric):
         self.min_delta = self._number("min_delta", min_delta, least=0.0)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Judge a new report."""
         value = self._reported(view)
         if value is None:
             return None
@@ -116,7 +115,6 @@ class LossPlateau(_ByMetric):
         self.reduced, self.cooling = 1.0, 0
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Judge a new report."""
         value = self._reported(view)
         if value is None:
             return None

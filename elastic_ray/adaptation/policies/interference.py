@@ -1,4 +1,4 @@
-"""Another strategy when others use the network (pure)."""
+"""Policy that tries other strategies when others use the network (pure)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Interference(ReadyPolicy):
         return self._judge(present, times, busy_s)
 
     def _judge(self, present: str, times: Sequence[float], busy_s: float) -> Answer:
-        """Whether most workers are slow now, or what the trial of a strategy says."""
+        """Decide whether most workers are slow now, or what the trial of a strategy shows."""
         key, step_s = f"{present}, {self.case.partition(', ')[2]}", statistics.median(times)
         if self.tried:
             self.tried[present] = [step_s, busy_s]
@@ -99,7 +99,7 @@ class Interference(ReadyPolicy):
         return self._next(present, key)
 
     def _next(self, present: str, key: str) -> Answer:
-        """Try the next strategy; after the last one go on with the fastest."""
+        """Try the next strategy; after the last one continue with the fastest."""
         untried = [name for name in self.strategies if name not in self.tried]
         if untried:
             return self._use(untried[0])

@@ -1,4 +1,4 @@
-"""What ready-made policies share: their arguments are checked, with one wording for all errors (pure)."""
+"""Base of ready-made policies: arguments are checked, with one wording for all errors (pure)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class ReadyPolicy(Policy):
         raise ValueError(f"{type(self).__name__}({name}) must be {said}, but got {value}")
 
     def _whole(self, name: str, value: object, *, least: int) -> int:
-        """The same for a whole number."""
+        """Check that a setting is a whole number of at least `least`, and return it."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{type(self).__name__}({name}) must be a whole number, but got {value!r}")
         return int(self._number(name, value, least=least))
 
     def _one_of(self, name: str, value: object, known: tuple[str, ...]) -> str:
-        """The same for a name."""
+        """Check that a setting is one of the `known` names, and return it."""
         if value not in known:
             raise ValueError(f"{type(self).__name__}({name}) must be one of {', '.join(known)}, but got {value!r}")
         return str(value)

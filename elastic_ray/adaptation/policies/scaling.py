@@ -30,7 +30,7 @@ class _Scaling(ReadyPolicy):
         self.granted: int | None = None
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """Whether it pays to go from ``old`` workers to ``new``, which are more."""
+        """True if it pays to grow from ``old`` to ``new`` workers."""
         raise NotImplementedError
 
     def after_step(self, view: PolicyView) -> Answer:
@@ -66,7 +66,7 @@ class _Scaling(ReadyPolicy):
         return self.steps % self.every == 0
 
     def _waits(self, view: PolicyView) -> bool:
-        """Whether a size that was asked for may still come. After ten periods the group's own size is the largest."""
+        """True if a size that was asked for may still come; after ten periods the group's own size is the largest."""
         if self.asked is None or self.asked == view.workers:
             self.granted = None if self.granted is not None and view.workers > self.granted else self.granted
             return False
@@ -118,7 +118,6 @@ class ThroughputScaling(_Scaling):
         self.threshold = self._number("threshold", threshold)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """By scaling efficiency."""
         return scaling_efficiency(old, self.rates[old], new, self.rates[new]) > self.threshold
 
 
@@ -131,7 +130,7 @@ class UtilityCost(_Scaling):
 
     Args:
         utility: what it is worth to be done by a time since the run's first step: ``"USD at time 0,seconds until 0
-            USD"`` for a line, or ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line goes on
+            USD"`` for a line, or ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line continues
             below 0.
         price_per_worker_hour: of one worker [USD per hour], 0 or more.
         every: steps of a group between two decisions.
@@ -171,7 +170,6 @@ class UtilityCost(_Scaling):
         self.price = self._number("price_per_worker_hour", price_per_worker_hour, least=0.0)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """By utility less cost."""
         left = view.samples_left
         if left is None:
             return False
@@ -183,7 +181,7 @@ class UtilityCost(_Scaling):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeSearch:
-    """How the search goes.
+    """Settings of a search for the number of workers.
 
     Attributes:
         fewest: smallest size [workers].
@@ -242,8 +240,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
         new: more workers.
         new_rate: their throughput.
 
-    Returns:
-        1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
+    Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)
 
@@ -260,8 +257,7 @@ def parse_utility(text: str) -> tuple[tuple[float, float], ...]:
         text: ``"value at time 0,time of value 0"`` for a line, or ``"value:time,value:time"`` for points that lines
             connect; before the first point its value holds.
 
-    Raises:
-        ValueError: the text has another form, values rise, times do not, or the last line does not fall.
+    Raises ValueError: the text has another form, values rise, times do not, or the last line does not fall.
     """
     try:
         if ":" in text:

@@ -62,16 +62,12 @@ def await_parts(
     """Wait until all ranks have written their parts, by rank.
 
     Args:
-        storage: the run.
-        directory: of the checkpoint.
         own: the first rank's part, which is written.
-        ranks: of the group.
         timeout_s: longest time without any news of those that are missing [s].
         go_on: asked now and then; once it says no, this ends with ``InterruptedError``.
         all_live: whether all workers that are to write a part are in the group still.
 
-    Raises:
-        PartsMissingError: some have not. ManifestError: a part is not what its rank says that it is.
+    Raises PartsMissingError: some have not. ManifestError: a part is not what its rank says that it is.
     """
     found: dict[int, Part] = {0: own}
     sizes: dict[str, int] = {}
@@ -110,8 +106,7 @@ def finish(
 ) -> StateFile:
     """Write torch's metadata, the manifest, and last the note with which the checkpoint counts.
 
-    Raises:
-        ManifestError: the parts do not make up a state. InterruptedError: ``go_on`` said no before it counted.
+    Raises ManifestError: the parts do not make up a state. InterruptedError: ``go_on`` said no before it counted.
     """
     # Loads much of torch.distributed, which a worker that starts is not to wait for.
     from elastic_ray.checkpoints.sharded.completing import torch_metadata
@@ -137,10 +132,9 @@ def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
 
 
 def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part | None:
-    """What a rank says of its part, compared with what is there; None while it is being written.
+    """Read a rank's account of its part and compare it with the part; None while it is being written.
 
-    Raises:
-        ManifestError: it is another size, or of another step.
+    Raises ManifestError: it is another size, or of another step.
     """
     name = account_name(rank)
     size = storage.filesystem.get_file_info(posixpath.join(directory, name)).size or 0
@@ -166,7 +160,6 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     A tensor's name is its path with dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
 
     Args:
-        manifest: of the checkpoint.
         values: paths of plain values, and where torch's archive of each is in the first rank's part.
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}

@@ -1,4 +1,4 @@
-"""What the files of a sharded checkpoint hold: each rank's account of its part, and the manifest of all of them.
+"""Contents of a sharded checkpoint's files: each rank's account of its part, and the manifest of all parts.
 
 Both are plain values in the codec of ``elastic_ray/state/codec.py``: reading them runs no code. A file's contents are
 believed as far as its size goes, which is compared with storage before memory is taken.
@@ -30,12 +30,12 @@ class ManifestError(ValueError):
 
 
 def part_name(rank: int) -> str:
-    """Of the file of a rank's part, as torch's distributed checkpoints name it."""
+    """Return the file name of a rank's part, as torch's distributed checkpoints name it."""
     return f"__{rank}_0.distcp"
 
 
 def account_name(rank: int) -> str:
-    """Of the file in which a rank says what its part holds; written after it."""
+    """Return the file name of a rank's account of its part; it is written after the part."""
     return f"part_{rank}.bin"
 
 
@@ -67,7 +67,6 @@ class StoredTensor:
 
     Attributes:
         path: keys that lead to it in the tree of all states.
-        shape: of the whole tensor.
         dtype: its name, as "float32".
         pieces: they cover the tensor.
     """
@@ -80,10 +79,9 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank has written.
+    """Part of a checkpoint that one rank has written.
 
     Attributes:
-        rank: its rank.
         steps: optimizer steps that its state holds.
         sha256: of its file, in hexadecimal.
         size: of its file [bytes].
@@ -112,8 +110,7 @@ class Part:
     def from_bytes(cls, content: bytes) -> Part | None:
         """The inverse of :meth:`to_bytes`; None where some of them are still to come.
 
-        Raises:
-            ManifestError: a rank has written something else.
+        Raises ManifestError: a rank has written something else.
         """
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
             return None
@@ -133,13 +130,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a sharded checkpoint holds.
+    """Manifest of a sharded checkpoint: its files, its tree, and its tensors.
 
     Attributes:
         steps: optimizer steps.
         files: checksum and size [bytes] of each rank's part, by rank.
         tree: of all states, with indices of tensors.
-        tensors: all.
     """
 
     steps: int
@@ -157,9 +153,8 @@ class Manifest:
     def from_bytes(cls, content: bytes) -> Manifest:
         """The inverse of :meth:`to_bytes`.
 
-        Raises:
-            ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger than
-                these, or a file has another name than a part.
+        Raises ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger
+        than these, or a file has another name than a part.
         """
         told = _read(content)
         try:
@@ -174,10 +169,9 @@ class Manifest:
         return found
 
     def check(self) -> None:
-        """Whether each tensor is covered by its pieces, and lies within the files.
+        """Check that each tensor is covered by its pieces, which must lie within the files.
 
-        Raises:
-            ManifestError: it does not.
+        Raises ManifestError: it does not.
         """
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")
@@ -200,8 +194,7 @@ def complete(parts: Sequence[Part]) -> Manifest:
     Args:
         parts: of all ranks, by rank.
 
-    Raises:
-        ManifestError: they are not of the same step, or leave gaps.
+    Raises ManifestError: they are not of the same step, or leave gaps.
     """
     if [part.rank for part in parts] != list(range(len(parts))) or len({part.steps for part in parts}) != 1:
         steps = {part.rank: part.steps for part in parts}
@@ -259,7 +252,7 @@ def _check_covered(tensor: StoredTensor) -> None:
 
 
 def _indices(tree: Any) -> Iterable[TensorIndex]:
-    """All in it."""
+    """Yield all tensor indices in a tree."""
     if isinstance(tree, TensorIndex):
         yield tree
     elif isinstance(tree, Mapping):
@@ -280,7 +273,7 @@ def _plain_tensors(tensors: Iterable[StoredTensor]) -> list[Any]:
 
 
 def _tensors(told: Any) -> tuple[StoredTensor, ...]:
-    """From what :func:`_plain_tensors` gives."""
+    """Build the stored tensors from the result of :func:`_plain_tensors`."""
     return tuple(
         StoredTensor(path=tuple(path), shape=_sizes(shape), dtype=str(dtype), pieces=tuple(map(_piece, pieces)))
         for path, shape, dtype, pieces in told
@@ -288,7 +281,7 @@ def _tensors(told: Any) -> tuple[StoredTensor, ...]:
 
 
 def _piece(told: Any) -> tuple[int, StoredPiece]:
-    """From one of the pieces in what :func:`_plain_tensors` gives."""
+    """Build one piece and its rank from the result of :func:`_plain_tensors`."""
     rank, start, length, offset, nbytes, offsets, sizes, archive = told
     begin, size = archive
     piece = StoredPiece(
@@ -314,7 +307,7 @@ def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
 
 
 def _read(content: bytes) -> dict[Any, Any]:
-    """Its fields.
+    """Decode the fields of an account or a manifest.
 
     Raises:
         ManifestError: it is none of this version.

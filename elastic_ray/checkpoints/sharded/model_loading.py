@@ -76,11 +76,7 @@ def load_model_state(
 
 
 def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
-    """The newest complete automatic checkpoint of a run, and where it lies.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The newest complete automatic checkpoint of a run, and where it lies. Raises FileNotFoundError: there is none."""
     filesystem = getattr(checkpoint, "filesystem", None)
     if filesystem is None:
         storage = RunStorage(os.fspath(checkpoint))  # type: ignore[arg-type]
@@ -109,11 +105,7 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str) -> list[str]:
-    """Names of the weights of a model's sharded tables, in order.
-
-    Raises:
-        RuntimeError: ``model`` has not as many.
-    """
+    """Names of the weights of a model's sharded tables, in order. Raises RuntimeError: ``model`` has not as many."""
     if model is None:
         return list(keys)
     modules = [(name, part) for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)]
@@ -126,11 +118,7 @@ def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str)
 
 
 def _load(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str) -> None:
-    """Copy tensors into a model's.
-
-    Raises:
-        RuntimeError: it has others.
-    """
+    """Copy tensors into a model's. Raises RuntimeError: it has others."""
     tables = {name: part for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)}
     state = dict(state)
     for name, part in tables.items():

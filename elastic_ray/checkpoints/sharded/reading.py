@@ -41,12 +41,9 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
     All parts are read through and compared with their checksums; they must stay until the others are read.
 
     Args:
-        storage: the run.
-        state: the checkpoint.
         least_bytes: of such a tensor; smaller ones are read at once, which costs less than to come back for them.
 
-    Raises:
-        CorruptStateError: it is not what was written, or cannot be read, also after a while.
+    Raises CorruptStateError: it is not what was written, or cannot be read, also after a while.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -61,8 +58,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
     """Read, also where storage has a bad moment, which must not cost the progress since the state before this one.
 
-    Raises:
-        CorruptStateError: it cannot be read.
+    Raises CorruptStateError: it cannot be read.
     """
     try:
         for pause_s in _PAUSES_S:
@@ -79,7 +75,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
-    """What a checkpoint holds.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CorruptStateError, ManifestError, OSError: it is not what was written.
@@ -102,7 +98,7 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
 
 
 def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
-    """As :func:`open_checkpoint`; raises also ManifestError and OSError."""
+    """Read a sharded checkpoint; as :func:`open_checkpoint`, but raises also ManifestError and OSError."""
     manifest = read_manifest(storage, state)
     files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
     for rank, (_, size) in enumerate(manifest.files):  # before memory is taken for them
@@ -155,7 +151,7 @@ def _itemsize(tensor: StoredTensor) -> int:
 
 
 def _size(storage: RunStorage, path: str) -> int:
-    """Of a file [bytes]; raises FileNotFoundError where there is none."""
+    """Return the size of a file [bytes]; raises FileNotFoundError if it does not exist."""
     found = storage.filesystem.get_file_info(path)
     if not found.is_file:
         raise FileNotFoundError(f"there is no file {path}")
@@ -163,7 +159,7 @@ def _size(storage: RunStorage, path: str) -> int:
 
 
 class PartFile:
-    """See the module's text. What is read later is compared, block by block, with what was read through."""
+    """Reader of one part file. What is read later is compared, block by block, with what was read through."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
         self._storage, self._path = storage, path
@@ -197,14 +193,13 @@ class PartFile:
         return digest.hexdigest()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Bytes of the file, once it was read through, with no more memory than a few blocks.
+        """Read bytes of the file into `target`, after it was read through, with no more memory than a few blocks.
 
         Args:
             offset: where they begin in the file.
             target: where they go; they lie within the file.
 
-        Raises:
-            CorruptStateError: they are other ones than then. OSError: they cannot be read.
+        Raises CorruptStateError: they are other ones than then. OSError: they cannot be read.
         """
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
@@ -218,7 +213,7 @@ class PartFile:
                 if len(chunk) != count or found != self._sums[first : first + len(found)]:
                     raise CorruptStateError(
                         f"{self._path} has changed since it was compared with its checksum: start the job again, which "
-                        "then goes on from the last checkpoint that is whole"
+                        "then continues from the last checkpoint that is whole"
                     )
                 _put(target, offset, chunk, at)
                 at += count
@@ -231,7 +226,7 @@ class _Blocks:
         self._sums, self._running, self._left = array.array("I"), 0, BLOCK_BYTES
 
     def add(self, data: memoryview) -> None:
-        """The bytes that follow."""
+        """Add the bytes that follow."""
         while data:
             head, data = data[: self._left], data[self._left :]
             self._running, self._left = zlib.crc32(head, self._running), self._left - len(head)
@@ -240,7 +235,7 @@ class _Blocks:
                 self._running, self._left = 0, BLOCK_BYTES
 
     def sums(self) -> array.array[int]:
-        """Of all blocks; no bytes follow."""
+        """Return the checksums of all blocks; the last block may be short."""
         return self._sums + array.array("I", [self._running] if self._left < BLOCK_BYTES else [])
 
 

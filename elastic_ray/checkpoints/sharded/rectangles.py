@@ -34,7 +34,6 @@ def rectangles(shape: tuple[int, ...], start: int, length: int) -> Iterator[Rect
     last one, and so on for each of the two that are not whole. A tensor without elements is one rectangle.
 
     Args:
-        shape: of the tensor.
         start: the first element of the flattened tensor.
         length: elements, 0 only for a tensor that has none.
     """

@@ -24,14 +24,7 @@ from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
 from elastic_ray.checkpoints.copy_buffers import CopyBuffers, copy_into, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import await_parts, finish
-from elastic_ray.checkpoints.sharded.manifest import (
-    Part,
-    Path,
-    StoredPiece,
-    StoredTensor,
-    account_name,
-    part_name,
-)
+from elastic_ray.checkpoints.sharded.manifest import Part, Path, StoredPiece, StoredTensor, account_name, part_name
 from elastic_ray.checkpoints.sharded.rectangles import rectangles
 from elastic_ray.consensus.saving import Readiness, SaveOrder
 from elastic_ray.state.codec import NotPlainError, SparseIndex, TensorIndex, dtype_name, encode
@@ -51,7 +44,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPart:
-    """What this rank writes: its part, or the whole state where ``order`` is None."""
+    """State to be written by this rank: its part, or the whole state if ``order`` is None."""
 
     order: SaveOrder | None
     resume_point: ResumePoint
@@ -61,7 +54,7 @@ class CapturedPart:
 
 
 class PartSaver:
-    """See the module's text; a ``PartWriter``.
+    """Saver of this rank's part of a checkpoint; a ``PartWriter``.
 
     Args:
         states: of the run.
@@ -96,11 +89,11 @@ class PartSaver:
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
     def begin(self) -> None:
-        """A group was entered: this rank writes another part there."""
+        """Enter a group, in which this rank writes another part."""
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Whether this rank can write its part, from what :meth:`readiness` has found, and begun."""
+        """Return this rank's readiness, as far as :meth:`readiness` has found out and started."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._look(wait=False)
@@ -110,11 +103,11 @@ class PartSaver:
         return Readiness.NOT_YET if waits or not self._looking.answer.done() else Readiness.READY
 
     def refuse(self, why: str) -> None:
-        """This rank cannot write parts from now on."""
+        """Refuse to write parts from now on, because of `why`."""
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Whether this rank can write its part; what is missing for that is begun."""
+        """Return whether this rank can write its part; starts what is missing for that."""
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)
@@ -138,11 +131,11 @@ class PartSaver:
 
     @property
     def makes_memory(self) -> bool:
-        """Whether memory for a copy is being made."""
+        """True while memory for a copy is being allocated."""
         return self._making is not None and not self._making.answer.done()
 
     def _look(self, *, wait: bool) -> None:
-        """Whether this node sees the run's directory."""
+        """Check that this node sees the run's directory."""
         assert self._looking is not None, "it was begun"
         try:
             if wait:
@@ -169,15 +162,14 @@ class PartSaver:
         self._making = self._calls.start("making memory for a checkpoint", make)
 
     def capture(self, order: SaveOrder | None, resume_point: ResumePoint, *, copy: bool) -> CapturedPart | None:
-        """What this rank holds now, for :meth:`write`; None while memory for a copy of the whole state is made.
+        """Capture this rank's state for :meth:`write`; None while memory for a copy of the whole state is allocated.
 
         Args:
             order: what the ranks have agreed on; None where this rank writes all that there is, alone.
             resume_point: where the run stands.
-            copy: whether training goes on while it is written.
+            copy: whether training continues while it is written.
 
-        Raises:
-            MemoryError: there is no memory for a copy.
+        Raises MemoryError: there is no memory for a copy.
         """
         states = self._states
         trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
@@ -193,7 +185,7 @@ class PartSaver:
         )
 
     def _copied(self, tensors: Sequence[NamedPieces]) -> list[NamedPieces]:
-        """The same, with copies of their elements."""
+        """Return the tensors with copies of their elements."""
         originals = _tensors(tensors)
         buffers = self._buffers.fit(originals)
         if buffers is None:  # the state has come to have other tensors since it was looked at
@@ -215,8 +207,7 @@ class PartSaver:
     def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
         """Write it; on the first rank, wait for those of the others, and complete the checkpoint.
 
-        Returns:
-            The checkpoint, on the first rank.
+        Returns the checkpoint, on the first rank.
 
         Raises:
             InterruptedError: ``go_on`` said no. UnsafeStateError: it holds more than tensors and plain values.
@@ -228,13 +219,7 @@ class PartSaver:
             return _write_alone(self._storage, part.skeleton, tensors, part.resume_point, go_on)
         directory = new_path(self._storage, steps, order.token)
         written = write_part(
-            self._storage,
-            directory,
-            rank=order.rank,
-            steps=steps,
-            skeleton=part.skeleton,
-            tensors=tensors,
-            go_on=go_on,
+            self._storage, directory, rank=order.rank, steps=steps, skeleton=part.skeleton, tensors=tensors, go_on=go_on
         )
         if order.rank:
             return None
@@ -250,18 +235,18 @@ class PartSaver:
         return finish(self._storage, directory, parts, part.resume_point, go_on)
 
     def _all_live(self, workers: tuple[str, ...]) -> bool:
-        """Whether they are all in the present group; it may be changing."""
+        """True if all `workers` are in the present group, which may be changing."""
         present = self._workers()
         return not present or set(workers) <= set(present)
 
 
 def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
-    """Those that are to be copied, in order."""
+    """Return the tensors to copy, in order."""
     return [tensor for each in named for _, tensor in each.pieces.held]
 
 
 def _on_cpu(named: NamedPieces) -> NamedPieces:
-    """The same in CPU memory; of a preempted job nothing has been copied."""
+    """Return the tensors in CPU memory; a preempted job has made no copy."""
     held = tuple((start, tensor.cpu()) for start, tensor in named.pieces.held)
     return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))
 
@@ -276,13 +261,11 @@ def write_state(
     """Write captured states (``SharedState.capture``) as a checkpoint of one part, wholly or not at all.
 
     Args:
-        storage: the run.
         trees: states by name; their tensors do not change meanwhile.
         resume_point: where they stand.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
-    Raises:
-        UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
+    Raises UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
     """
     skeleton, tensors = take_apart(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
@@ -295,7 +278,7 @@ def _write_alone(
     resume_point: ResumePoint,
     go_on: Callable[[], bool],
 ) -> StateFile:
-    """All that there is, as the part of rank 0; nothing is left of what was given up."""
+    """Write the whole state as the part of rank 0; an abandoned checkpoint leaves nothing behind."""
     steps = resume_point.steps
     directory = new_path(storage, steps, uuid.uuid4().hex[:8])
     try:
@@ -320,16 +303,12 @@ def write_part(
     """Write a rank's part, and then its account of it.
 
     Args:
-        storage: the run.
-        directory: of the checkpoint.
-        rank: that writes.
         steps: optimizer steps that the state holds.
         skeleton: of the tree that this rank has captured.
         tensors: those that the skeleton has indices for, in CPU memory; they do not change meanwhile.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
-    Raises:
-        UnsafeStateError: the tree holds something else than tensors and plain values.
+    Raises UnsafeStateError: the tree holds something else than tensors and plain values.
     """
     try:
         encode(skeleton)  # what cannot be told is found before anything is written

@@ -64,7 +64,7 @@ async def _end_of_input() -> None:
 
 
 def _source(path: str | None, simulation: str | None, *, actions: bool) -> Source:
-    """Who has the facts; raises a click error where there are none."""
+    """Return the source of the page's facts; raises a click error if there is none."""
     if path is not None or simulation is not None:
         from placement.errors import InputError
 

@@ -9,7 +9,7 @@ from elastic_ray.observe.metrics.dashboard import read_dashboard
 
 @click.group(short_help="For Prometheus and Grafana.")
 def metrics() -> None:
-    """What Prometheus and Grafana need to show jobs and cluster (docs/metrics.md)."""
+    """Print what Prometheus and Grafana need to show jobs and cluster (docs/metrics.md)."""
 
 
 @metrics.command(short_help="Print the Grafana dashboard as JSON.")

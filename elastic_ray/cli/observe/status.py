@@ -73,7 +73,7 @@ def _trials_of(name: str) -> list[JobRow]:
 
 
 def _show_sweep(trials: list[JobRow], as_json: bool) -> None:
-    """A sweep and its trials."""
+    """Print a sweep and its trials."""
     ranked, names = best_first(trials), called(trials)
     (row,) = (each for each in grouped(trials) if each.phase == "sweep")
     if as_json:
@@ -85,7 +85,7 @@ def _show_sweep(trials: list[JobRow], as_json: bool) -> None:
 
 
 def _show_ended(row: JobRow, as_json: bool) -> None:
-    """A job that has ended within the hour."""
+    """Print a job that has ended within the hour."""
     if as_json:
         show_json({"job": row, "workers": (), "events": (), "explanation": None})
     else:

@@ -1,4 +1,4 @@
-"""How far a job is, where its time went and what it waits for, as lines of text (pure)."""
+"""Lines of text on a job's progress, on where its time went and on what it waits for (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARTS = (
 
 
 def outlook_lines(row: JobRow) -> tuple[str, ...]:
-    """What a status adds to a job's first line; nothing of what is unknown."""
+    """Return the lines that a status adds to a job's first line; unknown facts are left out."""
     lines = (_waits(row), _left(row), _time(row), _gpus(row), _pause(row))
     return tuple(line for line in lines if line)
 

@@ -63,7 +63,7 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
         return None
 
     def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
-        """One look."""
+        """Print the jobs and nodes once."""
         now_s = time.time()
         say(heading)
         say(plain_table(TOP_COLUMNS, [top_cells(row, now_s) for row in sorted_rows(jobs, by)]))
@@ -74,7 +74,7 @@ class _Scroll(_Pipe):
     """Plain text that fits the terminal, one look below the other."""
 
     def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
-        """One look."""
+        """Print the jobs and nodes once."""
         lines = top_lines(heading, jobs, nodes, size=_size(), by=by, now_s=time.time())
         say("\n".join(line.text for line in lines) + "\n")
 
@@ -95,7 +95,7 @@ class _Screen(_Pipe):
         self._live.stop()
 
     def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
-        """One look."""
+        """Draw the jobs and nodes once."""
         from rich.console import Group
         from rich.text import Text
 

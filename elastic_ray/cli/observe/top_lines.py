@@ -1,4 +1,4 @@
-"""One look of ``top`` as lines that fit a terminal (pure)."""
+"""Lines of ``top`` that fit a terminal (pure)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SORTS: dict[str, _Key] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopLine:
-    """One line.
+    """Line of ``top`` with its style.
 
     Attributes:
         text: printable, no wider than the terminal.
@@ -74,7 +74,7 @@ def sorted_rows(rows: Sequence[JobRow], by: str) -> list[JobRow]:
 
 
 def top_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
-    """One line under ``TOP_COLUMNS``."""
+    """Return a job's cells under ``TOP_COLUMNS``."""
     cells = job_cells(row, now_s)
     texts = {name: cells[number] for name, number in _FROM_JOBS.items()}
     why = cells[-1]
@@ -118,7 +118,7 @@ def top_lines(
     by: str = "phase",
     now_s: float = 0.0,
 ) -> list[TopLine]:
-    """One look: a heading, the first jobs in their order, and nodes where there is room for them.
+    """Return the lines of one look: a heading, the first jobs in their order, and nodes where there is room for them.
 
     Args:
         heading: the cluster on one line.

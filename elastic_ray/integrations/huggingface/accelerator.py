@@ -98,7 +98,7 @@ check_overridden(
             *("save_state", "load_state", "wait_for_everyone", "check_trigger", "set_trigger", "main_process_first"),
             *("local_main_process_first", "register_for_checkpointing", "unscale_gradients", "clip_grad_norm_"),
             "clip_grad_value_",
-        ],
+        ]
     },
 )
 
@@ -165,27 +165,26 @@ class Accelerator(OnMainProcess, Collectives):
 
     @property
     def process_index(self) -> int:
-        """This worker's rank."""
+        """Rank of this worker."""
         return get_context().get_world_rank()
 
     @property
     def local_process_index(self) -> int:
-        """Its rank among those on its node."""
+        """Rank of this worker among those on its node."""
         return get_context().get_local_rank()
 
     @property
     def is_main_process(self) -> bool:
-        """Whether it is rank 0."""
+        """True if this worker is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether it is the first on its node."""
+        """True if this worker is the first on its node."""
         return self.local_process_index == 0
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """The same objects for an elastic job, in the same order; models, optimizers and schedulers in one call or
-        several.
+        """Return the objects for an elastic job, in the same order.
 
         Raises:
             ValueError: when training begins: an optimizer whose model was not prepared.
@@ -197,7 +196,7 @@ class Accelerator(OnMainProcess, Collectives):
         return result if len(result) > 1 else result[0]
 
     def _prepare_one(self, each: Any, device_placement: bool | None) -> Any:
-        """What ``prepare`` makes of one object: itself, if it is none of a training's parts."""
+        """Prepare one object; an object that is no part of a training is returned unchanged."""
         if isinstance(each, torch.nn.Module):
             return self.prepare_model(each, device_placement)
         if isinstance(each, AccelerateLoader):
@@ -275,16 +274,16 @@ class Accelerator(OnMainProcess, Collectives):
         return self._dataloaders[-1]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As accelerate's, of what a step will apply; the part that an accumulation has so far is left alone."""
+        """Unscale the gradients that a step will apply; an unfinished accumulation is left alone."""
         if self.sync_gradients:
             super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`unscale_gradients`; the norm of what is left alone is 0."""
+        """Clip gradients as accelerate does; in an unfinished accumulation do nothing and return 0."""
         return super().clip_grad_norm_(*args, **kwargs) if self.sync_gradients else torch.zeros(())
 
     def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
-        """As :meth:`unscale_gradients`."""
+        """Clip gradients as accelerate does; do nothing in an unfinished accumulation."""
         if self.sync_gradients:
             super().clip_grad_value_(*args, **kwargs)
 
@@ -296,7 +295,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Nothing: the job cuts micro-batches, and :attr:`sync_gradients` tells which of them ends a step."""
+        """Do nothing: the job divides micro-batches, and :attr:`sync_gradients` tells which of them ends a step."""
         yield
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,16 +303,16 @@ class Accelerator(OnMainProcess, Collectives):
         return super().unwrap_model(plain_model(model), *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Of the plain model."""
+        """Return the state dict of the plain model."""
         return super().get_state_dict(plain_model(model), unwrap)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """On rank 0."""
+        """Save an object on rank 0."""
         if self.is_main_process:
             super().save(obj, f, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """On rank 0, with the place in the data."""
+        """Save the state on rank 0, with the position in the data."""
         if not self.is_main_process:
             return output_dir
         if self.project_configuration.automatic_checkpoint_naming:
@@ -331,7 +330,7 @@ class Accelerator(OnMainProcess, Collectives):
         theirs.iteration = max([theirs.iteration, *(int(each[1]) + 1 for each in found if each is not None)])
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """As accelerate's, and as ``elastic_ray.register_state``: workers that join have what is registered, too.
+        """Register objects with accelerate and with ``elastic_ray.register_state``: joining workers receive them too.
 
         Raises:
             ValueError: one has no ``state_dict`` and ``load_state_dict``.
@@ -346,8 +345,11 @@ class Accelerator(OnMainProcess, Collectives):
             er.register_state(f"accelerate/{number}", each)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """On every worker. Before the first epoch the job begins where the state was saved; later it goes on where it
-        is in the data, with the model and the optimizer of the state, as accelerate does."""
+        """Load a state on every worker.
+
+        Before the first epoch the job starts where the state was saved; later it continues at its place in the data,
+        with the model and the optimizer of the state, as accelerate does.
+        """
         found: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
         try:
@@ -363,7 +365,7 @@ class Accelerator(OnMainProcess, Collectives):
         """Raises NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
         raise NotImplementedError(
             "skip_first_batches() is not there under elastic-ray, whose batches change: load_state() before the first "
-            "epoch goes on behind the last sample that was used, without it"
+            "epoch continues after the last sample that was used, without it"
         )
 
     @contextlib.contextmanager
@@ -390,7 +392,7 @@ def _is_scheduler(each: Any) -> bool:
 
 
 def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
-    """Whether it steps parameters of the model."""
+    """True if the optimizer steps parameters of the model."""
     own = {id(p) for p in module.parameters()}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 

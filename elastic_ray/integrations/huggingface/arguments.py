@@ -16,12 +16,12 @@ class _ElasticArguments:
 
     @property
     def process_index(self) -> int:
-        """This worker's rank."""
+        """Rank of this worker."""
         return get_context().get_world_rank()
 
     @property
     def local_process_index(self) -> int:
-        """Its rank among those on its node."""
+        """Rank of this worker among those on its node."""
         return get_context().get_local_rank()
 
     @property
@@ -103,14 +103,14 @@ _REFUSED = {
         "step(), such as 'galore_adamw' or 'adafactor'"
     ),
     "dataloader_in_order": (
-        "a job that changes size goes on behind the last sample that was used, which needs their order: leave it out"
+        "a job that changes size continues after the last sample that was used, which needs their order: leave it out"
     ),
     "accelerator_config": (
         "with dispatch_batches one process would read for the others, and gradient_accumulation_kwargs are for steps "
         "that the job cuts by itself: leave these two out"
     ),
     "auto_find_batch_size": (
-        "a job that runs out of memory goes on with smaller micro-batches by itself: leave it out, and pass "
+        "a job that runs out of memory continues with smaller micro-batches by itself: leave it out, and pass "
         "Trainer(max_batch_size=, gradient_accumulation=True)"
     ),
     "enable_jit_checkpoint": "the job saves before a preemption by itself: leave it out",

@@ -17,13 +17,13 @@ from elastic_ray.loop.api import current_session
 
 
 class SavesAlone:
-    """To be inherited: ``_saves_alone`` tells whether one is within :meth:`_alone`."""
+    """Mixin whose ``_saves_alone`` is True within :meth:`_alone`."""
 
     _saves_alone = False
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """What is called within meets no other worker."""
+        """Enter a context in which calls involve no other worker."""
         self._saves_alone = True
         try:
             yield
@@ -37,14 +37,14 @@ class Collectives(SavesAlone, accelerate.Accelerator):
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all workers, one behind the other; their first sizes may differ."""
+        """Tensors of all workers, one after the other; their first sizes may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))
         return recursively_apply(lambda _: next(parts), tensor, test_type=_every_leaf)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :meth:`gather`, since no sample is there twice; lists of other values are put together."""
+        """Gather as :meth:`gather`, because no sample occurs twice; lists of other values are concatenated."""
         if use_gather_object or (isinstance(input_data, list) and not _all_tensors(input_data)):
             return [each for part in er.all_gather(list(input_data)) for each in part]
         return self.gather(input_data)
@@ -71,12 +71,12 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return recursively_apply(padded, tensor)
 
     def wait_for_everyone(self) -> None:
-        """As ``elastic_ray.barrier``; while rank 0 saves a state, it waits for nobody."""
+        """Wait for all workers as ``elastic_ray.barrier``; return at once while rank 0 saves a state."""
         if not self._saves_alone:
             er.barrier()
 
     def check_trigger(self) -> bool:
-        """Whether any worker has called ``set_trigger``."""
+        """True if any worker has called ``set_trigger``."""
         own = float(self.flag_tensor.item()) if self.flag_tensor is not None else 0.0
         if er.all_reduce(own, "max") == 0:
             return False
@@ -114,7 +114,7 @@ def _all_tensors(tree: Any) -> bool:
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
-    """All ranks' tensors, one behind the other; other values as a list."""
+    """Concatenate all ranks' tensors; other values become a list."""
     if not isinstance(parts[0], torch.Tensor):
         return list(parts)
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in parts])
@@ -133,8 +133,7 @@ def write_position(folder: Path) -> None:
 def read_position(folder: Path) -> Any | None:
     """The place of a checkpoint; None where it has none, being of another program.
 
-    Raises:
-        ValueError: the file is damaged.
+    Raises ValueError: the file is damaged.
     """
     file = folder / _FILE
     if not file.exists():

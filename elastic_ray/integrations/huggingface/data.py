@@ -26,8 +26,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
     Args:
         trainer: a ``transformers.Trainer``.
 
-    Raises:
-        ValueError: it has no training data, or is to read a stream in processes of its own.
+    Raises ValueError: it has no training data, or is to read a stream in processes of its own.
     """
     dataset, args = trainer.train_dataset, trainer.args
     if dataset is None:
@@ -65,10 +64,9 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 
 
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
-    """What ``get_train_dataloader`` gives, which may be the user's own, as a loader whose batches all workers share.
+    """Return the loader of ``get_train_dataloader``, possibly the user's own, as one that all workers share.
 
-    Raises:
-        TypeError: it is neither torch's nor ours.
+    Raises TypeError: it is neither torch's nor ours.
     """
     ours = isinstance(loader, er.AdaptiveDataLoader)
     shared: er.AdaptiveDataLoader = loader if ours else batch_options.shared(_of_torch(loader))
@@ -93,7 +91,7 @@ def _of_torch(loader: Any) -> DataLoader[Any]:
 
 
 def counts_items(compute_loss: Callable[..., Any]) -> bool:
-    """Whether a ``compute_loss`` takes part in ``num_items_in_batch``, by its code.
+    """True if a ``compute_loss`` uses ``num_items_in_batch``, by its code.
 
     Then it is a sum over items, divided by that; else it is a mean over samples.
     """

@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives for a model and for a loader, and what it has given for an optimizer."""
+"""Results of ``Accelerator.prepare`` for a model and for a loader, and earlier results for an optimizer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class AccelerateModel(LateWrapped):
         self._make_wrapper = make_wrapper
 
     def make_wrapper(self) -> er.AdaptiveDataParallel | None:
-        """The model with its optimizer; None while it has none."""
         return self._make_wrapper(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,19 +61,14 @@ class AccelerateLoader(LoaderOnDevice):
     """A prepared loader.
 
     Args:
-        loader: gives the batches.
         accelerator: whose device and gradient state are used; it is not kept.
-        optimizers: the prepared ones.
     """
 
     _is_accelerate_prepared = True
     remainder = -1  # accelerate's word for: no sample is there twice
 
     def __init__(
-        self,
-        loader: er.AdaptiveDataLoader,
-        accelerator: accelerate.Accelerator,
-        optimizers: list[AcceleratedOptimizer],
+        self, loader: er.AdaptiveDataLoader, accelerator: accelerate.Accelerator, optimizers: list[AcceleratedOptimizer]
     ) -> None:
         super().__init__(loader, accelerator.device)
         self.end_of_dataloader = False
@@ -93,7 +87,7 @@ class AccelerateLoader(LoaderOnDevice):
             self.end_of_dataloader = False
 
     def _begin_micro_step(self) -> None:
-        """A micro-batch is handed out; the gradients of those before it in the same step are kept already."""
+        """Set accelerate's state for the micro-batch that is handed out."""
         session = current_session()
         step = session.passes.step
         self.end_of_dataloader = self.loader.on_last_batch

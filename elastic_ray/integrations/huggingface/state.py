@@ -1,4 +1,4 @@
-"""What of a Trainer's run joiners, checkpoints and steps that are drawn again need."""
+"""State of a Trainer's run that joiners, checkpoints and repeated steps need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TrainerProgress:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the state as plain values."""
         trainer = self._trainer
         return {**scalars(trainer), "log_history": copy.deepcopy(trainer.state.log_history)}
 
@@ -32,7 +32,7 @@ class TrainerProgress:
 
 
 class StepProgress:
-    """What a step that is drawn again takes back, on each rank its own."""
+    """State that a repeated step restores, on each rank its own."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -84,7 +84,7 @@ def set_scalars(trainer: Any, values: dict[str, Any]) -> None:
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
-    """What a callback exports: all of it, where its class makes one of that by itself, and else its attributes."""
+    """Return a callback's exported state: all of it if its class makes its own, else its attributes."""
     state = callback.state()
     return copy.deepcopy(dict(state) if _makes_its_own(callback) else dict(state.get("attributes", {})))
 

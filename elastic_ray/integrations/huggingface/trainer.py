@@ -40,7 +40,7 @@ check_overridden(
             *("_remove_unused_columns", "_clip_grad_norm", "_get_grad_norm", "_get_learning_rate", "store_flos"),
             *("_track_num_input_tokens", "_get_output_dir", "_evaluate", "evaluate", "is_world_process_zero"),
             "_load_rng_state",
-        ],
+        ]
     },
 )
 
@@ -144,7 +144,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- the loop
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """As theirs; the model, compiled where the arguments say so, and its optimizer are then the job's."""
+        """Prepare as Trainer does; the model, possibly compiled, and its optimizer then belong to the job."""
         prepared, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         model = er.AdaptiveDataParallel(
@@ -166,7 +166,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Their loop over epochs, with the job's in place of its own."""
+        """Run Trainer's loop over epochs, with the job's epochs and steps."""
         self.accelerator.free_memory()
         session_of_new_model()  # alone, a second training is a run of its own, whose loader begins anew
         loader = shared_loader(self.get_train_dataloader(), self._batch_options)
@@ -220,7 +220,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             _logger.info("  %s = %s", what, f"{count:,}")
 
     def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> bool:
-        """Go on where a checkpoint of theirs stands, unless the job has one of its own; returns whether it does."""
+        """Continue where a checkpoint of theirs stands, unless the job has one of its own; returns whether it does."""
         states = current_session().states
         own = bool(states.progress.steps or states.progress.epoch or states.progress.passes)
         position = read_position(folder)
@@ -239,7 +239,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     def _train_epoch(
         self, model: Any, loader: er.AdaptiveDataLoader, epoch: int, trial: Any, ignored: Any, begin_s: float
     ) -> None:
-        """One pass over the data, from where the job is in it."""
+        """Train one epoch from the job's place in it."""
         if self._random_numbers_of is not None and not self._within_epoch:  # the epoch's loader draws from them, too
             self._load_rng_state(self._random_numbers_of)
         batches: Any = loader.batches(joined_later=True)
@@ -269,7 +269,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         )
 
     def _micro_step(self, model: Any, loader: er.AdaptiveDataLoader, inputs: Any, last: dict[str, Any]) -> bool:
-        """One micro-batch; whether it ends a step that counts."""
+        """Train one micro-batch; True if it ends a step that counts."""
         ledger = current_session().ledger
         step = current_session().passes.step
         assert step is not None, "a batch was drawn"
@@ -297,7 +297,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         )
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
-        if ledger.failed:  # drawn again: nobody is told of it
+        if ledger.failed:  # drawn again: nothing is reported
             model.zero_grad()
             return False
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
@@ -308,7 +308,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         return True
 
     def _weigh(self, loader: er.AdaptiveDataLoader, inputs: Any) -> Any:
-        """What the micro-batch's loss is divided by, where that is not its samples; it is weighted by as much."""
+        """Return the divisor of the micro-batch's loss, if it is not its samples, and weigh the micro-batch by it."""
         count = self._get_num_items_in_batch([inputs], self.args.device)
         if count is not None and not counts_items(type(self).compute_loss):
             return count  # a loss of the user's own, which is a mean over samples
@@ -326,7 +326,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
                 self.tr_weight += count / total
 
     def _after_step(self, loader: er.AdaptiveDataLoader, epoch: int) -> None:
-        """A step was applied: count it, and stop where progress says so."""
+        """Count an applied step, and stop where progress says so."""
         session = current_session()
         step = session.passes.step
         assert step is not None, "its batch was drawn"
@@ -360,11 +360,11 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
 
     def is_world_process_zero(self) -> bool:
-        """Whether this worker saves and logs."""
+        """True if this worker saves and logs."""
         return get_context().get_world_rank() == 0
 
     def is_local_process_zero(self) -> bool:
-        """Whether it is the first on its node."""
+        """True if this worker is the first on its node."""
         return get_context().get_local_rank() == 0
 
     # --- logs, evaluation, checkpoints
@@ -379,7 +379,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.tr_weight = 0.0
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
-        """As theirs, with the loss of all workers, and buffers that are the same everywhere."""
+        """Log, save and evaluate as Trainer does, with the loss of all workers, and equal buffers on all of them."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._average_loss()
         if current_session().ledger.failed:  # drawn again, and all that follows with it
@@ -389,17 +389,17 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As theirs, on all of the data on every worker; what follows from the numbers follows from rank 0's."""
+        """Evaluate all data on every worker; decisions follow from rank 0's numbers."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As theirs; the job's metrics have it as well."""
+        """Log as Trainer does, and add the values to the job's metrics."""
         super().log(logs, *args, **kwargs)
         self._logged.report(logs)
 
     def store_flos(self) -> None:
-        """As theirs, of all workers."""
+        """Store the operations of all workers."""
         if not self._saves_alone:
             self.current_flos = er.all_reduce(float(self.current_flos))
         super().store_flos()
@@ -413,7 +413,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         theirs.num_input_tokens_seen = before + er.all_reduce(theirs.num_input_tokens_seen - before)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As theirs, on rank 0 (or on each node, ``save_on_each_node``), with the place in the data."""
+        """Save as Trainer does on rank 0 (or each node, ``save_on_each_node``), with the position in the data."""
         if trial is None:
             self.store_flos()
         if current_session().ledger.failed:  # the step is drawn again, and saved then

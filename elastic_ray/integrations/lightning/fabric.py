@@ -81,7 +81,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> None:
-        """None: the loaders share their samples by themselves."""
+        """None: loaders divide their samples by themselves."""
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
@@ -108,23 +108,23 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         return loader
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As ``elastic_ray.all_reduce``."""
+        """Reduce a tensor as ``elastic_ray.all_reduce``."""
         return reduced(tensor, group, reduce_op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """As ``elastic_ray.all_gather``, stacked."""
+        """Gather tensors as ``elastic_ray.all_gather``, stacked."""
         return gathered(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """Whether all, or any, ranks decide so."""
+        """True if all ranks, or any, decide so."""
         return decided(decision, all)
 
     def barrier(self, name: str | None = None) -> None:
-        """As ``elastic_ray.barrier``."""
+        """Wait for all ranks as ``elastic_ray.barrier``."""
         er.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
+        """Broadcast as ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
         return told(obj, src)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -134,16 +134,16 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
-        """As :meth:`clip_gradients_norm`."""
+        """Clip gradients by value; do nothing in an unfinished accumulation."""
         if not accumulating():
             super().clip_gradients_value(module, optimizer, clip_val)
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Of the plain model, so that any other strategy can load it."""
+        """Return the state dict of the plain model, so that any other strategy can load it."""
         return super().get_module_state_dict(plain_model(module))
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Into the plain model."""
+        """Load the state dict into the plain model."""
         super().load_module_state_dict(plain_model(module), state_dict, strict)
 
 

@@ -24,11 +24,11 @@ class UnreadStream:
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the loader."""
+        """Return the loader's state dict."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of the loader."""
+        """Load the loader's state dict."""
         self.loader.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
@@ -36,10 +36,9 @@ class UnreadStream:
 
 
 class ElasticFetcher(_DataFetcher):
-    """See the module's text.
+    """Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop.
 
     Args:
-        loader: gives the batches.
         most: of an epoch, None for all.
         on_batch: is called with each that is handed out.
     """
@@ -60,13 +59,16 @@ class ElasticFetcher(_DataFetcher):
         return self
 
     def reset(self) -> None:
-        """A new pass."""
+        """Reset the fetcher for a new pass."""
         self.fetched, self.done = 0, False
 
     @property
     def exhausted(self) -> bool:
-        """Whether the pass has no other batch. The step before is committed here; or taken back, with all that the loop
-        has counted in it, and drawn again."""
+        """True if the pass has no further batch.
+
+        The step before is committed here; or it is taken back, with all that the loop has counted in it, and drawn
+        again.
+        """
         if self._next is _NOTHING:
             if self._batches is None:
                 self._batches = self.loader.batches(joined_later=True)
@@ -89,12 +91,12 @@ class ElasticFetcher(_DataFetcher):
 
     @property
     def at_limit(self) -> bool:
-        """Whether the epoch is to have no more batches than it has had; a step is never cut in two."""
+        """True if the epoch must have no more batches than so far; a step is never divided."""
         return self.most is not None and self.fetched >= self.most and not current_session().ledger.accumulating
 
     @property
     def left_early(self) -> bool:
-        """Whether the others have ended the pass though it had more batches, and more were allowed."""
+        """True if the others have ended the pass though it had more batches, and more were allowed."""
         passes, size = current_session().progress.passes, self.loader.current_batch_size
         steps = sized_len(self.loader)
         if not passes or not passes[-1].done or self.at_limit or steps is None:
@@ -109,7 +111,7 @@ class ElasticFetcher(_DataFetcher):
         return self.done
 
     def finish(self) -> None:
-        """There was no other batch."""
+        """Mark the pass as done: there was no other batch."""
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:

@@ -67,11 +67,11 @@ class ElasticFitLoop(_FitLoop):
 
     @functools.cached_property
     def logged(self) -> LoggedValues:
-        """What ``self.log`` was told, for the job."""
+        """Values of ``self.log``, for the job."""
         return LoggedValues()
 
     def setup_data(self) -> None:
-        """As Lightning's; batches then come from our loader alone."""
+        """Set up data as Lightning does; batches then come from our loader only."""
         if self._combined_loader is not None:
             return
         super().setup_data()
@@ -114,7 +114,7 @@ class ElasticFitLoop(_FitLoop):
         self._place = state_dict.get(_PLACE)
 
     def run(self) -> None:
-        """Become part of the job, then train."""
+        """Join the job, then train."""
         self.setup_data()
         if self._combined_loader is None:  # limit_train_batches=0, or nothing to train
             return super().run()
@@ -156,7 +156,7 @@ class ElasticFitLoop(_FitLoop):
         progress: Any = theirs.batch_progress
         place, self._place = self._place, None
         within = self.epoch_progress.current.ready > self.epoch_progress.current.processed
-        if within:  # Lightning counts a batch behind what saves
+        if within:  # Lightning counts a batch after what saves
             theirs._batches_that_stepped += 1
         for theirs in (progress.total, progress.current):
             theirs.ready = theirs.started = theirs.completed = theirs.processed
@@ -217,7 +217,7 @@ class ElasticFitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """As Lightning's; or all the job's epochs are done, or a policy has ended the training."""
+        """True if Lightning is done, all the job's epochs are, or a policy has ended the training."""
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
@@ -246,11 +246,11 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """As Lightning's; but a worker that came later looks into the pass at least once."""
+        """True if Lightning is done; a worker that came later looks into the pass at least once."""
         return not self._came_later and super().done
 
     def reset(self) -> None:
-        """Begin the epoch's counts, or go on with those of the others."""
+        """Begin the epoch's counts, or continue with those of the others."""
         session = current_session()
         ordinal, passes = session.ledger.next_ordinal, session.progress.passes
         if ordinal >= len(passes) or not (passes[ordinal].position or passes[ordinal].done):
@@ -259,13 +259,13 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         self._came_later = True
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Begin to fetch behind the batches that the epoch has had."""
+        """Start to fetch after the batches that the epoch has had."""
         super().on_run_start(data_fetcher)
         theirs = data_fetcher
         theirs.fetched = self.batch_progress.current.ready
 
     def advance(self, data_fetcher: Any) -> None:
-        """One micro-batch; the last one is repeated as long as failures void its step."""
+        """Train one micro-batch; the last one is repeated as long as failures void its step."""
         set_rank()
         self._came_later = False
         if data_fetcher.exhausted:  # this worker has come after the last batch, or its end was not known before
@@ -293,10 +293,9 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:
-        """As Lightning's ``advance``, until the micro-batch counts: of one that is lost no hook is told.
+        """Train as Lightning's ``advance`` until the micro-batch counts; hooks are not called for a lost one.
 
-        Raises:
-            StopIteration: ``on_train_batch_start()`` has ended the epoch.
+        Raises StopIteration: ``on_train_batch_start()`` has ended the epoch.
         """
         while True:
             try:
@@ -324,7 +323,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """As Lightning's; schedulers that count epochs move once, where Lightning moves them if the end is known there.
+        """Update schedulers as Lightning does; those that count epochs move once.
 
         Raises:
             _BatchLostError: the micro-batch that has just been trained on is of a lost step.
@@ -349,17 +348,17 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             theirs.fit_loop.logged.report(theirs.callback_metrics)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """As Lightning's; where ``val_check_interval`` is a time, by the clock of rank 0."""
+        """Decide as Lightning does; if ``val_check_interval`` is a time, by the clock of rank 0."""
         checks = super()._should_check_val_fx(data_fetcher)
         by_time = getattr(self.trainer, "_val_check_time_interval", None)  # from Lightning 2.6 on
         return checks if by_time is None else bool(er.broadcast(checks))
 
     def _should_accumulate(self) -> bool:
-        """Whether the step goes on after this micro-batch: the job says it."""
+        """True if the job's step continues after this micro-batch."""
         return accumulating()
 
     def _get_monitor_value(self, key: str) -> Any:
-        """What a plateau scheduler watches must be one number on all ranks, or their learning rates would part."""
+        """Return the monitored value of rank 0, so that plateau schedulers set equal learning rates on all ranks."""
         return er.broadcast(super()._get_monitor_value(key))
 
     def update_length(self, fetcher: ElasticFetcher) -> None:
@@ -385,27 +384,26 @@ def become_elastic(trainer: Any) -> None:
 
 
 def trains(trainer: Any) -> bool:
-    """Whether a trainer is within its training, not in an evaluation."""
+    """True if a trainer is within its training, not in an evaluation."""
     return trainer is not None and trainer.state.stage == RunningStage.TRAINING
 
 
 def _cut_short(place: dict[str, Any] | None, max_steps: int) -> bool:
-    """Whether ``max_steps`` ended the epoch that was left in its middle, not a callback, for good.
+    """True if ``max_steps``, not a callback, has ended the unfinished epoch for good.
 
     Args:
         place: in the data, of the checkpoint; None for one that another strategy wrote, which does not say.
-        max_steps: of this trainer.
     """
     return max_steps >= 0 if place is None else bool(place["cut_short"])
 
 
 def _adapts() -> bool:
-    """Whether the number of steps of an epoch may change."""
+    """True if the number of steps of an epoch may change."""
     info = current_session().registry.loaders.info
     return info is not None and not info.limits.one_size
 
 
 def _start_anew(loop: Any) -> None:
-    """A worker's place in the run is the job's, also where Lightning has restored a checkpoint."""
+    """Start at the job's place in the run, also where Lightning has restored a checkpoint."""
     for theirs in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         theirs._restarting = theirs._loaded_from_state_dict = theirs._resuming_from_checkpoint = False

@@ -1,4 +1,4 @@
-"""What Lightning's and Fabric's strategies have in common: collectives, loaders, ranks."""
+"""Shared parts of Lightning's and Fabric's strategies: collectives, loaders, ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
 
 
 class OneDevice:
-    """What is the same for both strategies: a worker has one device, and no process group to make."""
+    """Shared part of both strategies: a worker has one device, and no process group to make."""
 
     _parallel_devices: list[torch.device] | None
 
@@ -116,7 +116,7 @@ def set_rank() -> None:
 
 
 def accumulating() -> bool:
-    """Whether gradients of the micro-batch in progress are left to a later one of its step."""
+    """True if gradients of the micro-batch in progress are left to a later one of its step."""
     return current_session().ledger.accumulating
 
 
@@ -135,12 +135,12 @@ class ElasticRayEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Not used: there is no default process group."""
+        """Empty address: it is unused, because there is no default process group."""
         return ""
 
     @property
     def main_port(self) -> int:
-        """Not used: there is no default process group."""
+        """Port 0: it is unused, because there is no default process group."""
         return 0
 
     @staticmethod
@@ -153,17 +153,17 @@ class ElasticRayEnvironment(ClusterEnvironment):
         return get_context().get_world_size()
 
     def set_world_size(self, size: int) -> None:
-        """The job says it."""
+        """Do nothing: the job sets the size."""
 
     def global_rank(self) -> int:
-        """This worker's rank."""
+        """Return this worker's rank."""
         return get_context().get_world_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """The job says it."""
+        """Do nothing: the job sets the rank."""
 
     def local_rank(self) -> int:
-        """Its rank among those on its node."""
+        """Return this worker's rank among those on its node."""
         return get_context().get_local_rank()
 
     def node_rank(self) -> int:

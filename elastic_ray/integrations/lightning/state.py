@@ -1,4 +1,4 @@
-"""What of a Lightning run joiners, checkpoints and steps that are drawn again need: loops, callbacks, logged values."""
+"""State of a Lightning run that joiners, checkpoints and repeated steps need: loops, callbacks, logged values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 
 class TrainerState:
-    """The part of a trainer's state that is the same on all ranks: ``state_dict`` and ``load_state_dict``.
-
-    Args:
-        trainer: whose.
-    """
+    """The part of a trainer's state that is the same on all ranks: ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -52,7 +48,7 @@ class TrainerState:
 
 
 class StepState:
-    """What a step that is drawn again takes back, on each rank its own."""
+    """State that a repeated step restores, on each rank its own."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -89,7 +85,7 @@ class StepState:
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
-    """Of the loops: what has begun, and what is done."""
+    """Return the counters of the loops: what has started, and what is done."""
     epochs: Any = trainer.fit_loop
     batches: Any = epochs.epoch_loop
     return {
@@ -159,12 +155,12 @@ def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_live(metric: _ResultMetric) -> bool:
-    """Whether this epoch averages it, and others can make the same: it is a value, or some attribute holds it."""
+    """True if this epoch averages the metric and others can make it: it is a value, or an attribute holds it."""
     return not metric.has_reset and (metric.is_tensor or metric.meta.metric_attribute is not None)
 
 
 def _described(metric: _ResultMetric) -> dict[str, Any]:
-    """What the same value is made of elsewhere: its name, how it is averaged, which attribute holds it."""
+    """Return how others make the same metric: its name, its averaging, and the attribute that holds it."""
     meta = metric.meta
     return {
         "attribute": None if metric.is_tensor else meta.metric_attribute,
@@ -176,7 +172,7 @@ def _described(metric: _ResultMetric) -> dict[str, Any]:
 
 
 def _take_logged(trainer: Trainer, described: dict[str, Any]) -> None:
-    """Know a value that others have logged in this epoch, so that this rank takes part when it is averaged."""
+    """Adopt a value that others have logged in this epoch, so that this rank takes part when it is averaged."""
     results = trainer.fit_loop.epoch_loop._results
     key = f"{described['fx']}.{described['name']}"
     if key in results or not described["on_epoch"]:

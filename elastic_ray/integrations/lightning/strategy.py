@@ -116,7 +116,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Of evaluation: each worker goes through all data."""
+        """Sampler arguments of evaluation: each worker uses all data."""
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: Trainer) -> None:
@@ -169,7 +169,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def _shares(self) -> bool:
-        """Whether each worker has its share of the samples now: in evaluation each has all of them."""
+        """True if each worker has its share of the samples now; in evaluation each has all of them."""
         return not self._gone and self.lightning_module is not None and trains(self.lightning_module._trainer)
 
     def model_to_device(self) -> None:
@@ -178,7 +178,9 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Of training: a loader whose batches all workers share. Others stay as they are.
+        """Return a training loader whose batches all workers share; other loaders stay unchanged.
+
+        Others stay as they are.
 
         Raises:
             TypeError: it gives batches of its own, which could not be shared.
@@ -206,17 +208,17 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As on one device."""
+        """Validate as on one device."""
         with self._plain():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As on one device."""
+        """Test as on one device."""
         with self._plain():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As on one device."""
+        """Predict as on one device."""
         with self._plain():
             return super().predict_step(*args, **kwargs)
 
@@ -230,24 +232,24 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             self._model = wrapped
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As ``elastic_ray.all_reduce`` in training; in evaluation all workers have seen the same."""
+        """Reduce as ``elastic_ray.all_reduce`` in training; in evaluation all workers have seen the same."""
         return reduced(tensor, group, reduce_op) if self._shares else tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """As ``elastic_ray.all_gather`` in training; in evaluation the one that there is."""
+        """Gather as ``elastic_ray.all_gather`` in training; in evaluation return this worker's tensor, stacked."""
         return gathered(tensor, group, sync_grads) if self._shares else tensor[None]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """Whether all, or any, workers decide so."""
+        """True if all workers, or any, decide so."""
         return decision if self._gone else decided(decision, all)
 
     def barrier(self, name: str | None = None) -> None:
-        """As ``elastic_ray.barrier``."""
+        """Wait for all workers as ``elastic_ray.barrier``."""
         if not self._gone:
             er.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
+        """Broadcast as ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
         return obj if self._gone else told(obj, src)
 
     @contextlib.contextmanager
@@ -260,7 +262,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             yield
 
     def leave(self, *, goes_on: bool) -> None:
-        """This worker leaves the job, or has failed: it meets the others nowhere any more.
+        """Leave the job, or fail: this worker takes part in no more collectives.
 
         Args:
             goes_on: whether the job continues without it, so that files are others' to write.

@@ -13,4 +13,4 @@ _SHARD = "elastic_ray.integrations.ray_data.shard"  # imports torch, which drive
 
 __all__ = ["RayDataShard", "get_dataset_shard"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, _SHARD))
+__getattr__, __dir__ = lazy_names(__name__, {_SHARD: " ".join(__all__)})

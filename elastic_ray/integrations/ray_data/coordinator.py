@@ -38,10 +38,9 @@ class RowsWanted:
     """A worker's question.
 
     Attributes:
-        dataset: name of the dataset.
         epoch: which epoch's rows.
         first: the first row that it does not know yet.
-        end: rows up to this one are to be told of, the last not included, as far as there are so many.
+        end: rows up to this one are to be reported, the last not included, as far as there are so many.
         ahead: rows up to this one it will ask for soon.
         last_epoch: whether no epoch is known to follow.
         reader: who asks, and where it stands.
@@ -58,7 +57,7 @@ class RowsWanted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFound:
-    """Where rows are: spans in order, and the rows of the whole epoch (None until its end has been read)."""
+    """Spans of rows in order, and the number of rows of the epoch (None until its end has been read)."""
 
     spans: tuple[RowSpan, ...]
     total: int | None
@@ -70,8 +69,6 @@ def start_coordinator(
     """Make a job's coordinator.
 
     Args:
-        name: of the actor.
-        packed: the datasets.
         controller: handle of the job's controller.
         runtime_env: of the job's workers, which may hold the modules that the datasets' functions come from.
     """
@@ -82,8 +79,7 @@ def start_coordinator(
 def find_coordinator(name: str, patience_s: float) -> Any:
     """The coordinator of this name, which may be a moment later than the workers.
 
-    Raises:
-        RuntimeError: there is none within that time.
+    Raises RuntimeError: there is none within that time.
     """
     deadline_s = time.monotonic() + patience_s
     while (found := find_actor(name)) is None:
@@ -96,7 +92,10 @@ def find_coordinator(name: str, patience_s: float) -> Any:
 
 
 class DatasetCoordinator:
-    """Actor class; see the module's text. Methods are coroutines of one event loop; streams have a thread each."""
+    """Actor class of the coordinator.
+
+    Methods are coroutines of one event loop; streams have a thread each.
+    """
 
     def __init__(self, packed: PackedDatasets, controller: Any) -> None:
         log_plainly(logging.WARNING)
@@ -128,10 +127,9 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Where these rows are, once they are there; nowhere for a reader that has left or asked for others meanwhile.
+        """Wait for rows and return where they are; empty for a reader that has left or asked for others meanwhile.
 
-        Raises:
-            Exception: the dataset could not be read.
+        Raises Exception: the dataset could not be read.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):
@@ -146,9 +144,8 @@ class DatasetCoordinator:
     async def _has(self, stream: RowStream, wanted: RowsWanted) -> bool:
         """Wait until a stream has these rows; False where it will not, or not any more.
 
-        Raises:
-            Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
-                execution.
+        Raises Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
+        execution.
         """
         try:
             while not stream.has(wanted.end):
@@ -172,13 +169,13 @@ class DatasetCoordinator:
         return bool(done)
 
     async def leave(self, client: str) -> None:
-        """A reader's pass is over."""
+        """Remove a reader whose pass is over."""
         stream = self._readers.leave(client)
         if isinstance(stream, RowStream) and stream.leave(client):
             self._close(stream)
 
     def _tell(self) -> None:
-        """There is something new for those that wait."""
+        """Wake the calls that wait for news."""
         waiting, self._waiting = self._waiting, set()
         for news in waiting:
             if not news.done():
@@ -205,7 +202,7 @@ class DatasetCoordinator:
         return stream
 
     def _is_stale(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """Whether nobody will read it: those are gone who did, or it was begun for an epoch that had no use for it."""
+        """True if nobody will read the stream: its readers are gone, or its epoch did not need it."""
         if stream.generation < 0:
             return stream.epoch < wanted.epoch
         return stream.generation < wanted.reader.generation and not self._readers.has_others(stream, wanted.reader)
@@ -224,7 +221,7 @@ class DatasetCoordinator:
         return stream
 
     def _changed(self) -> None:
-        """A stream has come further; called from its thread, which may outlive the loop and those who wait in it."""
+        """Wake waiting calls after a stream's progress; called from its thread, which may outlive the loop."""
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
                 self._loop.call_soon_threadsafe(self._tell)
@@ -255,7 +252,7 @@ class DatasetCoordinator:
         ray.kill(self._handle)
 
     async def _is_over(self) -> bool:
-        """Whether the job has ended, or nobody is left who could say so."""
+        """True if the job has ended, or nobody is left who could say so."""
 
         async def phase() -> Any:
             return (await self._controller.status.remote()).phase
@@ -280,7 +277,7 @@ def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """Not what Ray says of every such actor: executions have threads of their own, and show no progress."""
+    """True unless it is the record that Ray logs for every such actor, whose executions show no progress."""
     return _TALKATIVE[record.name] not in record.getMessage()
 
 

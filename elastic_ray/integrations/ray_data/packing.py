@@ -41,8 +41,7 @@ class PackedDatasets:
 def check_datasets(datasets: Any) -> dict[str, Any]:
     """A job's datasets, checked; none at all is no dataset.
 
-    Raises:
-        TypeError: it is no mapping of names to ``ray.data.Dataset``, or one of them cannot be sent.
+    Raises TypeError: it is no mapping of names to ``ray.data.Dataset``, or one of them cannot be sent.
     """
     if datasets is None:
         return {}
@@ -72,11 +71,9 @@ def name_coordinator(job: str) -> str:
 def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, float]) -> PackedDatasets:
     """Datasets that :func:`check_datasets` gave, for :func:`unpack` in another process. Ray is to be connected.
 
-    The seed depends on the job's name, so that a job that is submitted again goes on in the same order.
+    The seed depends on the job's name, so that a job that is submitted again continues in the same order.
 
     Args:
-        datasets: by name.
-        job: name of the job.
         left: amounts of resources that Ray Data is to leave to the job's workers.
     """
     readable = _readable(datasets)
@@ -92,8 +89,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
     """Each dataset, pickled for itself: every execution takes a copy of its own.
 
-    Raises:
-        LookupError: they are not in Ray's control store any more.
+    Raises LookupError: they are not in Ray's control store any more.
     """
     pickled: bytes | None = packed.pickled
     if packed.stored:
@@ -105,7 +101,7 @@ def unpack(packed: PackedDatasets) -> dict[str, bytes]:
 
 
 def forget(packed: PackedDatasets) -> None:
-    """They are not wanted any more."""
+    """Delete the stored datasets."""
     if packed.stored:
         internal_kv._internal_kv_del(packed.stored.encode(), namespace=NAMESPACE)
 
@@ -128,7 +124,7 @@ class TrainLoopWithDatasets:
 
 
 def _readable(datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that can be read again from where they are stored."""
+    """Return the datasets that can be read again from where they are stored."""
     return {name: each for name, each in datasets.items() if each.has_serializable_lineage()}
 
 

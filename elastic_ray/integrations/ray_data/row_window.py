@@ -33,7 +33,7 @@ class RowSpan:
         return self.first + self.rows
 
     def behind(self, position: int) -> RowSpan | None:
-        """Its rows from ``position`` on; None where it has none."""
+        """Return the span's rows from ``position``; None if there are none."""
         known = max(0, position - self.first)
         if known >= self.rows:
             return None
@@ -42,13 +42,12 @@ class RowSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Where one rank stands in a stream.
+    """Position of one rank in a stream.
 
     Attributes:
         client: who asks; unique over all processes of the job.
         generation: of the group that it belongs to.
         world_size: ranks of that group.
-        rank: its rank there.
         position: rows before this one are not asked for again.
         run: the train function's run that it belongs to; one such run may have several loaders, and read with all of
             them in turn.
@@ -78,16 +77,16 @@ class RowWindow:
 
     @property
     def held(self) -> tuple[RowSpan, ...]:
-        """What is kept, in order."""
+        """Spans that are kept, in order."""
         return tuple(self._spans)
 
     @property
     def generation(self) -> int:
-        """Of its newest reader; -1 without any."""
+        """Generation of the newest reader; -1 without readers."""
         return max((each.generation for each in self._readers.values()), default=-1)
 
     def add(self, rows: int, block: Any, offset: int = 0) -> None:
-        """The stream goes on with these rows; none at all is nothing."""
+        """Append rows of the stream; none at all is ignored."""
         if rows:
             span = RowSpan(first=self.end, rows=rows, block=block, offset=offset)
             self.end = span.end
@@ -95,11 +94,11 @@ class RowWindow:
             self._drop()
 
     def finish(self) -> None:
-        """The stream has no further rows."""
+        """Finish the stream, which has no further rows."""
         self.ended = True
 
     def note(self, reader: Reader) -> None:
-        """A reader asks: rows that every rank of the newest group has passed are let go.
+        """Note a reader's request, and release rows that every rank of the newest group has passed.
 
         A rank of that group that has not asked yet may need all that is there, so nothing is let go before it has.
         """
@@ -119,7 +118,7 @@ class RowWindow:
         return all(each.position == _PAST for each in self._readers.values())
 
     def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
-        """Those that hold any row from ``first`` to ``end``, the latter not included."""
+        """Return the spans that hold any row of ``first`` to ``end``, the latter excluded."""
         later = itertools.dropwhile(lambda each: each.end <= first, self._spans)
         return tuple(itertools.takewhile(lambda each: each.first < end, later))
 
@@ -139,7 +138,7 @@ class RowWindow:
 
 
 class Readers:
-    """Which of several streams each client reads.
+    """Streams that each client reads.
 
     A train function that evaluates within its loop reads a stream with another loader, maybe in a newer group than it
     has last asked for the loop's rows in: a client whose run is heard of in a group is there in that group.
@@ -161,7 +160,7 @@ class Readers:
         return self._reads.pop(client, (None, None))[1]
 
     def forget(self, stream: object, *, gone: bool) -> None:
-        """A stream was closed; ``gone``: nobody reads it who is still there."""
+        """Forget a closed stream; ``gone`` if none of its readers is still there."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:
                 del self._reads[client]
@@ -169,11 +168,11 @@ class Readers:
                 self._reads[client] = reader, None
 
     def is_latest(self, reader: Reader) -> bool:
-        """Whether the client still waits for this: it has not left, and asked for nothing else."""
+        """True if the client still waits for this request: it has not left or sent another."""
         return self._reads.get(reader.client, (None, None))[0] is reader
 
     def has_others(self, stream: object, reader: Reader) -> bool:
-        """Whether others than this client read a stream who are still there, as far as its group knows."""
+        """True if other living clients, as far as the reader's group knows, read the stream."""
         there = {run for run, generation in self._heard.items() if generation >= reader.generation} | {reader.run}
         return any(
             each.client != reader.client and each.run in there for each, read in self._reads.values() if read is stream

@@ -1,4 +1,4 @@
-"""Which datasets the train function of this thread has been given."""
+"""Datasets of the train function of this thread."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class DatasetsOfJob:
 
 
 def datasets_of_thread() -> DatasetsOfJob | None:
-    """Those of the train function that runs in this thread; None where it has none."""
+    """Return the datasets of the train function that runs in this thread; None if it has none."""
     return _run.get()

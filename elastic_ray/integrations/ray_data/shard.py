@@ -85,7 +85,7 @@ class RayDataShard(IterableDataset[Any]):
         self._coordinator, self._run = coordinator, run
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> RayDataBatches:
-        """What a loader takes its batches from.
+        """Return the source of a loader's batches.
 
         Args:
             collate: makes a batch, as Ray Data's ``collate_fn``: from a dict of column to NumPy array, or, for a
@@ -111,7 +111,7 @@ def _way_out(name: str, asked: str) -> str:
 
 
 def _no_datasets(name: str) -> str:
-    """Why there are none here."""
+    """Return why there are no datasets here."""
     session = session_of_thread()
     if session is not None and session.elastic and ray.is_initialized():
         return f"the job has no datasets: pass ElasticTrainer(..., datasets={{{name!r}: ray.data.read_parquet(...)}})"
@@ -128,8 +128,6 @@ class RayDataBatches:
     It knows where the rows of the next steps are, fetches those blocks that hold rows of its own, and cuts them.
 
     Args:
-        dataset: its name.
-        coordinator: who reads it.
         known_rows: rows of an epoch; None where they are not known.
         collate: what makes a batch; None for a dict of tensors by column.
         run: tells runs of train functions apart, see ``Reader``.
@@ -146,7 +144,7 @@ class RayDataBatches:
         self._forget(0)
 
     def _forget(self, position: int) -> None:
-        """Know nothing of the epoch's rows from ``position`` on."""
+        """Forget the epoch's rows from ``position`` on."""
         self._position = self._end = position
         self._spans: deque[RowSpan] = deque()
         self._blocks: dict[int, Any] = {}
@@ -154,7 +152,7 @@ class RayDataBatches:
         self._asked: Any = None
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Go to ``position`` of the epoch, in a group that may be another one."""
+        """Seek to ``position`` of the epoch, in a group that may be another one."""
         self._generation = get_context().get_generation()
         self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
         self._rank, self._world_size = cut.rank, cut.world_size
@@ -163,13 +161,13 @@ class RayDataBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self._forget(0)
         self._epoch = -1
         self._coordinator.leave.remote(self._client)
 
     def close(self) -> None:
-        """The run is over: the coordinator ends with the job."""
+        """Do nothing at the run's end: the coordinator ends with the job."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; of the pass's samples those are told that are known to be there."""
@@ -192,20 +190,20 @@ class RayDataBatches:
         return StepBatches(total=total, sizes=cut.sizes(count, position), fetches=fetches)
 
     def commit(self) -> None:
-        """The step was used; the next one says so to the coordinator."""
+        """Do nothing: the next step's request reports it to the coordinator."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
         """The dataset's name: its rows and their order are the coordinator's, one for all ranks."""
         return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin here."""
+        """True if a group of ``world_size`` may start at ``position``."""
         self._know(position + 2 * world_size, ahead=0)
         known = self._end if self._total is None else self._total
         return can_switch(position=position, total=known, world_size=world_size)
 
     def _advance(self, position: int) -> None:
-        """Rows before ``position`` are not needed again."""
+        """Advance to ``position`` and release the rows before it."""
         if position < self._position:
             self._forget(position)
         self._position = position
@@ -213,7 +211,7 @@ class RayDataBatches:
             self._blocks.pop(self._spans.popleft().first, None)
 
     def _know(self, end: int, *, ahead: int) -> None:
-        """Know where rows are up to ``end``, or the end of the epoch, and ask for those up to ``ahead`` meanwhile."""
+        """Find the rows up to ``end``, or the end of the epoch, and ask for those up to ``ahead`` meanwhile."""
         while self._total is None and self._end < end:
             call = self._asked if self._asked is not None else self._ask(end, ahead)
             self._asked = None
@@ -243,7 +241,7 @@ class RayDataBatches:
         )
 
     def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
-        """What a call gives; it is made anew for a coordinator that Ray has restarted.
+        """Return the result of a call, which is repeated for a coordinator that Ray has restarted.
 
         Data may take any time to read: the wait lasts as long as the coordinator lives, and the job's user is told.
         """
@@ -308,7 +306,7 @@ def cut(block: Any, first: int, end: int) -> Any:
 
 
 def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any:
-    """One batch of the rows of these tables.
+    """Make one batch of the rows of these tables.
 
     Args:
         pieces: Arrow tables of one schema, in order.

@@ -59,7 +59,7 @@ class RowStream:
 
     @property
     def generation(self) -> int:
-        """Of the newest group that reads it."""
+        """Generation of the newest group that reads the stream."""
         return self._window.generation
 
     @property
@@ -69,7 +69,7 @@ class RowStream:
 
     @property
     def failed(self) -> bool:
-        """Whether the dataset could not be read further."""
+        """True if the dataset could not be read further."""
         return self._error is not None
 
     @property
@@ -78,14 +78,14 @@ class RowStream:
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
-        """A reader needs rows up to ``end``, and none before its position."""
+        """Request rows up to ``end`` for a reader, which needs none before its position."""
         with self._lock:
             self._window.note(reader)
             self._wanted = max(self._wanted, end)
             self._lock.notify_all()
 
     def has(self, end: int) -> bool:
-        """Whether rows up to ``end`` have been read, or all there are.
+        """True if rows up to ``end``, or all that exist, have been read.
 
         Raises:
             Exception: the dataset could not be read further.
@@ -120,7 +120,7 @@ class RowStream:
             threading.Thread(target=executor.shutdown, args=(True,), daemon=True).start()
 
     def _run(self) -> None:
-        """The thread: read to the end, or until the stream is closed."""
+        """Read to the end, or until the stream is closed, in the stream's thread."""
         try:
             self._read()
         except Exception as error:
@@ -216,6 +216,6 @@ def _seeds(operator: Any) -> Iterator[Any]:
 
 
 def _draws_anew(make: Any) -> bool:
-    """Whether a shuffle of files has another seed each time (``shuffle="files"``), or none."""
+    """True if a shuffle of files has a new seed each time (``shuffle="files"``), or none."""
     first, second = make(), make()
     return first is not None and (first.seed is None or first.seed != second.seed)

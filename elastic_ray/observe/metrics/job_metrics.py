@@ -1,4 +1,4 @@
-"""When a job's metrics are written: every second while it lives, and at its end (pure)."""
+"""Metrics of a job, written every second while it lives, and at its end (pure)."""
 
 from __future__ import annotations
 
@@ -90,10 +90,9 @@ INSTRUMENTS = (
 
 
 class JobMetrics:
-    """Of one job, or one trial of a sweep, in its controller.
+    """Metrics of one job, or one trial of a sweep, in its controller.
 
     Args:
-        spec: the job.
         speed: what is known of it.
         status: tells how it stands; asked once a second.
         events: of it so far; only the new ones are looked at.
@@ -116,17 +115,17 @@ class JobMetrics:
         self._guarded = Guarded(f"job {spec.job}")
 
     def recall(self, events: int) -> None:
-        """A controller before this one has written so many events."""
+        """Restore the number of events that an earlier controller has written."""
         self._seen = events
 
     def tick(self, now_s: float) -> None:
-        """Some ten times a second while the job lives [s, monotonic]."""
+        """Write the metrics if they are due; called about ten times a second [s, monotonic]."""
         if self._on and now_s - self._written_s >= PERIOD_S:
             self._written_s = now_s
             self._guarded(lambda: self._look(self._status()))
 
     def end(self) -> None:
-        """The job has ended: it has no workers, and nothing is written any more."""
+        """Write the metrics of the job's end, after which nothing is written."""
         if self._on and not self._ended:
             self._guarded(self._tell_end)
         self._ended = True
@@ -155,10 +154,9 @@ class JobMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLabels:
-    """Whose metrics they are.
+    """Labels of a job's metrics.
 
     Attributes:
-        job: name of the job.
         tenant: of whom; empty without tenants.
         model: as the user or its loader names it; empty while neither does.
     """
@@ -169,7 +167,7 @@ class JobLabels:
 
     @property
     def values(self) -> tuple[str, str, str]:
-        """As label values, in the order of the instruments."""
+        """Label values, in the order of the instruments."""
         return label_value(self.job), label_value(self.tenant), label_value(self.model)
 
 
@@ -195,7 +193,7 @@ def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> 
 def _speed_samples(
     status: JobStatus, speed: BatchPlanner, report: StepReport, whose: tuple[str, ...]
 ) -> Iterable[Sample]:
-    """Of a job that trains."""
+    """Return the samples of a job that trains."""
     return (
         *GLOBAL_BATCH.sample(report.batch_size or None, *whose),
         *SAMPLES_PER_SECOND.sample(status.throughput or None, *whose),
@@ -212,12 +210,10 @@ def _speed_samples(
 
 
 def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> tuple[Sample, ...]:
-    """What these events add to counters and histograms.
+    """Return what these events add to counters and histograms.
 
     Args:
-        events: that are new.
         steps: committed before a restart among them, where that does not tell itself.
-        labels: of the job.
     """
     whose, found = labels.values, list[Sample]()
     for event in events:
@@ -238,12 +234,12 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
 
 
 def end_samples(phase: JobPhase, labels: JobLabels) -> tuple[Sample, ...]:
-    """What the job's end adds to them."""
+    """Return what the job's end adds to counters."""
     return FAILURES.sample(1, *labels.values, "job_failed") if phase is JobPhase.FAILED else ()
 
 
 def _reason(event: JobEvent) -> str | None:
-    """One of a few words for why the workers changed; None where they did not."""
+    """Return one of a few words for why the workers changed; None if they did not."""
     if event.kind is EventKind.RESIZE:
         change = event.to_workers - event.from_workers
         return "grow" if change > 0 else "shrink" if change < 0 else "move"

@@ -66,7 +66,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What has changed between two results of ``tables``; empty if nothing but the time.
+    """Return the difference between two results of ``tables``; empty if only the time has changed.
 
     Of a table: ``{"set": [rows that are new or differ], "remove": [keys]}``; of the rest, the new value.
     """

@@ -37,7 +37,7 @@ MOST_SIZES = 128
 
 
 class ClusterPage:
-    """See the module's text.
+    """Page of a cluster that runs.
 
     Args:
         name: the cluster's address.
@@ -59,11 +59,11 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Which allocator was looked at last, and the number of its last decision that is known."""
+        """Allocator of the last look, and the number of its last known decision."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
-        """One more look."""
+        """Take one more look at the cluster."""
         self._started_s = look.now_s if self._started_s is None else self._started_s
         self._take_nodes(look)
         if look.allocator is not None:
@@ -77,7 +77,7 @@ class ClusterPage:
         self._measure(look)
 
     def _hear(self, look: JobLook, now_s: float) -> None:
-        """One job's answer."""
+        """Take the answer of one job."""
         memory = self._memory(look.job, now_s)
         for event in memory.hear(look, now_s):
             self._history.mark(event.time_s, look.job, MARKS[event.kind], clipped(event.reason))
@@ -85,14 +85,14 @@ class ClusterPage:
             self._history.mark(time_s, look.job, "checkpoint", clipped(f"stored as {path}"))
 
     def _memory(self, job: str, now_s: float) -> JobMemory:
-        """What is remembered of a job, from now on if it is new."""
+        """Return the memory of a job; a new one is created."""
         if job not in self._jobs:
             self._jobs[job] = JobMemory(job, colour(self._colours), now_s)
             self._colours += 1
         return self._jobs[job]
 
     def _take_nodes(self, look: ClusterLook) -> None:
-        """Nodes that are there, and those that have gone; a mark where one begins to drain or is gone."""
+        """Take the present nodes and those that have gone; mark nodes that start to drain or are gone."""
         if not look.nodes:
             return
         seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
@@ -119,7 +119,7 @@ class ClusterPage:
             del self._nodes[node], self._totals[node]
 
     def _take_decisions(self, look: AllocatorLook, now_s: float) -> None:
-        """New records of the log become bars; where each job is to be by now is taken from the allocator's view."""
+        """Turn new log records into bars; present targets are the allocator's."""
         if look.life != self._life:
             self._life, self._known = look.life, 0
         first = look.recorded - len(look.core.log) + 1
@@ -134,7 +134,7 @@ class ClusterPage:
         self._look = look
 
     def _take_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
-        """One record, as a bar."""
+        """Take one decision record and show it as a bar."""
         self._decisions.append(
             PageDecision(
                 number=number,
@@ -172,7 +172,7 @@ class ClusterPage:
                 self._history.end(record.time_s, gone & there.keys())
 
     def _take_ends(self, look: ClusterLook) -> None:
-        """Jobs that neither the allocator nor a controller knows are over; of those only the last are kept."""
+        """End jobs that neither the allocator nor a controller knows; only the last of them are kept."""
         known = look.allocator.core.jobs.keys() if look.allocator is not None else frozenset()
         for job, memory in self._jobs.items():
             told = memory.status is not None and memory.status.phase.ended
@@ -183,7 +183,7 @@ class ClusterPage:
             del self._jobs[job]
 
     def _measure(self, look: ClusterLook) -> None:
-        """The use of slots now."""
+        """Record the use of slots now."""
         present = [row for row in self._nodes.values() if row.gone_s is None]
         states = look.allocator.core.jobs.values() if look.allocator is not None else ()
         waiting = sum(1 for state in states if not state.target and not state.view.paused)
@@ -198,7 +198,7 @@ class ClusterPage:
         self._since = {kind: since_s for kind, since_s in self._since.items() if short.get(kind)}
 
     def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
-        """Everything on the page but what belongs to one job."""
+        """Return everything on the page except what belongs to one job."""
         jobs = tuple(self._row(memory) for memory in self._jobs.values())
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
         look = self._look
@@ -229,7 +229,7 @@ class ClusterPage:
         )
 
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
-        """One job; None if it is not known, or was long ago."""
+        """Return the detail of a job; None if it is unknown, or ended long ago."""
         memory = self._jobs.get(job)
         cluster = self._look.core.cluster if self._look is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None
@@ -257,7 +257,7 @@ def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]])
 
 
 def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: float) -> JobDetail:
-    """Everything about one job.
+    """Return everything about one job.
 
     Args:
         memory: what the page knows of it.
@@ -295,7 +295,7 @@ def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float], ray_dashboard: st
 
 
 def _gain(told: Explanation | None, goodput: float | None) -> float | None:
-    """What one more worker adds to this goodput [samples/s], by the speeds that the allocator goes by."""
+    """Return the gain of one more worker over this goodput [samples/s], by the allocator's speeds."""
     if told is None or told.speed_with_one_more is None or told.speed <= 0 or goodput is None:
         return None
     return goodput * (told.speed_with_one_more / told.speed - 1.0)

@@ -10,11 +10,11 @@ MOST_WAITING_BYTES = 8 << 20
 
 
 class TooManyClientsError(Exception):
-    """As many browsers as are served have the page open."""
+    """Error raised if the largest number of browsers has the page open."""
 
 
 class Client:
-    """One browser's queue.
+    """Queue of one browser.
 
     Args:
         most: messages that may wait.
@@ -28,7 +28,7 @@ class Client:
 
     @property
     def dropped(self) -> bool:
-        """Whether it has been given up, for it did not read."""
+        """True if the client was dropped because it did not read."""
         return self._dropped.is_set()
 
     @property
@@ -47,7 +47,7 @@ class Client:
         return True
 
     def begin(self, message: bytes) -> None:
-        """The first message, however large the whole is that it tells."""
+        """Queue the first message, whatever its size."""
         self._bytes += len(message)
         self._most_bytes += len(message)
         self._messages.put_nowait(message)
@@ -76,7 +76,7 @@ class Client:
 
 
 class Feed:
-    """All browsers that have the page open.
+    """Feed to all browsers that have the page open.
 
     Args:
         most_clients: how many.
@@ -95,11 +95,11 @@ class Feed:
 
     @property
     def clients(self) -> int:
-        """How many there are."""
+        """Number of clients."""
         return len(self._clients)
 
     def join(self) -> Client:
-        """One more.
+        """Add a client.
 
         Raises:
             TooManyClientsError: there are as many as are served.
@@ -111,17 +111,17 @@ class Feed:
         return client
 
     def leave(self, client: Client) -> None:
-        """One less."""
+        """Remove a client."""
         self._clients.discard(client)
 
     def tell(self, message: bytes) -> None:
-        """To all; one that has not read what came before is given up."""
+        """Send a message to all clients; a client that has not read earlier ones is dropped."""
         for client in tuple(self._clients):
             if not client.offer(message):
                 self._clients.discard(client)
 
     def close(self) -> None:
-        """The page ends."""
+        """Close the feed with the page."""
         for client in tuple(self._clients):
             client.drop()
         self._clients.clear()

@@ -1,4 +1,4 @@
-"""Who may ask the page for what (pure): hosts against DNS rebinding, origins against other sites, a token."""
+"""Access rules of the page (pure): hosts against DNS rebinding, origins against other sites, a token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def new_token() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener there."""
+    """True if only this machine can reach a listener on the host."""
     if host == "localhost":
         return True
     try:
@@ -81,7 +81,7 @@ class Gate:
 
     @property
     def open_to_others(self) -> bool:
-        """Whether other machines can reach it."""
+        """True if other machines can reach the page."""
         return not is_loopback(self.host)
 
     def refusal(self, asked: Asked) -> tuple[int, str] | None:
@@ -105,7 +105,7 @@ class Gate:
         return None
 
     def _knows(self, host: str) -> bool:
-        """Whether a name is one of this page: another one may be a hostile site's that resolves to this machine."""
+        """True if a host name is one of this page's; another may be a hostile site's that resolves to this machine."""
         name = _name(host).lower()
         if name in LOOPBACK or name == self.host.strip("[]").lower():
             return True
@@ -118,7 +118,7 @@ class Gate:
         return True  # no site can have an address for its name
 
     def _has_token(self, authorization: str) -> bool:
-        """Whether a header has the token; takes as long whatever it says."""
+        """True if a header has the token; takes the same time whatever it says."""
         kind, _, given = authorization.partition(" ")
         token = self.token or ""
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode())
@@ -145,7 +145,7 @@ class _Connection:
 
 
 class Doors:
-    """All connections of a page, the oldest first.
+    """Connections of a page, oldest first.
 
     Args:
         most: how many there may be.
@@ -170,16 +170,16 @@ class Doors:
         return None
 
     def close(self, key: Hashable) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         self._connections.pop(key, None)
 
     def begin(self, key: Hashable) -> None:
-        """A whole request has come."""
+        """Record that a whole request has arrived."""
         if (one := self._connections.get(key)) is not None:
             self._connections[key] = dataclasses.replace(one, asks=one.asks + 1)
 
     def end(self, key: Hashable, now_s: float) -> None:
-        """It has been answered."""
+        """Record that a request was answered."""
         if (one := self._connections.get(key)) is not None:
             self._connections[key] = dataclasses.replace(one, asks=one.asks - 1, since_s=now_s)
 

@@ -54,7 +54,7 @@ class History:
         return {job: own[node][5] for job, own in self._open.items() if node in own}
 
     def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:
-        """From now on the job has so many slots on each node; bars of which nothing changes go on.
+        """Set the job's slots on each node from now on; unchanged bars continue.
 
         Args:
             time_s: when.
@@ -73,7 +73,7 @@ class History:
             del self._open[job]
 
     def end(self, time_s: float, jobs: Collection[str]) -> None:
-        """These jobs are over."""
+        """End the bars of these jobs."""
         for job in jobs:
             for bar in self._open.pop(job, {}).values():
                 self._end(bar, time_s)
@@ -84,12 +84,12 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Something has happened to a job, or to a node (an empty job)."""
+        """Mark an event of a job, or of a node (an empty job)."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """So many slots are in use, and so many jobs wait (None: not known); of one time the last word counts."""
+        """Record the slots in use and the jobs that wait (None if unknown); the last record of a time counts."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

@@ -1,4 +1,4 @@
-"""How much each parameter of a sweep matters, by Optuna (pure)."""
+"""Importance of each parameter of a sweep, by Optuna (pure)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], s
 
 
 def _distribution(values: Sequence[Any]) -> BaseDistribution:
-    """What values may have been drawn from."""
+    """Return the distribution from which the values may have been drawn."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)

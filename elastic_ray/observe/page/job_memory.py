@@ -1,4 +1,4 @@
-"""What the page remembers of one job: its last answers, its events and how its numbers went (pure)."""
+"""Memory of the page for one job: its last answers, its events and its numbers over time (pure)."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class JobMemory:
 
     @property
     def series(self) -> tuple[Point, ...]:
-        """Its numbers over time, oldest first."""
+        """Numbers of the job over time, oldest first."""
         return tuple(self._series)
 
     def decided(self, state: JobState) -> None:
-        """How the allocator sees it now."""
+        """Store the allocator's present state of the job."""
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
-        """It is not there any more."""
+        """Record that the job is gone."""
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def hear(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """What its controller has answered; returns what is worth a mark."""
+        """Take the controller's answer; return the events that are worth a mark."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:
@@ -70,12 +70,12 @@ class JobMemory:
         return tuple(event for event in look.events if event.kind in MARKS)
 
     def new_checkpoints(self) -> list[tuple[float, str]]:
-        """Those that were seen since the last call: when, and their paths."""
+        """Return the checkpoints seen since the last call: their times and paths."""
         found, self._checkpoints = self._checkpoints, []
         return found
 
     def _add(self, status: JobStatus, now_s: float) -> None:
-        """One more point of the series."""
+        """Add one point to the series."""
         factor = status.learning_rate_factor
         noise = noise_scale(self.state)
         rate = status.throughput or None

@@ -1,4 +1,4 @@
-"""What the page shows, as frozen values; each is a row of a table in ``GET /api/snapshot``.
+"""Model of the page as frozen values; each is a row of a table in ``GET /api/snapshot``.
 
 Times are seconds since the epoch (of a simulation, since its start), rates samples per second, money USD.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:
-    """Where the facts come from.
+    """Source of the page's facts.
 
     Attributes:
         kind: ``live``, ``files`` or ``simulation``.
@@ -80,7 +80,7 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageJob:
-    """One job; key ``job``.
+    """Row of one job; key ``job``.
 
     Attributes:
         phase: one of ``JobPhase``; ``silent`` where its controller has not answered, ``ended`` where it is gone.
@@ -143,7 +143,7 @@ class PageJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageNode:
-    """One node, a row of the timeline; key ``node``.
+    """Row of one node in the timeline; key ``node``.
 
     Attributes:
         label: its address, or what tells it from the others.
@@ -168,7 +168,7 @@ class PageNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageDecision:
-    """One line of the decision log; key ``number``."""
+    """Row of the decision log; key ``number``."""
 
     number: int
     time_s: float
@@ -181,7 +181,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """One tenant; key ``tenant``. Shares are parts of the cluster's scarcest resource for it, 0 to 1.
+    """Row of one tenant; key ``tenant``. Shares are parts of the cluster's scarcest resource for it, 0 to 1.
 
     Attributes:
         weight: beside the others'.
@@ -238,7 +238,7 @@ Use = tuple[float, int, "int | None", "float | None"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSnapshot:
-    """Everything on the page but what belongs to one job."""
+    """Everything on the page except what belongs to one job."""
 
     time_s: float
     source: PageSource
@@ -255,7 +255,7 @@ class PageSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail:
-    """One job, for ``GET /api/jobs/<name>``.
+    """Detail of one job, for ``GET /api/jobs/<name>``.
 
     Attributes:
         curve: (workers, goodput) of the fitted model at each size on as few nodes as it fits.

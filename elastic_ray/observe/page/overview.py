@@ -112,7 +112,7 @@ def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
-    """What each tenant with jobs is owed and uses, by name; none where all jobs are one tenant's without a quota."""
+    """Return each tenant's entitled and used share, by name; empty if all jobs are one tenant's without a quota."""
     known = {each.name: each for each in look.tenants}
     states = tuple(look.core.jobs.values())
     names = sorted({state.view.tenant for state in states})
@@ -170,7 +170,7 @@ def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -
 
 
 def _demands(name: str, states: Sequence[JobState], cluster: Cluster) -> dict[str, float]:
-    """What a tenant's jobs could use if the cluster were theirs, at most all of it."""
+    """Return what a tenant's jobs could use if the cluster were theirs, at most all of it."""
     totals, amounts = _totals(cluster.nodes), dict[str, float]()
     for state in states:
         if state.view.tenant == name:

@@ -36,7 +36,7 @@ def job_row(
     ended_s: float | None,
     colour: str,
 ) -> PageJob:
-    """One job.
+    """Return the row of one job.
 
     Args:
         job: its name.
@@ -92,7 +92,7 @@ def job_row(
 
 
 def trial_cells(trial: TrialFacts | None) -> dict[str, Any]:
-    """What a trial says of itself, as fields of its row."""
+    """Return a trial's facts as fields of its row."""
     return {} if trial is None else {each.name: getattr(trial, each.name) for each in dataclasses.fields(trial)}
 
 
@@ -120,7 +120,7 @@ def _speed(status: JobStatus | None) -> tuple[float, float | None]:
 def _progress(
     status: JobStatus | None, view: JobView | None, goodput: float | None
 ) -> tuple[float | None, float | None]:
-    """How far the job is, 0 to 1, and seconds to its end: as its controller tells, or by its model."""
+    """Return the job's progress, 0 to 1, and seconds to its end: from its controller, or by its model."""
     progress, eta_s = told(status, "progress"), told(status, "eta_s")
     missing = remaining(view.progress) if view is not None else None
     if progress is None and view is not None and view.progress is not None and missing is not None:
@@ -132,7 +132,7 @@ def _progress(
 
 
 def _why(status: JobStatus | None, state: JobState | None) -> str:
-    """What the job waits for or why it has ended, else the reason of its size."""
+    """Return what the job waits for or why it has ended, else the reason for its size."""
     if status is not None and status.message:
         return clipped(status.message)
     return clipped(state.reason) if state is not None else ""
@@ -151,12 +151,12 @@ def slots_of(total: Mapping[str, float]) -> int:
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """How many of a node's slots a worker takes."""
+    """Return how many of a node's slots a worker takes."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
 def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory | None = None) -> PageNode:
-    """One living node.
+    """Return the row of one living node.
 
     Args:
         node: as Ray lists it.

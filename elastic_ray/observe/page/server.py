@@ -43,7 +43,7 @@ INDEX = "index.html"
 
 
 class PageServer:
-    """One page."""
+    """Server of one page."""
 
     def __init__(self, source: Source, gate: Gate, feed: Feed | None = None) -> None:
         self._source, self._gate, self._feed = source, gate, feed or Feed()
@@ -57,7 +57,7 @@ class PageServer:
         self.doors = Doors(*_room())
 
     def application(self) -> web.Application:
-        """What aiohttp runs."""
+        """Return the application that aiohttp runs."""
         app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BODY)
         app.router.add_get("/", self._file)
         app.router.add_get("/api/snapshot", self._snapshot)
@@ -72,7 +72,7 @@ class PageServer:
         return app
 
     async def _leave(self, app: web.Application) -> None:
-        """The page ends: no stream waits any longer."""
+        """Close the feed when the page ends, so that no stream waits any longer."""
         self._feed.close()
 
     async def _watching(self, app: web.Application) -> Any:
@@ -84,7 +84,7 @@ class PageServer:
             await task
 
     async def _watch(self) -> None:
-        """One look after the other; what fails is logged and told to browsers, and the next one comes anyway."""
+        """Look at the source in a loop; errors are logged and sent to browsers, and the next look follows anyway."""
         while True:
             look = asyncio.ensure_future(self._refresh())
             try:
@@ -104,7 +104,7 @@ class PageServer:
             await self._pause(period_s or 1.0)
 
     def _tell_problem(self, problem: str) -> None:
-        """Browsers are told that what they show is old, until there is something new."""
+        """Tell browsers that what they show is old, until there is something new."""
         if not self._tables or self._tables["source"]["problem"] == problem:
             return
         self._tables = {**self._tables, "source": {**self._tables["source"], "problem": problem}}
@@ -112,7 +112,7 @@ class PageServer:
         self._feed.tell(_message("change", self._version, {"source": self._tables["source"]}))
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the source answers, one question at a time, also where the browser that has asked is gone meanwhile.
+        """Ask the source, one question at a time; the question is completed even if its browser has gone.
 
         Raises:
             web.HTTPServiceUnavailable: too many wait.
@@ -138,7 +138,7 @@ class PageServer:
                 await asyncio.wait_for(self._wanted.wait(), (_IDLE - 1) * period_s)
 
     async def _refresh(self) -> None:
-        """One look at the source; browsers are told what has changed."""
+        """Look at the source once and send browsers what has changed."""
         async with self._asking:
             snapshot = await asyncio.to_thread(self._source.look, time.time())
         after = await asyncio.to_thread(tables, snapshot)
@@ -238,7 +238,7 @@ class PageServer:
         return web.Response(body=to_json(plain(found)), content_type="application/json")
 
     async def _sweep(self, request: web.Request) -> web.StreamResponse:
-        """How much each parameter of a sweep matters: one question at a time."""
+        """Return the importance of each parameter of a sweep: one question at a time."""
         sweep = request.match_info["sweep"]
         trials = [row for row in (await self._ready())["jobs"] if row["sweep"] == sweep]
         if not trials:

@@ -1,4 +1,4 @@
-"""What a page asks of whatever has the facts, and what it is told."""
+"""Protocol of a page's source of facts, and the values it returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.simulator.results.outlook import Outlook
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """What does not change while a job runs.
+    """Facts that do not change while a job runs.
 
     Attributes:
         storage: its run directory.
@@ -29,7 +29,7 @@ class JobFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLook:
-    """What a job's controller has answered.
+    """Answers of a job's controller.
 
     Attributes:
         events: those that are new, oldest first.
@@ -77,7 +77,7 @@ class ClusterLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """What is asked of one job only when somebody looks at it.
+    """Answers of one job that are asked for only while somebody looks at it.
 
     Attributes:
         explanation: the allocator's; None where it does not know the job.
@@ -94,17 +94,20 @@ class ActionRefusedError(Exception):
 
 
 class Source(Protocol):
-    """Who has the facts. All calls may block, and come one at a time from a thread."""
+    """Protocol of a source of facts.
+
+    All calls may block, and come one at a time from a thread.
+    """
 
     @property
     def period_s(self) -> float | None:
         """Time between two looks [s]; None where the facts do not change."""
 
     def look(self, now_s: float) -> PageSnapshot:
-        """Everything on the page."""
+        """Return everything on the page."""
 
     def detail(self, job: str) -> JobDetail | None:
-        """One job; None if it is not known."""
+        """Return the detail of a job; None if it is unknown."""
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """The running jobs on the nodes there are, and on others (``T4:4x8``).
@@ -134,21 +137,21 @@ class StoredPage:
 
     @property
     def period_s(self) -> float | None:
-        """None: there is nothing new to look for."""
+        """None: a stored page does not change."""
         return None
 
     def look(self, now_s: float) -> PageSnapshot:
-        """Everything on the page."""
+        """Return everything on the page."""
         return self._snapshot
 
     def detail(self, job: str) -> JobDetail | None:
-        """One job; None if it is not known."""
+        """Return the detail of a job; None if it is unknown."""
         return self._details.get(job)
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Nothing runs here; see ``Source``."""
+        """Raise InputError, because no job runs here; see ``Source``."""
         raise InputError("what-if asks about jobs that run now, and none runs here")
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """Nothing runs here; see ``Source``."""
+        """Raise ActionRefusedError, because no job runs here; see ``Source``."""
         raise ActionRefusedError("this page shows what was stored: no job runs here")

@@ -47,7 +47,7 @@ class StoredRun:
 def stored_page(
     name: str, runs: Sequence[StoredRun], *, problem: str = ""
 ) -> tuple[PageSnapshot, dict[str, JobDetail]]:
-    """What is shown of all runs, and of each.
+    """Return the page of all runs, and the detail of each.
 
     Args:
         name: the path that was given.
@@ -103,7 +103,7 @@ def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
 
 
 def _row(run: StoredRun, ink: str) -> PageJob:
-    """One run, as it stood at its last event and report."""
+    """Return the row of a run at its last event and report."""
     last = run.events[-1] if run.events else None
     end = next((event for event in reversed(run.events) if event.kind is EventKind.FINISHED), None)
     ended = end is not None and last is end
@@ -133,13 +133,13 @@ def _row(run: StoredRun, ink: str) -> PageJob:
 
 
 def _phase(end: JobEvent | None) -> str:
-    """How a run has ended, by what its controller wrote."""
+    """Return how a run has ended, by its controller's words."""
     reason = end.reason if end is not None else ""
     return next((word for word in ("finished", "stopped") if reason.endswith(f"the job has {word}")), "failed")
 
 
 def _detail(run: StoredRun, last_s: float) -> JobDetail:
-    """One run; its reports stand where a live job's samples do."""
+    """Return the detail of a run; its reports stand where a live job's samples do."""
     begun_s = run.events[0].time_s if run.events else last_s
     series = tuple(
         (None, float(report.index), None, None, float(report.workers), None, None, number_in(report.metrics, "loss"))

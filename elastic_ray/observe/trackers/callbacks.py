@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow.fs
 
@@ -27,7 +27,9 @@ from placement.storage.private_files import make_directory, make_own
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialView:
-    """What loggers read of a ``ray.tune`` trial. Two of the same ``trial_id`` are equal: loggers keep them as keys.
+    """View of a trial as loggers read one of ``ray.tune``.
+
+    Two of the same ``trial_id`` are equal: loggers keep them as keys.
 
     Attributes:
         trial_id: the same for the whole run, whatever controllers it has.
@@ -35,7 +37,6 @@ class TrialView:
         config: ``train_loop_config``.
         experiment_dir_name: the job's name.
         local_experiment_path: directory of this node in which loggers may write.
-        local_path: the same.
         path: the run's directory.
         node_ip: address of the controller's node.
         checkpoint: the latest reported ``ray.train.Checkpoint``.
@@ -58,7 +59,7 @@ class TrialView:
 
     @property
     def local_dir(self) -> str:
-        """Where ``local_path`` lies."""
+        """Parent directory of ``local_path``."""
         return os.path.dirname(self.local_path)
 
     @property
@@ -73,12 +74,12 @@ class TrialView:
 
     @property
     def trainable_name(self) -> str:
-        """By which some loggers group trials."""
+        """Name by which some loggers group trials."""
         return self.trial_name
 
     @property
     def experiment_tag(self) -> str:
-        """What tells it from the other trials of its experiment: there are none."""
+        """Tag of the trial in its experiment, which has no others."""
         return self.trial_id
 
     @property
@@ -111,12 +112,11 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A run, as callbacks are told of it.
+    """Run as it is reported to callbacks.
 
     Attributes:
         job: its name.
         run_id: the same for the whole run, whatever controllers it has.
-        storage: its directory.
         is_trial: Ray Tune calls its own loggers.
     """
 
@@ -131,7 +131,6 @@ class Callbacks:
 
     Args:
         packed: of ``pack_callbacks``.
-        run_id: of the run.
     """
 
     def __init__(self, packed: bytes, run_id: str) -> None:
@@ -140,7 +139,7 @@ class Callbacks:
         self._unpacked: tuple[tuple[Any, ...], RunContext] | None = None
 
     def get(self, index: int) -> tuple[Any, RunContext]:
-        """One of them, and the run's context; raises what unpickling them raises."""
+        """Return one callback and the run's context; raises what unpickling them raises."""
         with self._lock:
             if self._unpacked is None:
                 self._unpacked = unpack_callbacks(self._packed, self._run_id)
@@ -148,7 +147,10 @@ class Callbacks:
 
 
 class CallbackTracker:
-    """One callback. It hears of each report once, also when a run goes back to a checkpoint and repeats some.
+    """Tracker of one callback.
+
+    It receives each report once, also when a run returns to a checkpoint and repeats some. It hears of each report
+    once, also when a run goes back to a checkpoint and repeats some.
 
     Attributes:
         note: what the tracker of a controller after this one has to know; empty for nothing.
@@ -158,12 +160,12 @@ class CallbackTracker:
         self._callbacks, self._index, self._run = callbacks, index, run
         self._note: dict[str, Any] = {}
         self._seen = SeenReports()
-        self._target: _Target | None = None
+        self._target: _UserCallback | _LoggerCallback | None = None
         self._numbers: Mapping[str, float] = {}
         self.note = ""
 
     def recall(self, note: str) -> None:
-        """What the tracker of a controller before this one has noted; before anything else."""
+        """Restore the note of an earlier controller's tracker; called before anything else."""
         if note:
             self._note = json.loads(note)
             self._seen = SeenReports(int(self._note.get("told", 0)))
@@ -190,7 +192,7 @@ class CallbackTracker:
                 self._keep()
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """They go with the next report."""
+        """Keep the numbers for the next report."""
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
@@ -199,18 +201,18 @@ class CallbackTracker:
             self._target.event(event)
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Workers have failed, by rank."""
+        """Report failed workers, by rank."""
         if self._target is not None:
             self._target.failed(errors)
 
     def raised(self, error: Raised) -> None:
-        """The train function has; what it raised stays closed."""
+        """Report the train function's error; what it raised stays pickled."""
         from elastic_ray.errors import TrainFunctionError  # imports ray.train
 
         self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Do nothing: no calls are buffered here."""
 
     def finish(self, phase: JobPhase) -> None:
         """Tell it that the run is over."""
@@ -230,30 +232,8 @@ class CallbackTracker:
         self.note = json.dumps(self._note)
 
 
-class _Target(Protocol):
-    """A callback of one of the two kinds."""
-
-    def begin(self, state: str | None) -> frozenset[int]:
-        """The run begins, or goes on from this state; numbers of reports that the callback is known to have."""
-
-    def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """Rank 0 has reported; how the job stands, by name."""
-
-    def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
-
-    def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Workers have failed, by rank."""
-
-    def finish(self, phase: JobPhase) -> None:
-        """The job has ended."""
-
-    def state(self) -> str | None:
-        """What it needs to go on in another process; None for nothing."""
-
-
-def _target(callback: Any, context: RunContext, run: TrackedRun) -> _Target | None:
-    """How to call a callback; None for one that Ray Tune calls."""
+def _target(callback: Any, context: RunContext, run: TrackedRun) -> _UserCallback | _LoggerCallback | None:
+    """Return how to call a callback; None for one that Ray Tune calls."""
     from ray.tune.logger import LoggerCallback
 
     if not isinstance(callback, LoggerCallback):
@@ -268,7 +248,7 @@ class _UserCallback:
         self._callback, self._context, self._run = callback, context, run
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """It has no method for it."""
+        """Restore the callback's state; it has no method for a start."""
         if state is not None:
             go_on(self._callback, None, state)
         return frozenset()
@@ -285,14 +265,14 @@ class _UserCallback:
             on_resize(self._context, dataclasses.replace(event, detail=copy.deepcopy(dict(event.detail))))
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """As Ray Train does."""
+        """Call ``after_exception`` as Ray Train does."""
         self._callback.after_exception(self._context, dict(errors))
 
     def finish(self, phase: JobPhase) -> None:
-        """It has no method for it."""
+        """Do nothing: the callback has no method for the end."""
 
     def state(self) -> str | None:
-        """Of those that have ``get_state`` and ``set_state``."""
+        """Return the state of callbacks that have ``get_state`` and ``set_state``."""
         return state_of(self._callback, None)
 
 
@@ -322,7 +302,7 @@ class _LoggerCallback:
         return known_reports(self._callback, self._trial) if state is not None else frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """The metrics, and what Tune adds to a result."""
+        """Log the metrics with what Tune adds to a result."""
         self._reports = report.index
         if report.checkpoint is not None:
             self._trial = dataclasses.replace(self._trial, checkpoint=_checkpoint(report, self._run.storage))
@@ -346,13 +326,13 @@ class _LoggerCallback:
             self._callback.on_trial_save(report.index, [self._trial], self._trial)
 
     def event(self, event: JobEvent) -> None:
-        """Loggers have no method for it."""
+        """Do nothing: loggers have no method for events."""
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """They hear of it at the end."""
+        """Do nothing: loggers are notified at the end."""
 
     def finish(self, phase: JobPhase) -> None:
-        """The trial ends, and with it the experiment; then what was written goes where the run is."""
+        """End the trial and the experiment, then copy what was written to the run's storage."""
         failed = phase is JobPhase.FAILED
         self._trial = dataclasses.replace(self._trial, status="ERROR" if failed else "TERMINATED")
         ended = self._callback.on_trial_error if failed else self._callback.on_trial_complete
@@ -369,7 +349,7 @@ class _LoggerCallback:
             copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
-        """By which the tracker's own run is found again."""
+        """Return the state by which the tracker's own run is found again."""
         return state_of(self._callback, self._trial)
 
 
@@ -391,7 +371,7 @@ def folder_of(run: TrackedRun) -> str:
 
 
 def _checkpoint(report: Report, storage: RunStorage) -> Any:
-    """As ``ray.train.Checkpoint``; None without one."""
+    """Return the report's ``ray.train.Checkpoint``; None without one."""
     if report.checkpoint is None:
         return None
     from ray.train import Checkpoint
@@ -410,13 +390,13 @@ def _address() -> str:
 # neither: of the first, the run id is put back where it keeps it; the second gets `resume="allow"`, which its
 # constructor takes for `wandb.init`. Others (Comet, Aim) begin another run.
 def before_setup(logger: Any) -> None:
-    """Have Weights & Biases go on with a run of the same id, where there is one."""
+    """Have Weights & Biases continue with a run of the same id, where there is one."""
     if _is(logger, "WandbLoggerCallback"):
         logger.kwargs.setdefault("resume", "allow")
 
 
 def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
-    """After its ``setup``: go on with the run of this state."""
+    """Continue the run of this state; called after the logger's ``setup``."""
     kind, _, value = state.partition(":")
     if kind == "mlflow" and isinstance(getattr(logger, "_trial_runs", None), dict):
         logger._trial_runs[trial] = value
@@ -425,7 +405,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """By which its run is found again; None where it has no way to say so, or says too much."""
+    """Return the state by which the logger's run is found again; None if it has none, or too large a one."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
@@ -450,5 +430,5 @@ def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
 
 
 def _is(logger: Any, *names: str) -> bool:
-    """Whether it is of such a class; the classes' modules may not be there."""
+    """True if the logger is of such a class, by name; the classes' modules may be missing."""
     return any(each.__name__ in names for each in type(logger).__mro__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import BinaryIO
 
 _LENGTH = 8
 _SUM = 4
@@ -55,14 +55,7 @@ def frame(record: bytes) -> bytes:
     return length + _masked(length) + record + _masked(record)
 
 
-class Readable(Protocol):
-    """A file that is read."""
-
-    def read(self, size: int, /) -> bytes:
-        """The next bytes, fewer than ``size`` only at the end."""
-
-
-def records(stream: Readable) -> Iterator[bytes]:
+def records(stream: BinaryIO) -> Iterator[bytes]:
     """Whole records of a file, up to the first that was cut short or is damaged."""
     while True:
         head = stream.read(_LENGTH + _SUM)
@@ -83,7 +76,7 @@ def version_event(time_s: float) -> bytes:
 
 
 def restart_event(time_s: float, step: int) -> bytes:
-    """What was written of this step and later ones counts no more; it is written anew."""
+    """Return an event that voids earlier events of this step and later ones."""
     return _event(time_s, _int(_STEP, step), _field(_SESSION_LOG, _int(1, _START)))
 
 
@@ -109,11 +102,10 @@ def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEvent:
-    """What is read of an event.
+    """Contents of an event that was read.
 
     Attributes:
         time_s: when it was written [s since the epoch].
-        step: its step.
         restarts: it says that what was written of this step and later ones counts no more.
         values: its scalars, by tag.
         is_text: it holds a text.
@@ -127,11 +119,7 @@ class ReadEvent:
 
 
 def read_event(record: bytes) -> ReadEvent:
-    """The inverse, of scalars.
-
-    Raises:
-        ValueError: it is no event.
-    """
+    """The inverse, of scalars. Raises ValueError: it is no event."""
     time_s, step, restarts, is_text, values = 0.0, 0, False, False, dict[str, float]()
     for number, value in _fields(record):
         if number == _STEP and isinstance(value, int):

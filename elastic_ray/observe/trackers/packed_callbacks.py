@@ -12,7 +12,7 @@ import ray.cloudpickle
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What callbacks get as ``run_context``: a run, in the terms of Ray Train.
+    """Run for callbacks, which get it as ``run_context``, in the terms of Ray Train.
 
     Attributes:
         run_id: the same for the whole run.
@@ -36,8 +36,7 @@ def pack_callbacks(
 ) -> bytes:
     """Pickle them by value, as the train function is; empty for none.
 
-    Raises:
-        TypeError: one cannot be pickled; the message names it.
+    Raises TypeError: one cannot be pickled; the message names it.
     """
     if not callbacks:
         return b""
@@ -54,12 +53,11 @@ def pack_callbacks(
 
 
 def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunContext]:
-    """The callbacks that the job's user has submitted, and what they are told of the run.
+    """Return the callbacks that the job's user has submitted, and the run context that they receive.
 
     It runs the user's code: only for a thread that nothing waits for.
 
-    Raises:
-        Exception: whatever that raises; a module may not be there on the controller's node.
+    Raises Exception: whatever that raises; a module may not be there on the controller's node.
     """
     callbacks, train_loop_config, run_config, scaling_config = pickle.loads(packed)
     context = RunContext(

@@ -56,7 +56,7 @@ class RunTrackers:
         self._make()
 
     def _make(self) -> None:
-        """One tracker for TensorBoard, where it is wanted, and one for each callback."""
+        """Make one tracker for TensorBoard, if it is wanted, and one for each callback."""
         spec = self._spec
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
         wanted = spec.elastic.tensorboard
@@ -72,7 +72,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """A controller before this one has begun; before :meth:`begin`."""
+        """Restore the notes of an earlier controller; called before :meth:`begin`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:
@@ -83,12 +83,12 @@ class RunTrackers:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What the trackers of a controller after this one have to know."""
+        """Notes for the trackers of a controller after this one."""
         found = {str(index): tracker.note for index, tracker in enumerate(self._callbacks) if tracker.note}
         return {**found, _BEGUN: ""} if self._begun else {}
 
     def begin(self, point: ResumePoint | None) -> None:
-        """The run begins here, None for its beginning, or goes on with all reports known that were made before."""
+        """Begin the run at this point (None for its beginning), or continue with all earlier reports known."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
@@ -108,14 +108,14 @@ class RunTrackers:
             thread.report(report, time.time())
 
     def _release(self) -> None:
-        """Reports that came while earlier ones were looked for: readers take the steps of a series to grow."""
+        """Release reports held while earlier ones were looked for: readers expect the steps of a series to grow."""
         held, self._held = self._held or [], None
         for report, time_s in sorted(held, key=lambda each: each[0].index):
             for thread in self._threads:
                 thread.report(report, time_s)
 
     def event(self, event: JobEvent, group: GenerationSpec | None) -> None:
-        """Something has happened to the job, which has this generation now."""
+        """Pass on an event of the job, which has this generation now."""
         self._count(event)
         if not self._begun:
             return
@@ -144,7 +144,7 @@ class RunTrackers:
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Some ten times a second [s, monotonic], with the present generation."""
+        """Update the trackers, with the present generation; called about ten times a second [s, monotonic]."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:
@@ -162,10 +162,10 @@ class RunTrackers:
                 thread.numbers(numbers)
         for thread in self._threads:
             for problem in thread.problems(now_s):
-                self._tell(f"{problem}. Training goes on without it")
+                self._tell(f"{problem}. Training continues without it")
 
     async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
-        """The job has ended: have trackers end the run, for as long as ``ElasticConfig(tracker_timeout_s)``.
+        """Let trackers end the run with the job, for as long as ``ElasticConfig(tracker_timeout_s)``.
 
         TensorBoard's files have a moment alone: they wait for nothing but storage, and that may hang.
         """

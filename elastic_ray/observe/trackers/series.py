@@ -1,4 +1,4 @@
-"""What of a run goes into trackers, as numbers by name (pure)."""
+"""Series of a run for trackers, as numbers by name (pure)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED, Ev
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobNumbers:
-    """How a job stands.
+    """State of a job as numbers.
 
     Attributes:
         time_s: when [s since the epoch].
@@ -63,10 +63,9 @@ def job_numbers(
     failures: int,
     time_s: float,
 ) -> JobNumbers:
-    """What rank 0's step report says.
+    """Return the numbers of rank 0's step report.
 
     Args:
-        report: the latest.
         throughput: [samples/s], measured.
         goodput: [samples/s]; None before there is a model.
         noise_scale: [samples]; None while it is not known.
@@ -106,17 +105,17 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float
 
 
 def is_mark(event: JobEvent) -> bool:
-    """Whether an event is shown beside a run's curves."""
+    """True if an event is shown beside a run's curves."""
     return event.kind in _MARKS
 
 
 def is_change_of_size(event: JobEvent) -> bool:
-    """Whether a job that trained trains with another number of workers, or with none."""
+    """True if a training job trains with another number of workers, or with none."""
     return event.kind in _SIZES
 
 
 def changes_workers(event: JobEvent) -> bool:
-    """Whether a job trains with another number of workers from then on."""
+    """True if a job trains with another number of workers from then on."""
     return event.kind in _STARTS or is_change_of_size(event)
 
 
@@ -131,7 +130,6 @@ class SeenReports:
 
     Args:
         all_up_to: it has all reports up to this number.
-        besides: and these.
     """
 
     _MOST = 1000
@@ -155,7 +153,7 @@ class SeenReports:
         return True
 
     def go_back(self, last: int) -> None:
-        """The run has gone back to this report: later ones come again."""
+        """Return to this report, after which reports come again."""
         self._floor = min(self._floor, last)
         self._above = {number for number in self._above if number <= last}
 

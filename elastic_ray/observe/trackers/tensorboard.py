@@ -42,13 +42,12 @@ _KNOWN = 1000  # reports that are looked for in the files of an earlier controll
 
 
 class TensorBoardWriter:
-    """One directory of event files, for a run whose controllers and rank 0 may change.
+    """Writer of one directory of event files, for a run whose controllers and rank 0 may change.
 
     A run that goes back to a checkpoint tells readers so, and what it repeats replaces what was there; marks stay.
     The x axis is the optimizer step; of a run that reports without ever making one, the report's number.
 
     Args:
-        filesystem: of the run.
         path: directory of the run.
         private: whether only the user may read what is written, where the file system is the node's.
     """
@@ -60,10 +59,9 @@ class TensorBoardWriter:
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Find what is there; where the run does not go on with it, what comes later than its beginning is void.
+        """Find what is there; where the run does not continue with it, what comes later than its beginning is void.
 
-        Raises:
-            OSError: it cannot be read or written.
+        Raises OSError: it cannot be read or written.
         """
         found = self._files.find()
         if again:
@@ -80,7 +78,7 @@ class TensorBoardWriter:
         self._files.write()
 
     def report(self, report: Report, time_s: float) -> None:
-        """Its numbers, under the names that the user has given them."""
+        """Write the report's numbers, under the user's names."""
         if not self._seen.add(report.index):
             return
         step = report.steps or report.index
@@ -89,13 +87,13 @@ class TensorBoardWriter:
         self._files.add(event_format.scalar_event(time_s, step, values))
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """The job's own, under :data:`PREFIX`."""
+        """Write the job's own numbers, under :data:`PREFIX`."""
         self._step = max(self._step, numbers.step)
         values = {f"{PREFIX}{name}": value for name, value in numbers.values.items()}
         self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
 
     def event(self, event: JobEvent) -> None:
-        """A mark; what a run goes back behind is void."""
+        """Write a mark for the event; a restart voids later values."""
         if event.kind is EventKind.RESTART:
             self._go_back(int(event.detail.get("steps", 0)), int(event.detail.get("reports", 0)))
         if is_mark(event):
@@ -111,7 +109,7 @@ class TensorBoardWriter:
             self._files.add(event_format.scalar_event(event.time_s, step, values))
 
     def _go_back(self, step: int, reports: int) -> None:
-        """What is there of later steps counts no more, but for the marks."""
+        """Return to an earlier step: later values are voided, except for the marks."""
         self._seen.go_back(reports)
         self._step = step
         self._files.add(event_format.restart_event(time.time(), step + 1))
@@ -125,8 +123,7 @@ class TensorBoardWriter:
     def flush(self) -> None:
         """Write what is due.
 
-        Raises:
-            OSError: it cannot be written; it is kept, as far as there is room, and tried again.
+        Raises OSError: it cannot be written; it is kept, as far as there is room, and tried again.
         """
         self._files.write()
 
@@ -137,12 +134,11 @@ class TensorBoardWriter:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """What event files say that still counts.
+    """Contents of event files that still count.
 
     Attributes:
         reports: the last reports, with their steps.
         marks: when each mark was made [s since the epoch], with its step.
-        step: the last step.
         void: the step from which earlier files count no more; None for none.
         any: whether there are files.
     """
@@ -155,7 +151,7 @@ class Found:
 
 
 def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
-    """Those that a run has not gone back behind."""
+    """Return the entries of steps before `void`."""
     return {thing: step for thing, step in steps.items() if void is None or step < void}
 
 
@@ -179,7 +175,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """What earlier controllers have written that still counts.
+        """Find what earlier controllers have written that still counts.
 
         Raises:
             OSError: the directory cannot be read.
@@ -201,7 +197,7 @@ class EventFiles:
         return found
 
     def _read(self, name: str) -> Found:
-        """What one file says."""
+        """Read one file."""
         found = Found()
         with self._filesystem.open_input_stream(posixpath.join(self._folder, name)) as stream:
             for record in event_format.records(stream):
@@ -221,7 +217,7 @@ class EventFiles:
         return found
 
     def add(self, record: bytes) -> None:
-        """A record, to be written some time."""
+        """Add a record, to be written later."""
         framed = event_format.frame(record)
         self._pending.append(framed)
         self._pending_size += len(framed)

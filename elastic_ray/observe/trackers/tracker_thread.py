@@ -1,4 +1,4 @@
-"""One tracker in a thread of its own, so that one that is slow, hangs or raises costs training nothing (pure)."""
+"""Thread of one tracker: a slow, hanging or raising tracker costs training nothing (pure)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ _HANGS_S = 30.0
 
 
 class Tracker(Protocol):
-    """What takes a run's numbers. All calls come from one thread, one after the other; each may raise."""
+    """Protocol of a tracker of a run's numbers.
+
+    All calls come from one thread, one after the other; each may raise.
+    """
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """The run begins, before anything else is told.
+        """Begin the run; called before all other methods.
 
         Args:
             step: optimizer steps committed before.
@@ -40,16 +43,16 @@ class Tracker(Protocol):
         """Rank 0 has reported [s since the epoch]."""
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """How the job stands."""
+        """Take the job's present numbers."""
 
     def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
+        """Take an event of the job."""
 
     def flush(self) -> None:
-        """A while has passed, or there is nothing else to do."""
+        """Flush what waits; called after a while, or when there is nothing else to do."""
 
     def finish(self, phase: JobPhase) -> None:
-        """The job has ended; nothing follows."""
+        """Finish with the job; no calls follow."""
 
 
 class TrackerThread:
@@ -57,9 +60,8 @@ class TrackerThread:
 
     Args:
         name: of the tracker, for messages.
-        tracker: it.
         most: calls that wait at most; further ones are left out, and counted.
-        hangs_s: a call that takes longer is told of [s].
+        hangs_s: a call that takes longer is reported [s].
     """
 
     def __init__(self, name: str, tracker: Tracker, *, most: int = _MOST, hangs_s: float = _HANGS_S) -> None:
@@ -76,7 +78,7 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """As of :class:`Tracker`; so are the next three."""
+        """Queue the call of :class:`Tracker`; so do the next three methods."""
         self._put("begin", lambda: self._tracker.begin(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
@@ -84,19 +86,19 @@ class TrackerThread:
         self._put("report", lambda: self._tracker.report(report, time_s), size=len(report.to_json()))
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """How the job stands."""
+        """Queue the job's present numbers."""
         self._put("numbers", lambda: self._tracker.numbers(numbers))
 
     def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
+        """Queue an event of the job."""
         self._put("event", lambda: self._tracker.event(event))
 
     def call(self, what: str, call: Callable[[], None]) -> None:
-        """Something that only this tracker is told; ``what`` names it in messages."""
+        """Queue a call for this tracker only; ``what`` names it in messages."""
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """The job has ended: the thread ends once all is done."""
+        """Queue the job's end: the thread ends once all is done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True
@@ -105,7 +107,7 @@ class TrackerThread:
 
     @property
     def done(self) -> bool:
-        """Whether the thread has done all there was."""
+        """True if the thread has done all calls."""
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
@@ -119,7 +121,7 @@ class TrackerThread:
         return f"{self.name} was given up at the job's end: {waiting} calls waited{inside}"
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """What has gone wrong since this was last asked, each sentence once [s, monotonic]."""
+        """Return the problems since the last call, each sentence once [s, monotonic]."""
         running = self._running
         if running is not None and now_s - running[1] > self._hangs_s:
             self._tell(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")
@@ -171,7 +173,7 @@ class TrackerThread:
                 flush_s = time.monotonic() + _FLUSH_S
 
     def _begin_again(self, begin: tuple[str, Callable[[], None], int]) -> None:
-        """What a run begins with comes before all else: it is tried again after a while, until the run is over."""
+        """Retry the start of a run before all other calls, after a while, until the run is over."""
         with self._news:
             if not self._news.wait_for(lambda: self._closed or self._given_up, _AGAIN_S):
                 self._calls.appendleft(begin)
@@ -192,7 +194,7 @@ class TrackerThread:
 
 
 def _said(error: BaseException) -> str:
-    """What an error of users' code says of itself, as far as it can."""
+    """Return the text of a user code's error, as far as it has one."""
     try:
         return str(error)[:_MOST_SAID]
     except BaseException:

@@ -1,57 +1,40 @@
-"""What is done with models at the end of a period: local SGD, DiLoCo, SMA and pair averaging (torch)."""
+"""Model averaging at the end of a period: local SGD, DiLoCo, SMA and pair averaging (torch)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from elastic_ray.sync.spec import Average
 
-
-class AveragedModel(Protocol):
-    """One model's trained parameters on this rank, and those of others. Collectives raise CommunicationFailedError."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-
-    @property
-    def named(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters, in the same order on every rank."""
-
-    def mean(self) -> list[torch.Tensor]:
-        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
-
-    def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
+if TYPE_CHECKING:
+    from elastic_ray.sync.averaging.drift import Replica
 
 
 class Averager(Protocol):
-    """One algorithm, for one model. All ranks call it after the same steps.
+    """Averaging algorithm for one model. All ranks call it after the same steps.
 
     What it does to parameters, and to its own state, it does after its collectives have ended: one that fails leaves
     both as they were.
     """
 
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """Average.
 
         Args:
-            model: the model.
             steps: committed optimizer steps, a multiple of the period.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
 
-    def begin(self, model: AveragedModel) -> None:
-        """The first step begins for this algorithm, or for some of the parameters, which are alike on all ranks."""
+    def begin(self, model: Replica) -> None:
+        """Begin the first step of the algorithm, or of new parameters, which are equal on all ranks."""
 
     def capture(self) -> Any:
-        """What all ranks share of its state, for joiners and checkpoints."""
+        """Return the averager's shared state for joiners and checkpoints; equal on all ranks."""
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state of the same algorithm."""
@@ -67,7 +50,6 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
     Args:
         meeting: number of the meeting, from 0.
         world_size: ranks, 1 or more.
-        seed: of the orders.
 
     >>> pairs(0, 4) == pairs(0, 4)
     True
@@ -91,15 +73,15 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
 class Stateless:
     """An algorithm that keeps nothing from one average to the next."""
 
-    def begin(self, model: AveragedModel) -> None:
-        """See ``Averager``."""
+    def begin(self, model: Replica) -> None:
+        """Do nothing: the algorithm has no state."""
 
     def capture(self) -> Any:
         """See ``Averager``."""
         return {}
 
     def restore(self, tree: Any) -> None:
-        """See ``Averager``."""
+        """Do nothing: the algorithm has no state."""
 
 
 class LocalSGDAverager(Stateless):
@@ -109,8 +91,8 @@ class LocalSGDAverager(Stateless):
     and to average them as well would double what travels, or triple it.
     """
 
-    def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+    def run(self, model: Replica, steps: int) -> None:
+        """Replace the model by the mean."""
         _take(model, model.mean(), 1.0)
 
 
@@ -126,8 +108,8 @@ class SMAAverager(Stateless):
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
 
-    def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+    def run(self, model: Replica, steps: int) -> None:
+        """Move the model towards the mean by ``alpha``."""
         _take(model, model.mean(), self._alpha)
 
 
@@ -141,8 +123,8 @@ class PairAverager(Stateless):
         self._period = period
 
     @torch.no_grad()
-    def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+    def run(self, model: Replica, steps: int) -> None:
+        """Average the model with that of a partner, if there is one."""
         theirs = model.of_partner(pairs(steps // self._period - 1, model.world_size))
         if theirs is not None:  # a + b as b + a, so that both have the same bits
             _take(model, torch._foreach_mul(torch._foreach_add(theirs, list(model.named.values())), 0.5), 1.0)
@@ -165,8 +147,8 @@ class DiLoCoAverager:
         self._momentum: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def begin(self, model: AveragedModel) -> None:
-        """Where the first round begins; parameters that are new begin here as well."""
+    def begin(self, model: Replica) -> None:
+        """Set the anchor to the present parameters and the momentum to zero; parameters known already keep theirs."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
             if anchor is not None and anchor.shape == p.shape:  # those of a checkpoint are on the CPU
@@ -176,8 +158,8 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     @torch.no_grad()
-    def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+    def run(self, model: Replica, steps: int) -> None:
+        """Make the outer step from the anchor to the mean."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
@@ -193,7 +175,7 @@ class DiLoCoAverager:
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
-        """See ``Averager``."""
+        """Restore the anchor and the momentum."""
         self._anchor, self._momentum = dict(tree["anchor"]), dict(tree["momentum"])
 
 
@@ -211,7 +193,7 @@ def make_averager(average: Average) -> Averager:
 
 
 @torch.no_grad()
-def _take(model: AveragedModel, values: Sequence[torch.Tensor], share: float) -> None:
+def _take(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
     """Move this rank's parameters by a share of the way to ``values``."""
     for p, value in zip(model.named.values(), values, strict=True):
         if share == 1.0:

@@ -20,7 +20,7 @@ from elastic_ray.state.tree import pack, unpack
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What a rank holds under one key, without its numbers.
+    """Structure and tensor specifications of the entry under one key, without its numbers.
 
     Attributes:
         skeleton: the tree, with an index for each tensor.
@@ -36,7 +36,7 @@ _Parts = Mapping[str, _Part]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What becomes of one key.
+    """Structure of one key's entry in the agreed state, and the ranks that hold it.
 
     Attributes:
         part: as the first rank holds it that does.
@@ -56,17 +56,14 @@ def agree(
     of these. What comes back is equal on all ranks bit by bit, and lies in memory of its own.
 
     Args:
-        communicator: the group.
         trees: what this rank holds, by name: trees of tensors and plain values.
         holds: whether it takes the mean over.
         counts: whether it adds to it as well; one rank does at least.
         changed: whether what it holds may differ from what others hold.
 
-    Returns:
-        The mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
+    Returns the mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
 
-    Raises:
-        CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError: the group broke.
     """
     tensors: dict[str, list[torch.Tensor]] = {}
     mine: dict[str, _Part] = {}
@@ -86,7 +83,7 @@ def agree(
 def _kept(
     communicator: Communicator, mine: _Parts, text: bytes, counting: Sequence[int], digests: Sequence[int]
 ) -> dict[str, _Kept]:
-    """What becomes of every key; equal on all ranks."""
+    """Agree on the entry of every key and on its holders; the result is equal on all ranks."""
     if len({digests[rank] for rank in counting}) == 1:
         if len(set(digests)) > 1:  # a rank that does not count, as one that has just come, may hold other things
             mine = _read(communicator.broadcast_bytes(text, counting[0], with_gradients=True))
@@ -107,9 +104,7 @@ def _read(text: bytes) -> dict[str, _Part]:
 
 @torch.no_grad()
 def _sums(
-    communicator: Communicator,
-    kept: Mapping[str, _Kept],
-    tensors: Mapping[str, Sequence[torch.Tensor]],
+    communicator: Communicator, kept: Mapping[str, _Kept], tensors: Mapping[str, Sequence[torch.Tensor]]
 ) -> dict[str, Any]:
     """Add everything up in one buffer of each kind, and divide."""
     rank = communicator.rank
@@ -140,7 +135,7 @@ def _summed_as(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mean(total: torch.Tensor, spec: tuple[tuple[int, ...], str, bool], holders: int) -> torch.Tensor:
-    """In memory of its own, so that no large buffer outlives it."""
+    """Return the mean over the holders as a new tensor, so that the large flat buffer can be freed."""
     shape, name, _ = spec
     dtype = dtype_of(name)
     if dtype.is_floating_point or dtype.is_complex:

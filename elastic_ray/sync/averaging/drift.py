@@ -1,4 +1,4 @@
-"""One model whose replicas differ from rank to rank: when they are averaged, and how they come to be one (torch)."""
+"""Averaging of one model whose replicas diverge: when replicas are averaged and made identical (torch)."""
 
 from __future__ import annotations
 
@@ -29,19 +29,15 @@ _SCALE, _TRACKER = "scale", "_growth_tracker"
 
 
 class Drift:
-    """See the module's text.
+    """Runs one model's averager on schedule and makes its replicas identical when required.
 
     Averages are made between two steps, when all ranks have committed the same one. The *consensus* is the mean over
     ranks of parameters and of the optimizer's floating state. It is made wherever all ranks have to hold the same: a
-    mean of parameters alone would leave each with moments of its own. AMP's scalers go on from the smallest loss scale:
-    gradients that are added up must be scaled alike.
+    mean of parameters alone would leave each with moments of its own. AMP's scalers continue from the smallest loss
+    scale: gradients that are added up must be scaled alike.
 
     Args:
-        context: the run.
-        module: the model.
-        trainable: its trained parameters.
         optimizer: steps them.
-        number: of the model.
         scaler: AMP's ``GradScaler``, which each rank updates by its own gradients; None without AMP.
 
     Attributes:
@@ -71,7 +67,7 @@ class Drift:
         self._marker = 0
 
     def follow(self, average: Average | None) -> None:
-        """The present strategy averages so; None for not at all. Other parameters may be trained than before."""
+        """Follow the averaging of the present strategy; None for none. Other parameters may be trained than before."""
         self._begun = False
         if average != self.average:
             self.average = average
@@ -79,19 +75,19 @@ class Drift:
 
     @property
     def on(self) -> bool:
-        """Whether ranks step with gradients of their own."""
+        """True while ranks update with their local gradients."""
         average = self.average
         return average is not None and (average.until is None or self._context.ledger.steps < average.until)
 
     @property
     def settled(self) -> bool:
-        """Whether all ranks hold the same after the steps that are committed."""
+        """True if all replicas are identical after the committed steps."""
         alone = self._context.group.world_size == 1
         return alone or self.average is None or not self.on or self._settled_at == self._context.ledger.steps
 
     @property
     def marker(self) -> int:
-        """Which average was the last to end here; larger is later, 0 before the first.
+        """Marker of the last average that ended on this rank: larger is later, 0 before the first.
 
         Where some ranks were through with an average and others were not when the group broke, only those count that
         were: their models hold what the others have added to it.
@@ -99,7 +95,7 @@ class Drift:
         return self._marker
 
     def begin_step(self) -> None:
-        """The model is called; before a loader's first step ranks need not hold the same yet."""
+        """Begin averaging with a loader's first step, before which ranks need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -111,7 +107,7 @@ class Drift:
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
-        """The optimizer steps."""
+        """Note that the optimizer steps."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -121,7 +117,7 @@ class Drift:
             self._context.tell("warning", _OUTSIDE)
 
     def after_step(self, *, ends: bool) -> None:
-        """All ranks have committed a step that trained: average, if a period ends with it."""
+        """Average the replicas if the step that all ranks have committed ends a period."""
         average, steps = self.average, self._context.ledger.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -135,8 +131,7 @@ class Drift:
     def collapse(self) -> None:
         """Bring all ranks to the consensus; all call it after the same committed step.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
@@ -148,7 +143,7 @@ class Drift:
         self._changed, self._settled_at = False, steps
 
     def agree_on_scale(self) -> None:
-        """Have all ranks go on with the smallest loss scale; all call it after the same committed step."""
+        """Have all ranks continue with the smallest loss scale; all call it after the same committed step."""
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             take_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
@@ -157,13 +152,11 @@ class Drift:
         """Bring all ranks that hold a trained state to one, in a new group before its ranks exchange state.
 
         Args:
-            communicator: the group.
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it adds to the mean: it has been through the latest average.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
         trees = self._trees()
         if self._averager is not None:
@@ -179,7 +172,7 @@ class Drift:
             take_scale(self.scaler, amp)
 
     def entered(self) -> None:
-        """A group was entered, and all its ranks hold the same."""
+        """Enter a group, whose ranks all hold the same."""
         self._changed, self._settled_at = False, self._context.ledger.steps
 
     def capture(self) -> dict[str, Any]:
@@ -199,7 +192,7 @@ class Drift:
                 self._averager = make_averager(self.average)
 
     def _trees(self) -> dict[str, Any]:
-        """What the consensus is about: parameters, and the optimizer's state of each."""
+        """Return the trees that replicas agree on: parameters, and the optimizer state of each."""
         state = self._optimizer.state
         found: dict[str, Any] = {}
         for index, p in enumerate(self._trainable.params):
@@ -210,7 +203,7 @@ class Drift:
 
     @torch.no_grad()
     def _take(self, agreed: dict[str, Any] | None) -> None:
-        """The consensus becomes this rank's model."""
+        """Replace this rank's model by the agreed one."""
         for index, p in enumerate(self._trainable.params if agreed is not None else ()):
             p.copy_(agreed[f"p{index}"])  # type: ignore[index]
             if f"s{index}" in agreed:  # type: ignore[operator]
@@ -218,7 +211,7 @@ class Drift:
 
 
 def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """What is on a GPU of an optimizer's state, on that of the parameter: ranks agree on the present one."""
+    """Return the optimizer state with CUDA tensors moved to the parameter's device."""
     return {
         key: value.to(param.device) if isinstance(value, torch.Tensor) and value.is_cuda else value
         for key, value in state.items()
@@ -229,12 +222,10 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
     """The smallest scale of those ranks that count, which no rank's gradients have overflowed; a collective.
 
     Args:
-        communicator: the group.
         scaler: this rank's, enabled; None without AMP, on all ranks alike.
         counts: whether this rank's counts.
 
-    Returns:
-        The scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
+    Returns the scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
     """
     if scaler is None:
         return None
@@ -250,7 +241,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
 
 def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
-    """Go on with that scale."""
+    """Continue with that scale."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
 
@@ -261,7 +252,6 @@ class _Flat:
 
     Attributes:
         members: their positions.
-        flat: the buffer.
         views: of it, in the shape of each.
     """
 
@@ -271,7 +261,7 @@ class _Flat:
 
 
 class Replica:
-    """See the module's text, and ``AveragedModel``, which this is.
+    """Adapter of a rank's model and its communicator to ``AveragedModel``.
 
     Halves are added up in float32. A buffer whose collective has failed is left to it.
     """
@@ -291,7 +281,7 @@ class Replica:
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters."""
+        """Trained parameters of this rank, by name."""
         trained = {id(p) for p in self._trainable.params}
         return {name: p for name, p in self._module.named_parameters() if id(p) in trained}
 
@@ -300,7 +290,7 @@ class Replica:
         return self._context.group.communicator
 
     def mean(self) -> list[torch.Tensor]:
-        """See ``AveragedModel``."""
+        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
         self._fill()
         group = self._communicator
         if group.world_size > 1:
@@ -316,7 +306,7 @@ class Replica:
         return _in_order(self._flats)
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """See ``AveragedModel``."""
+        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
         group = self._communicator
         if group.world_size == 1:
             return None
@@ -340,7 +330,7 @@ class Replica:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """The present parameters into buffers."""
+        """Copy the present parameters into buffers."""
         params = list(self.named.values())
         if len(params) != len(self._laid_out) or any(a is not b for a, b in zip(params, self._laid_out, strict=True)):
             self._laid_out = params  # type: ignore[assignment]

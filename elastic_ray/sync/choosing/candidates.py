@@ -99,13 +99,11 @@ _DENSE: Mapping[str, Sync] = {
     "all_reduce": PLAIN,
     "all_reduce of 4 MiB": Reduce(bucket_bytes=4 * _MIB),
     "all_reduce of 1 MiB": Reduce(bucket_bytes=_MIB),
+    "two_level": Reduce(topology="two_level"),
     "partitioned_ar": Reduce(parts=_PARTS),
     "ps_balanced": Owner(placement="balanced"),
 }
-_COMPRESSED: Mapping[str, Sync] = {
-    "bf16": Reduce(wire=Wire(dtype="bf16")),
-    "powersgd": Reduce(wire=Wire(rank=4)),
-}
+_COMPRESSED: Mapping[str, Sync] = {"bf16": Reduce(wire=Wire(dtype="bf16")), "powersgd": Reduce(wire=Wire(rank=4))}
 # Ways for tables, "" for that of the rest. A gradient that autograd makes dense stays so for the user's code.
 _OF_SPARSE: Mapping[str, Sync | None] = {"rows": Rows(), "rows made dense": Rows(update="dense")}
 _OF_DENSE: Mapping[str, Sync | None] = {"": None, "rows": Rows()}
@@ -125,17 +123,11 @@ class Candidate:
 
 
 def candidates(
-    profile: ModelProfile,
-    topology: Topology,
-    *,
-    exact: bool,
-    works: Callable[[SyncPlan], bool] = lambda plan: True,
+    profile: ModelProfile, topology: Topology, *, exact: bool, works: Callable[[SyncPlan], bool] = lambda plan: True
 ) -> tuple[Candidate, ...]:
-    """All of them, no two of which do the same; plain all-reduce of all that is dense comes first.
+    """Return the distinct candidate strategies in trial order; plain all-reduce of all dense parameters is first.
 
     Args:
-        profile: the model.
-        topology: the group.
         exact: only those whose step is that of plain data-parallel training.
         works: whether a plan can be carried out.
     """
@@ -177,7 +169,6 @@ def consider(
 
     Args:
         profile: the model, with the touched rows of its tables.
-        topology: the group.
         present: the strategy in force.
         exact: only strategies whose step is that of plain data-parallel training.
         works: whether a plan can be carried out.
@@ -204,9 +195,7 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
     dense = _DENSE if exact else {**_DENSE, **_COMPRESSED}
     for of_tables, of_sparse, rest in itertools.product(
-        (_OF_DENSE if tables else _NO_TABLES).items(),
-        (_OF_SPARSE if sparse else _NO_TABLES).items(),
-        dense.items(),
+        (_OF_DENSE if tables else _NO_TABLES).items(), (_OF_SPARSE if sparse else _NO_TABLES).items(), dense.items()
     ):
         others = [p for p in profile.params if not (p.sparse or (of_tables[1] is not None and p in tables))]
         if rest[1] != PLAIN and sum(p.nbytes for p in others) < _LEAST_BYTES:
@@ -219,7 +208,7 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
 
 
 def _rules(params: Sequence[ParamInfo], way: Sync | None) -> list[Rule]:
-    """By each of a parameter's names: one that is tied has several."""
+    """Return a rule for each name of the parameters; a tied parameter has several names."""
     return [] if way is None else [Rule(pattern=exactly(name), sync=way) for p in params for name in p.names]
 
 
@@ -245,4 +234,5 @@ def describe(sync: Sync) -> str:
     if isinstance(sync, Owner):
         return f"slices to their owners{wire}" if sync.owns_tiles else f"owners ({sync.placement}){wire}"
     parts = f" in {sync.parts} parts" if sync.parts > 1 else ""
-    return f"all-reduce{wire}{parts} in buckets of {sync.bucket_bytes / _MIB:g} MiB"
+    way = f" ({sync.topology})" if sync.topology != "native" else ""
+    return f"all-reduce{way}{wire}{parts} in buckets of {sync.bucket_bytes / _MIB:g} MiB"

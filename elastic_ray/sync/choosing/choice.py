@@ -16,13 +16,13 @@ from elastic_ray.sync.spec import Strategy
 
 DRIFT = 2.0
 """Factor by which touched rows change before the choice is made anew."""
-# A trial of short steps, whose times scatter, goes on for so long [s], with at most so many times the steps.
+# A trial of short steps, whose times scatter, continues for so long [s], with at most so many times the steps.
 _TRIAL_S, _MOST_TRIAL_STEPS = 0.2, 2
 _FINAL = 6  # trials of the present strategy and its best rival in turn
 
 
 class Phase(str, enum.Enum):
-    """What the next steps are for."""
+    """Phase of a choice: profiling, trying, trying again, or kept."""
 
     PROFILING = "profiling"
     TRYING = "trying"
@@ -32,7 +32,7 @@ class Phase(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceSettings:
-    """How a choice is made.
+    """Settings of a strategy choice: exactness, number and length of trials, and the required gain.
 
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
@@ -52,7 +52,6 @@ class Option:
     """A strategy that is considered.
 
     Attributes:
-        strategy: it.
         measured_s: median of its trial's steps; None before.
         plain: it is what torch DDP does.
         present: it does what the strategy does that training came with.
@@ -66,7 +65,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One training step, as all ranks know it.
+    """Measurements of one training step that all ranks agree on.
 
     Attributes:
         step_s: of the slowest rank; None where it was not measured.
@@ -79,7 +78,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Where the choice for one topology stands.
+    """State of the strategy choice for one topology.
 
     Attributes:
         strategy: to be in force.
@@ -107,11 +106,11 @@ class Choice:
 
     @property
     def settled(self) -> bool:
-        """Whether a strategy is kept."""
+        """True once a strategy is kept."""
         return self.phase is Phase.KEPT
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values; trials begin anew."""
+        """Return the choice as plain values; trials restart when it is restored."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return plain | {
             "strategy": self.strategy.to_json(),
@@ -137,7 +136,7 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]
 
 
 def begin(strategy: Strategy) -> Choice:
-    """Nothing is known of this topology yet; training comes with this strategy."""
+    """Return a new choice for an unknown topology; training starts with `strategy`."""
     return Choice(strategy=strategy)
 
 
@@ -147,18 +146,17 @@ def resume(choice: Choice) -> Choice:
 
 
 def leave(choice: Choice) -> Strategy:
-    """What to go on with in a group of which nothing is known: not with one that is only tried."""
+    """Return the strategy to continue with in an unknown group; a strategy on trial is not carried over."""
     if choice.phase in (Phase.TRYING, Phase.RETRYING) and choice.present is not None:
         return choice.present.strategy
     return choice.strategy
 
 
 def advance(choice: Choice, measured: Measured, settings: ChoiceSettings, consider: Consider) -> Choice:
-    """After a training step.
+    """Return the choice after one more training step.
 
     Args:
         choice: before it.
-        measured: in it.
         settings: how a choice is made.
         consider: lists what may be done.
     """
@@ -180,7 +178,6 @@ def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
     """Choose anew where a table's touched rows are others by a factor of two than when it was chosen; none is news.
 
     Args:
-        choice: that is kept.
         rows: of each table, equal on all ranks.
     """
     if choice.phase is not Phase.KEPT or not rows:
@@ -202,7 +199,7 @@ def _drifted(before: int, now: int) -> bool:
 
 
 def _timed(choice: Choice, measured: Measured) -> Choice:
-    """Another step of the present phase, or trial."""
+    """Return the choice with the time of one more step of the present phase or trial."""
     if measured.step_s is None:
         return choice
     rows = dict(choice.rows)
@@ -212,13 +209,13 @@ def _timed(choice: Choice, measured: Measured) -> Choice:
 
 
 def _is_over(times: Sequence[float], settings: ChoiceSettings) -> bool:
-    """Whether a trial has seen enough."""
+    """True if a trial has enough steps and enough time."""
     enough = len(times) >= _MOST_TRIAL_STEPS * settings.trial_steps or sum(times[1:]) >= _TRIAL_S
     return len(times) >= settings.trial_steps and enough
 
 
 def _median(times: Sequence[float]) -> float:
-    """Of a trial's steps without the first, which pays for the change."""
+    """Return the median time of a trial's steps, without the first, which includes the cost of the change."""
     return statistics.median(times[1:] or times)
 
 
@@ -236,7 +233,7 @@ def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> C
 
 
 def _tried(choice: Choice) -> Choice:
-    """A trial has ended: go on with the next, or try the best once more against the present one.
+    """A trial has ended: continue with the next, or try the best once more against the present one.
 
     The present one was measured first, and the best is also the luckiest: both three times more, in turn.
     """

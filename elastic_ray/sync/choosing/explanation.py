@@ -1,4 +1,4 @@
-"""What is done with a model's parameters, and why, as a table for people (pure)."""
+"""Tables for people that explain how a model's parameters are synchronised, and why (pure)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class StrategyRow:
     Attributes:
         parameters: the first of their names, and how many there are.
         what: is done with them.
-        nbytes: of their gradients.
         sent_nbytes: that each rank gives to collectives in a step for them, as they travel.
         measured_s: from its first collective to its last in a step [s], the median; None before a step.
     """
@@ -38,9 +37,7 @@ class CandidateRow:
     """A strategy that was considered.
 
     Attributes:
-        name: of it.
         measured_s: of a step [s]; None where it was not tried.
-        chosen: it is kept.
     """
 
     name: str
@@ -50,7 +47,7 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTable:
-    """How a model is synchronised; ``str`` of it is for people.
+    """Explanation of how a model is synchronised; ``str()`` formats it for people.
 
     Attributes:
         strategy: its name.
@@ -100,9 +97,7 @@ def explain(
     """The table of a plan in force.
 
     Args:
-        plan: it.
         profile: the model, with touched rows where they are known.
-        topology: the group.
         choice: that has led to it; None for a strategy by hand.
         step_s: a step under it, measured [s].
         bucket_s: collectives of a step by bucket, measured [s].
@@ -143,7 +138,7 @@ def _row(
     world_size: int,
     measured_s: float | None,
 ) -> StrategyRow:
-    """One class of parameters."""
+    """Return the table row of one class of parameters."""
     names = [profile.params[i].name for i in sorted(i for bucket in buckets for i in bucket.params)]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     in_buckets = f", {len(buckets)} of them" if len(buckets) > 1 and not isinstance(buckets[0].sync, Rows) else ""
@@ -157,7 +152,7 @@ def _row(
 
 
 def _candidates(choice: Choice) -> tuple[CandidateRow, ...]:
-    """What was considered, in the order of the trials."""
+    """Return the considered candidates in trial order, with their measured times."""
     tried = [choice.present, *choice.options]
     measured = {each.strategy.name: each.measured_s for each in tried if each is not None}
     kept = choice.strategy.name if choice.settled else None

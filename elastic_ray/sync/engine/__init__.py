@@ -1,1 +1,1 @@
-"""How the gradients of one model become the same on all ranks, step by step (torch)."""
+"""Engine that makes the gradients of one model equal on all ranks at each step (torch)."""

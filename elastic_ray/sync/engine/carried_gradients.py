@@ -22,7 +22,7 @@ _TWICE = (
 
 
 class CarriedGradients:
-    """What one model's ``.grad`` holds for an optimizer step to come. See the module's text.
+    """Tracks what one model's ``.grad`` has accumulated for a future optimizer step.
 
     A loop that applies the gradients of each step at once carries none, and this class costs it nothing. Some loops
     leave gradients after the optimizer's step and then throw them away, as a GAN does with those of its other loss: the
@@ -49,16 +49,16 @@ class CarriedGradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if accumulated gradients wait for the optimizer."""
         return self._steps > 0
 
     @property
     def local(self) -> bool:
-        """Whether they differ from rank to rank, because ``no_sync`` has left them unreduced."""
+        """True if the accumulated gradients differ between ranks because ``no_sync`` has left them unreduced."""
         return self._local
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
-        """A backward pass adds to ``.grad``; ``local`` if it is not to be reduced."""
+        """Record a backward pass that adds to ``.grad``; ``local`` if it is not to be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
         if step is not self._step or not self._steps:
@@ -70,7 +70,7 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """What the ranks must have in common when they reduce: 1 if gradients were added to those of the last update.
+        """Value that ranks must share when they reduce: 1 if gradients were added to those of the last update.
 
         How many passes within ``no_sync`` are in them is each rank's own, as under DDP: shares that are cut by tokens
         differ. 0 up to the first update in a group: a rank that has joined lacks what the others have done since their
@@ -81,7 +81,7 @@ class CarriedGradients:
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """The pass has added to the watched parameter: to what was left behind, unless that was thrown away."""
+        """Check the watched parameter after a pass: were gradients added to those of the last update?"""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -97,11 +97,11 @@ class CarriedGradients:
                 self._context.tell("warning", _TWICE)
 
     def mark_reduced(self) -> None:
-        """All that was added up is the same on all ranks now."""
+        """Mark all accumulated gradients as equal on all ranks."""
         self._local = False
 
     def refuse_own(self) -> None:
-        """The optimizer is asked to step in a step without a backward pass that averages gradients.
+        """Refuse an optimizer step without a backward pass that averages gradients.
 
         Raises:
             RuntimeError: gradients are this rank's own: neither reduced, as what is carried and what lies in slices,
@@ -120,11 +120,11 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def note_applied(self) -> None:
-        """The optimizer applies them in the step in progress."""
+        """Note that the optimizer applies the gradients in the step in progress."""
         self._applied = True
 
     def taken(self) -> None:
-        """The optimizer was asked to step."""
+        """Reset the accumulation, because the optimizer was asked to step."""
         self._steps, self._asked, self._local = 0, True, False
         self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
@@ -136,7 +136,7 @@ class CarriedGradients:
                     return
 
     def remember(self) -> Any:
-        """At the beginning of a step: what it needs to be undone; None where nothing is carried."""
+        """Return what is needed to undo the step that starts now; None if nothing is accumulated."""
         self._asked = self._applied = False
         if not self._steps:
             return None
@@ -175,7 +175,7 @@ class CarriedGradients:
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
-        """A group was entered: what only some of its ranks hold counts no more."""
+        """Enter a group, in which what only some ranks hold no longer counts."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self._local else self._lost, 0
         if self._local:

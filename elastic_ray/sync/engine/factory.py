@@ -18,6 +18,7 @@ from elastic_ray.sync.operations.partitioned_reduce import (
     OwnerOperation,
     PartitionedReduceOperation,
 )
+from elastic_ray.sync.operations.topologies import RoutedReduceOperation
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
-    """Whether control values can ride on the bucket's reduction: they must arrive exactly."""
+    """True if control values can travel with the bucket's reduction, which must preserve them exactly."""
     return is_plain(plan) and dtype.to_real() in (torch.float32, torch.float64)
 
 
 def is_plain(plan: BucketPlan) -> bool:
-    """Whether the bucket itself is all-reduced, and nothing else uses its memory."""
+    """True if the bucket itself is all-reduced and nothing else uses its memory."""
     return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 
@@ -53,13 +54,15 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """What is done with it.
+    """Return the operation that carries out a bucket's plan.
 
     Raises:
         StrategyError: there is no such operation.
     """
     sync = plan.sync
     if isinstance(sync, Reduce):
+        if sync.topology != "native" and len(plan.nodes) > 1:
+            return RoutedReduceOperation(sync.topology, plan.nodes)
         return _reduction(sync, plan.params)
     if isinstance(sync, Owner) and sync.owns_tiles:
         return SlicedOperation(sync.copies, WireForm(sync.wire.dtype))
@@ -71,7 +74,7 @@ def make_operation(plan: BucketPlan) -> BucketOperation:
 
 
 def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
-    """That of an all-reduce in one of its forms."""
+    """Return the operation of an all-reduce: plain, partitioned or compressed."""
     wire = sync.wire
     if wire.compresses:
         compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class GradientEngine:
-    """See the module's text, and ``GradientSync``, which this is.
+    """Gradient synchronisation of one replicated model by its strategy; implements ``GradientSync``.
 
     Its state are the gradients that user code adds up over several steps, the present strategy, and what operations
     keep from step to step.
@@ -97,7 +97,7 @@ class GradientEngine:
         self._control_size = 0
         self._statistics = statistics
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
-        self._ends = False  # whether another strategy comes behind the step that ranks have agreed on
+        self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
             trainable,
@@ -114,7 +114,7 @@ class GradientEngine:
 
     @property
     def plan(self) -> SyncPlan:
-        """What is carried out at present."""
+        """Synchronisation plan in force."""
         return self._in_force.plan
 
     @property
@@ -124,7 +124,7 @@ class GradientEngine:
 
     @property
     def strategy_name(self) -> str:
-        """Of the strategy in force."""
+        """Name of the strategy in force."""
         return self.plan.strategy.name or "by hand"
 
     @property
@@ -134,13 +134,13 @@ class GradientEngine:
 
     @property
     def profile(self) -> ModelProfile:
-        """What a strategy's planner needs to know of the model."""
+        """Profile of the model for a strategy's planner."""
         self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
 
     @property
     def device(self) -> torch.device:
-        """Of its gradients."""
+        """Device of the model's gradients."""
         return self._trainable.params[0].device
 
     def check(self, plan: SyncPlan) -> None:
@@ -164,16 +164,16 @@ class GradientEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if accumulated gradients wait for the optimizer."""
         return self._carried.is_open
 
     @property
     def local(self) -> bool:
-        """Whether ``no_sync`` has left them unreduced."""
+        """True if ``no_sync`` has left the accumulated gradients unreduced."""
         return self._carried.local
 
     def set_strategy(self, strategy: object) -> None:
-        """Go on with another strategy from the next step on. Every rank must ask for the same in the same step.
+        """Continue with another strategy from the next step on. Every rank must ask for the same in the same step.
 
         Args:
             strategy: as of ``AdaptiveDataParallel(strategy=...)``.
@@ -184,7 +184,7 @@ class GradientEngine:
         self._in_force.ask(strategy)
 
     def explain_strategy(self) -> StrategyTable:
-        """What is done with the gradients, and why."""
+        """Return a table of how the gradients are synchronised, and why."""
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
@@ -266,17 +266,17 @@ class GradientEngine:
         """Backward passes inside only add to this rank's gradients."""
         if self._sharded:
             raise RuntimeError(
-                "no_sync() is not served for a model with a ShardedEmbedding, whose owners get gradients in each step: "
-                "let the loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
+                "no_sync() is not supported for a model with a ShardedEmbedding, whose owners get gradients in each "
+                "step: let the loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
             )
         return self._reducer.no_sync()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """A backward pass has ended with an exception that is caught: reduce what other ranks reduce."""
+        """Reduce what other ranks reduce, after a backward pass has ended with an exception that is caught."""
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
-        """What backward adds from here on is another loss's.
+        """Close the pass before the optimizer updates; gradients added later belong to another loss.
 
         Raises:
             RuntimeError: gradients of parameters in tiles are this rank's own.
@@ -302,7 +302,7 @@ class GradientEngine:
                 ledger.fail(failure)
 
     def applied(self) -> None:
-        """Nothing is left to carry, should the step be lost from here on."""
+        """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""
         self._carried.note_applied()
         self._reducer.reduction.applied()
         if self._drift.average is not None:
@@ -314,17 +314,17 @@ class GradientEngine:
 
     @property
     def gives_statistics(self) -> bool:
-        """Whether the gradient noise scale is measured."""
+        """True if the gradient noise scale is measured."""
         return self._in_force.plan.strategy.average is None and self._context.unit is None
 
     @property
     def drifts(self) -> bool:
-        """Whether models differ from rank to rank by design."""
+        """True while replicas intentionally diverge (local SGD)."""
         return self._drift.average is not None and self._drift.on
 
     @property
     def settled(self) -> bool:
-        """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
+        """True if replicas are identical and this rank holds everything to be saved, after the committed steps."""
         return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
@@ -341,7 +341,7 @@ class GradientEngine:
 
     @property
     def marker(self) -> int:
-        """Which average was the last to end on this rank."""
+        """Marker of the last average that ended on this rank."""
         return self._drift.marker
 
     @property
@@ -350,7 +350,7 @@ class GradientEngine:
         return self._drift.scaler
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """All ranks have committed a step that trained: average models, where it is time."""
+        """Average the replicas if it is due, once all ranks have committed a training step."""
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
@@ -359,25 +359,25 @@ class GradientEngine:
 
     @property
     def divided(self) -> bool:
-        """Whether the optimizer's state lies with several ranks."""
+        """True if the optimizer's state is divided among ranks."""
         return self._divided.divided
 
     @property
     def tabled(self) -> bool:
-        """Whether the model has sharded tables."""
+        """True if the model has sharded tables."""
         return bool(self._sharded)
 
     @property
     def meets_in_passes(self) -> bool:
-        """Whether passes fetch rows from other ranks."""
+        """True if forward passes fetch rows from other ranks."""
         return self.tabled
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample: fetch no rows of a table with those that do."""
+        """Take part in a table's row exchange without fetching rows, because this rank has no samples."""
         self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Where models differ from rank to rank: make them one. Rank 0 holds the whole state of the optimizer."""
+        """Make diverged replicas identical; with `gather`, rank 0 also receives the whole optimizer state."""
         self._make_one()
         if gather:
             self._divided.gather()
@@ -387,7 +387,7 @@ class GradientEngine:
             self._drift.collapse()
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """The same in a new group, before its ranks exchange state."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state."""
         self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
@@ -396,7 +396,7 @@ class GradientEngine:
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """What compressions owe is added up, models that differ are made one, leavers hand over what they own."""
+        """Prepare to change the group: fold residuals, make replicas identical, hand over leavers' shards."""
         self._sharded.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
@@ -404,7 +404,7 @@ class GradientEngine:
         self._make_one()
 
     def enter_group(self) -> None:
-        """What only some of its ranks hold counts no more; the plan follows the group."""
+        """Adopt the new group: rebuild the plan and the buckets, and drop what only some ranks hold."""
         self._reducer.reduction.end_step()
         self._drift.entered()
         self._carried.enter_group()
@@ -418,7 +418,7 @@ class GradientEngine:
         self._divided.enter_group()
 
     def remember(self) -> Any:
-        """What a step needs to be undone."""
+        """Return what is needed to undo the step that starts now."""
         self._reducer.reduction.end_step()
         self._in_force.remember()
         return self._carried.remember()
@@ -447,7 +447,7 @@ class GradientEngine:
 
     @property
     def _may_switch(self) -> bool:
-        """Whether models are one, so that another strategy can take over; else they are after the step in progress."""
+        """True if replicas are identical, or will be after the step in progress, so that the strategy may change."""
         return self._drift.average is None or not self._drift.on or self._drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:

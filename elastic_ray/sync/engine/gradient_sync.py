@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GradientSync(GroupDependent, Protocol):
-    """How the gradients of one model become the same on all ranks.
+    """Protocol of gradient synchronisation for one model.
 
     In a step: :meth:`before_forward`, backward passes (which an implementation sees through hooks of its own), then
     :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
@@ -36,36 +36,36 @@ class GradientSync(GroupDependent, Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if accumulated gradients wait for the optimizer."""
 
     @property
     def strategy(self) -> Strategy:
         """The strategy in force, for people."""
 
     def explain_strategy(self) -> StrategyTable:
-        """What it does with which parameters; raises StrategyError where there is nothing to say."""
+        """Return a table of how each parameter is synchronised; raises StrategyError if there is nothing to explain."""
 
     def before_forward(self) -> None:
-        """The model is about to be called."""
+        """Prepare a call of the model."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """A backward pass has ended with an exception that is caught: reduce what other ranks reduce.
+        """Reduce what other ranks reduce, after a backward pass has ended with an exception that is caught.
 
         Args:
             give_zeros: makes a backward pass over parameters that gives nothing.
         """
 
     def before_update(self) -> None:
-        """The optimizer was asked to step."""
+        """Prepare the update that the optimizer was asked for."""
 
     def applied(self) -> None:
-        """It steps."""
+        """Record that the optimizer has applied the update."""
 
     def rebuild(self) -> None:
-        """Other parameters are trainable than before."""
+        """Rebuild the buckets for other trainable parameters."""
 
     def require_statistics(self, user: str) -> None:
         """Refuse strategies that give no gradient statistics; raises StrategyError, which names the user."""
@@ -74,7 +74,7 @@ class GradientSync(GroupDependent, Protocol):
         """A step begins: what it takes to undo it."""
 
     def roll_back(self, remembered: Any) -> None:
-        """The step was lost."""
+        """Roll back the lost step."""
 
     def capture(self) -> Any:
         """State for joiners and checkpoints, as nested dicts, lists and tuples of tensors and plain values."""

@@ -34,12 +34,12 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of all, in the order of the optimizers."""
+        """Parameter groups of all optimizers, in the order of the optimizers."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """Of all, by parameter."""
+        """States of all optimizers, by parameter."""
         return JointStates(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class JointStates(MutableMapping[Any, Any]):
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Those of a model."""
+    """Return the optimizers of a model: the parts of a joint optimizer, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
@@ -99,7 +99,7 @@ def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
 
 
 class JointDenominators:
-    """What several optimizers divide gradients by; see ``Denominators``.
+    """Denominators of the gradients for several optimizers; see ``Denominators``.
 
     Args:
         parts: tiles of each.
@@ -110,12 +110,12 @@ class JointDenominators:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all, in the order of the optimizers."""
+        """Parameter groups of all optimizers, in the order of the optimizers."""
         return [group for each in self._parts for group in each.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:
-        """By parameter."""
+        """Denominators of all optimizers, by parameter."""
         return {param: state for each in self._parts for param, state in each.state.items()}
 
     @property
@@ -141,7 +141,7 @@ class JointTiles:
         self._owners: tuple[object, ...] = ()
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Buckets were laid out for another strategy, other parameters or another group."""
+        """Follow buckets laid out for another strategy, other parameters or another group."""
         for each in self._parts:
             each.follow(plan, profile)
 
@@ -173,7 +173,7 @@ class JointTiles:
         return any(each.unsettled for each in self._parts)
 
     def settle_between_steps(self) -> None:
-        """The strategy has changed, on all ranks alike."""
+        """Settle the state after a change of the strategy, on all ranks alike."""
         for each in self._parts:
             if each.unsettled:
                 each.settle_between_steps()
@@ -189,11 +189,11 @@ class JointTiles:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
         for each in self._parts:
             each.hand_over(stays)
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         for each in self._parts:
             each.enter_group()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BucketLayout:
-    """See the module's text.
+    """Buckets of one model in memory, with the control values that travel with them.
 
     The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and which
     parameters were used. It rides on the last bucket's reduction where that adds it up exactly; else it is a buffer of
@@ -96,7 +96,7 @@ class BucketLayout:
 
     @property
     def digest(self) -> int:
-        """What must be equal on all ranks."""
+        """Digest of the layout, which must be equal on all ranks."""
         return digest((*self._layout, self.sequel.takes))
 
     def settle_first(self, index: int) -> SettlingOperation:

@@ -1,4 +1,4 @@
-"""What a strategy's planner needs to know of a model and its optimizer (torch)."""
+"""Profile of a model and its optimizer for a strategy's planner (torch)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Modu
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-    """Which gradients the optimizer steps; of torch's own, measured with torch 2.13."""
+    """Describe the gradients that the optimizer can step; measured for torch's own with torch 2.13."""
     decays = any(group.get("weight_decay", 0) for group in optimizer.param_groups)
     takes = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and not decays
     return OptimizerInfo(
@@ -87,5 +87,5 @@ def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an element's update is known to depend on no other element of its tensor."""
+    """True if the optimizer is known to update each element independently of the others of its tensor."""
     return type(optimizer) in _ELEMENTWISE

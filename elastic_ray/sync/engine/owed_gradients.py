@@ -1,4 +1,4 @@
-"""What compressions owe when the group, the buckets or the strategy change: it stays with the ranks (torch)."""
+"""Compression residuals that stay with their ranks when the group, the buckets or the strategy change (torch)."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class _Debtor:
 
     @property
     def owes(self) -> bool:
-        """Whether that is anything."""
+        """True if the residual has any non-zero value."""
         owed = self.residual.owed
         return owed is not None and owed.flat is not None and bool(owed.flat.any())
 
     @property
     def knows(self) -> bool:
-        """Whether it knows what all ranks owe together, or has nothing to know."""
+        """True if the sum of all ranks' residuals is known, or if there is nothing to know."""
         return self.residual.folded is not None or (self.compression is None and not self.owes)
 
     def owed(self) -> torch.Tensor:
@@ -54,7 +54,7 @@ class _Debtor:
         return self.flat({}) if owed is None or owed.flat is None else owed.flat / owed.scale
 
     def by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its pieces, in the parameters' shapes."""
+        """Split a flat tensor into the bucket's parameters, by name and in their shapes."""
         pieces = torch.split(flat, [real_count(p) for p in self.bucket.params])
         return {
             name: piece.view(real_shape(p))
@@ -74,16 +74,16 @@ class _Debtor:
         return torch.cat(pieces)
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Those of its compression."""
+        """Factors of the bucket's compression, by parameter name."""
         known = self.compression.factors() if self.compression is not None else {}
         return {self.names[place]: each for place, each in known.items()}
 
     def is_among(self, tensors: _Tensors) -> bool:
-        """Whether one of its parameters is."""
+        """True if `tensors` holds an entry for one of the bucket's parameters."""
         return not tensors.keys().isdisjoint(self.names)
 
     def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
-        """Go on from these."""
+        """Continue from these."""
         self.residual.become(self.flat(owed) if self.is_among(owed) else None)
         if self.is_among(folded):
             self.residual.fold(self.flat(folded))
@@ -94,7 +94,7 @@ class _Debtor:
 
 
 class OwedGradients:
-    """One model's, on one rank. See the module's text, and ``Residual``.
+    """Compression residuals of one model on this rank; see ``Residual``.
 
     Kept is the *sum* over ranks, for contributions are weighted by samples and summed. Before a planned change all
     ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
@@ -112,7 +112,7 @@ class OwedGradients:
         self._holds = True  # not taken over from another rank
 
     def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
-        """Other buckets: what is owed, and factors, go on by parameter.
+        """Move residuals and factors to other buckets, by parameter.
 
         Args:
             layout: of the buckets.
@@ -142,7 +142,7 @@ class OwedGradients:
         return (*self._debtors, *self._settling)
 
     def _take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
-        """Go on from these."""
+        """Continue from these."""
         for index, each in list(self._plain.items()):
             if each.is_among(owed) or each.is_among(folded):
                 self._settle(index)
@@ -150,7 +150,7 @@ class OwedGradients:
             each.take(owed, folded, factors)
 
     def _settle(self, index: int) -> None:
-        """A bucket that nothing compresses is to send what is owed, once that is known."""
+        """Let a bucket without compression send its residual, once that is known."""
         assert self._layout is not None, "buckets are laid out"
         residual = self._layout.settle_first(index).residual
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
@@ -178,7 +178,7 @@ class OwedGradients:
             each.residual.fold(total)
 
     def enter_group(self) -> None:
-        """A group was entered: begin with an equal part of the sum, or go on with one's own where that is not known.
+        """Enter a group: start with an equal part of the sum, or continue with the own residual if that is unknown.
 
         All ranks tell what they know, whether they owe or not: of those that come from another group, some may have
         begun with a strategy that compresses, and others not yet.
@@ -199,18 +199,18 @@ class OwedGradients:
         self._members, self._holds = world_size, True
 
     def _tell_lost(self, workers: int) -> None:
-        """The sum is not what it was."""
+        """Warn that the residuals of some workers are lost."""
         if workers > 0:
             whose = "one worker" if workers == 1 else f"{workers} workers"
             self._context.tell(
                 "warning",
                 f"what compression had left out of the gradients of {whose} is lost with the group: each worker keeps "
-                "its own until a later step sends it. Training goes on without",
+                "its own until a later step sends it. Training continues without",
                 {"workers": workers},
             )
 
     def capture(self) -> Any:
-        """What is the same on all ranks: factors, and the sum of what is owed where that was added up."""
+        """Return the state shared by all ranks: factors, and the sum of residuals where it was computed."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}

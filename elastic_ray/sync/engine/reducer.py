@@ -5,7 +5,7 @@ that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch D
 are several models, and where passes are nested, so that gradients come several times, reductions start when the
 outermost pass ends. Gradients are weighted by samples, or as the loop says, so unequal local batches give the gradient
 of the whole batch. Under a plain all-reduce ``.grad`` is a view of the bucket. A reduction that was given up keeps its
-memory, and ``.grad`` gets other: it can never write into what training goes on with.
+memory, and ``.grad`` gets other: it can never write into what training continues with.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class GradientReducer:
-    """Hooks on parameters of one model; see the module's text.
+    """Reducer of one model's gradients, driven by hooks on its parameters during backward.
 
     While gradients are accumulated, a micro-step contributes what ``.grad`` holds after the last backward pass before
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each of them as it always does.
@@ -96,7 +96,7 @@ class GradientReducer:
         self._note = 0  # of its gradients, as this rank has told it
         self._nests = False  # passes within passes were seen, as of reentrant checkpoints: gradients come several times
         self._knows = False  # a pass was seen to its end
-        self._early = False  # buckets are reduced while the pass goes on
+        self._early = False  # buckets are reduced while the pass continues
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
         self._own_sum: Number = 0.0  # of what this rank has put into buckets
@@ -124,14 +124,14 @@ class GradientReducer:
         self._hooks = []
 
     def enter_group(self) -> None:
-        """A group was entered, or buckets were laid out anew: ranks must have the same ones."""
+        """Announce the buckets anew in a group or after a new layout: ranks must have the same ones."""
         self._announcements = Announcements(self._number, self._layout)
         if self._group.group.world_size == 1:
             self._layout.release()
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def follow(self, *, changed: bool) -> None:
-        """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
+        """Include parameters that were unfrozen, or have otherwise ``changed``, when the model is called."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
@@ -141,7 +141,7 @@ class GradientReducer:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Other parameters are trainable than before."""
+        """Rebuild the buckets for other trainable parameters."""
         if self._trainable.changed():
             self._trainable.take_in()
         self.reduction.end_step()
@@ -157,7 +157,7 @@ class GradientReducer:
             self._sync = True
 
     def drop_halves(self) -> None:
-        """The step is over: what its first half has left is of no use any more."""
+        """Release what the first half of a step has left, once it is over."""
         if self._step is not None and self._step.halved:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
@@ -179,11 +179,11 @@ class GradientReducer:
         return self._sync
 
     def _nest(self) -> None:
-        """A backward pass within the pass was seen."""
+        """Note that a backward pass within the pass was seen."""
         self._nests, self._early = True, False
 
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
-        """A backward pass within this one adds to a gradient that was complete.
+        """Handle a nested backward pass that adds to a gradient which was complete.
 
         Raises:
             RuntimeError: it is being reduced without that.
@@ -197,7 +197,7 @@ class GradientReducer:
         self._buckets[index].add_again(param)
 
     def _begin(self) -> None:
-        """The first gradient of a backward pass: find out what is to become of the pass."""
+        """Decide what is to become of a backward pass, at its first gradient."""
         if self._context.faults is not None:
             self._context.moment("backward")
         step = self._ledger.step
@@ -256,7 +256,7 @@ class GradientReducer:
                 bucket.begin_filling(alone=self._reduces and not self._accumulates)
 
     def _announce(self) -> None:
-        """Tell the other ranks that this one reduces gradients: they answer while backward goes on."""
+        """Tell the other ranks that this one reduces gradients: they answer while backward continues."""
         if not self._reduces:
             return
         self._told = True
@@ -268,7 +268,7 @@ class GradientReducer:
             self._give_up(str(error))
 
     def _met_before(self) -> bool:
-        """Whether reductions may begin before the others have answered.
+        """True if reductions may start before the other ranks have answered.
 
         Only reductions use the gradient group, so that nothing else can meet them. Reductions of another layout could,
         but there are none once all have had this one.
@@ -283,7 +283,7 @@ class GradientReducer:
         self._met = (self._group.group.generation, self._announced)
 
     def _begin_step(self, step: LoaderStep) -> None:
-        """The first backward pass of a step begins."""
+        """Begin the first backward pass of a step."""
         self._step = step
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
@@ -304,14 +304,14 @@ class GradientReducer:
         )
 
     def _carry(self) -> None:
-        """Another micro-step begins: keep what the ones before have left in the buckets."""
+        """Start another micro-step and keep the gradients that earlier ones have left in the buckets."""
         self._open, self._carries = True, True
         self._statistics.carry()
         for bucket in self._buckets:
             bucket.carry()
 
     def _fill(self, bucket: GradientBucket) -> None:
-        """The bucket's weighted local gradients on top of earlier micro-steps', and their squared norm."""
+        """Fill a bucket with the weighted local gradients on top of earlier micro-steps', and measure its norm."""
         weight, rest, goes_on = self._weight, None, bucket.goes_on
         if self._accumulates:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
@@ -343,7 +343,7 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        """As :meth:`_launch_ready`."""
+        """Launch the reductions of ready buckets, in order; called by :meth:`_launch_ready`."""
         try:
             if self._launched == 0 and not self._pending[0]:
                 if self._unanswered and not self._met_before():
@@ -376,12 +376,12 @@ class GradientReducer:
         self._layout.write_tail(head, norms, self._own_sum, None if self._complete else self._used())
 
     def _used(self) -> list[bool]:
-        """Which parameters have a gradient on this rank, from any micro-step."""
+        """Return a flag for each parameter: True if it had a gradient on this rank in any micro-step."""
         flags = [bucket.used if self._accumulates else bucket.has_gradient for bucket in self._buckets]
         return [used for mine in flags for used in mine]
 
     def _finish(self) -> None:
-        """The backward pass has ended: reduce the rest, and have the mean in ``.grad``."""
+        """Finish the backward pass: reduce the rest, and put the mean into ``.grad``."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
                 self._end_pass()
@@ -389,7 +389,7 @@ class GradientReducer:
             self._end_pass()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """A backward pass has ended with an exception: the rest of it gives nothing, and the step is lost."""
+        """End a backward pass that raised: the rest of it gives nothing, and the step is lost."""
         if self._ledger.failed:
             self._running = False
         elif self._running:
@@ -399,7 +399,7 @@ class GradientReducer:
             give_zeros(self._trainable.params)
 
     def _end_pass(self) -> None:
-        """As :meth:`_finish`."""
+        """End the backward pass: launch what is left, and wait for the reductions; called by :meth:`_finish`."""
         self._running, self._knows = False, True
         if self._trainable.left_out:
             self._trainable.drop_strangers()
@@ -477,7 +477,7 @@ class GradientReducer:
             self._conclude_statistics(step, lambda: values[layout.norms])
 
     def _give_up(self, cause: str) -> None:
-        """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
+        """Abandon the reductions of this step; raises CommunicationFailedError outside of steps."""
         self._ledger.fail(cause)
         self.reduction.void()
         self._layout.replace_buffers()
@@ -485,7 +485,7 @@ class GradientReducer:
             raise CommunicationFailedError(cause)  # outside of steps there is none to draw again
 
     def _write_back(self, used: Callable[[], list[bool]]) -> None:
-        """Buckets into ``.grad``; ``used`` tells of each parameter whether any rank had a gradient."""
+        """Copy buckets into ``.grad``; ``used`` returns for each parameter whether any rank had a gradient."""
         first = 0
         for bucket in self._buckets:
             last = first + len(bucket.params)
@@ -521,7 +521,7 @@ def _gradient_hook(reference: weakref.ref[GradientReducer], index: int, place: i
     """A hook that takes one gradient of a bucket, as long as their reducer lives; see ``weak_hook``."""
 
     def hook(param: torch.Tensor) -> None:
-        """A parameter's gradient is there; reduce what is full. Torch calls it in a thread of each device."""
+        """Handle a parameter's gradient and reduce full buckets. Torch calls it in a thread of each device."""
         reducer = reference()
         if reducer is None:
             return

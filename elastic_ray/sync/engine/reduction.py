@@ -25,7 +25,10 @@ PROBE_EVERY = 32
 
 
 class Reduction:
-    """See the module's text. All methods raise CommunicationFailedError where the group breaks.
+    """Runs the collectives of one backward pass.
+
+    All methods raise CommunicationFailedError if the group breaks. All methods raise CommunicationFailedError where the
+    group breaks.
 
     What operations keep from step to step counts once the optimizer has applied what they gave, or the step is over
     and its gradients wait for a later one. A step that is drawn again after the optimizer has applied it changes
@@ -82,7 +85,7 @@ class Reduction:
 
     @property
     def spacing(self) -> int:
-        """One in so many steps gives statistics."""
+        """Interval in steps between gradient statistics."""
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
@@ -98,7 +101,7 @@ class Reduction:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
     def finish(self, *, checks: bool) -> None:
-        """Wait, and go on in rounds until every bucket holds the sum; as many rounds on every rank.
+        """Wait, and continue in rounds until every bucket holds the sum; as many rounds on every rank.
 
         What one bucket takes on the CPU is done while later ones are on their way: its finite sum goes into ``.grad``.
 
@@ -170,13 +173,13 @@ class Reduction:
         return found
 
     def is_finite(self) -> bool:
-        """Whether the last pass has given finite gradients; the same on all ranks."""
+        """True if the last pass gave finite gradients; the same on all ranks."""
         if self._finite is None:
             self.take_totals(read(self.totals or [bucket.total() for bucket in self._layout.buckets]))
         return self._finite is True
 
     def take_totals(self, values: Sequence[float]) -> None:
-        """What :attr:`totals` are, and the sum of what ranks have put in, whose shares of a mean are no larger."""
+        """Evaluate the values of :attr:`totals`: the pass is finite if their sum is, or else all buckets are."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
@@ -190,7 +193,7 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
-        """A group of one rank reduces nothing: what compressions owe goes into its gradients.
+        """Settle residuals in a group of one rank, which reduces nothing: they go into its gradients.
 
         Where ranks step by themselves, and their models are averaged, a rank's gradient counts for as little of the
         mean as there are ranks: what it owes does so, too.
@@ -202,18 +205,18 @@ class Reduction:
                     operation.settle(bucket, scale)
 
     def asked(self) -> None:
-        """The optimizer was asked to step."""
+        """Note that the optimizer was asked to step."""
         self._asked = True
 
     def applied(self) -> None:
-        """It steps: what the last pass has left in operations counts, whatever becomes of the step."""
+        """Commit what the last pass has left in operations; a later loss of the step does not change it."""
         self._asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
-        """The step before is over."""
+        """End the step before: commit or void its operations."""
         if self._asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
@@ -222,7 +225,7 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """What the last passes have left in operations does not count."""
+        """Discard what the last passes have left in operations."""
         self._asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:

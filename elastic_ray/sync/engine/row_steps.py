@@ -12,7 +12,7 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class RowSteps:
-    """See the module's text. Optimizers whose step of a zero gradient changes nothing step rows; others the table.
+    """Steps only the touched rows of tables where the optimizer's update of a zero gradient is zero.
 
     Both give the same step, but not always the same bits. So nothing that may be on one rank only, such as a hook of
     the user's, decides between them: hooks see the dense gradients, whatever is stepped.
@@ -35,16 +35,16 @@ class RowSteps:
         self._hooks: tuple[Any, Any] | None = None
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
-        """From now on there are these tables."""
+        """Replace the tables that are stepped by rows."""
         self._tables = tables
         self.look_again()
 
     def look_again(self) -> None:
-        """The optimizer's state, or the layout of gradients, may be another from now on."""
+        """Check again: the optimizer's state, or the layout of gradients, may have changed."""
         self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:
-        """The optimizer is about to be called: the user's hooks come before rows are shown and after the table is."""
+        """Register the inner hooks, so that the user's come before rows are shown and after the table is."""
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
         needed = bool(self._tables) or self._looks
         if needed and self._hooks is None:
@@ -65,7 +65,7 @@ class RowSteps:
             afters.move_to_end(after.id, last=False)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer steps."""
+        """Show the rows to the optimizer before its step."""
         if self._tables or self._looks:  # else a walk over all parameters in every step, for nothing
             self._looks = _suit_momentum(optimizer)
         if not self._tables or type(optimizer) not in _EXACT:
@@ -77,7 +77,7 @@ class RowSteps:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """It has stepped."""
+        """Restore the tables after the optimizer's step."""
         if not self._tables:
             return
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -93,7 +93,7 @@ _EXACT = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def _is_exact(group: Mapping[str, Any]) -> bool:
-    """Whether steps of sparse gradients equal those of dense ones: rows whose gradient is zero stay as they are."""
+    """True if sparse steps equal dense ones, so that rows with a zero gradient do not change."""
     moves_all = group.get("weight_decay", 0) or group.get("momentum", 0)
     return not (moves_all or group.get("fused") or group.get("differentiable"))
 

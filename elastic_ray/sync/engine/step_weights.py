@@ -1,4 +1,4 @@
-"""What micro-batches weigh in a step's mean gradient where the loop says it (``loader.weigh``) (torch)."""
+"""Weights of micro-batches in a step's mean gradient, as the loop gives them (``loader.weigh``) (torch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class StepWeights:
-    """See the module's text. Counts of all ranks are exchanged once a step, before its first bucket is filled.
+    """Computes each micro-batch's weight in the mean gradient.
+
+    Counts of all ranks are exchanged once a step, before its first bucket is filled.
 
     Args:
         group: whose gradients are added up.
@@ -36,7 +38,7 @@ class StepWeights:
         self.factor = 1.0
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """A backward pass begins in a step whose micro-batches the loop weighs.
+        """Begin a backward pass of a step whose micro-batches the loop weighs.
 
         Raises:
             RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
@@ -50,7 +52,7 @@ class StepWeights:
             )
 
     def share(self, step: LoaderStep | None, *, reduces: bool) -> float:
-        """What the step's last micro-batch on this rank weighs.
+        """Return the weight of the step's last micro-batch on this rank.
 
         Args:
             step: the step; None outside of steps, where all ranks weigh alike.
@@ -71,7 +73,7 @@ class StepWeights:
 
     @torch.no_grad()
     def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
-        """Whether this rank, which trains alone, has weighed the step's only micro-batch by 0: then ``.grad`` is 0.
+        """True if this rank trains alone and the step's only micro-batch has weight 0; sets ``.grad`` to 0 then.
 
         It is what several ranks would have added up: the gradient of a mean over nothing may be no number.
         """
@@ -84,7 +86,7 @@ class StepWeights:
         return True
 
     def _of_all(self, own: list[float]) -> list[list[float]]:
-        """By rank, what the loop has given for its micro-batches."""
+        """Exchange the weights of all ranks' micro-batches and return them by rank."""
         told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
         told[self._group.group.rank] = torch.tensor(own, dtype=torch.float64)
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
@@ -93,7 +95,7 @@ class StepWeights:
 
 
 class Announcements:
-    """What a pass reduces; ranks whose loops weigh micro-batches make one collective more than the others.
+    """Announcement values of a pass: with weights, a rank makes one more collective than without.
 
     Args:
         number: of the model.
@@ -111,7 +113,7 @@ class Announcements:
 
 
 def refuse_weights(step: LoaderStep | None) -> None:
-    """A backward pass only adds to this rank's gradients.
+    """Refuse weights in a step whose backward pass only adds to this rank's gradients.
 
     Raises:
         RuntimeError: the loop weighs its micro-batch.

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class SummingGroup:
-    """See the module's text. Where this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
+    """Ranks whose gradients are summed: the group, or this rank alone while replicas diverge.
+
+    Where this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
 
     All the same the ranks agree on the step before any of them applies it: by what else would ride on the reduction of
     its gradients. So a step that one of them does not live to see is lost on all, and none of its samples is.
@@ -43,7 +45,7 @@ class SummingGroup:
 
     @property
     def drifts(self) -> bool:
-        """Whether ranks step with gradients of their own."""
+        """True while ranks update with their local gradients."""
         return self.model.average is not None and self.model.on
 
     @property
@@ -52,11 +54,11 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """What the present micro-batch of this rank weighs in the sum."""
+        """Return the weight of this rank's present micro-batch in the sum."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)
 
     def agree(self, step: LoaderStep | None) -> None:
-        """A backward pass has ended whose gradients are not reduced: agree on its step, if it is the step's last."""
+        """Agree on the step after its last backward pass, if gradients are not reduced."""
         ledger = self._context.ledger
         if (
             self.model.average is None

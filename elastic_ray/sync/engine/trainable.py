@@ -1,4 +1,4 @@
-"""Which parameters of a model are synchronised: those that have been trainable since it was wrapped."""
+"""Parameters of a model that are synchronised: those that have been trainable since it was wrapped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Trainable:
         self._lay_out(wrapped=False)
 
     def check(self) -> None:
-        """The model has the parameters that it was wrapped with.
+        """Check that the model has the parameters that it was wrapped with.
 
         Raises:
             ValueError: others are in their places; the message names them.
@@ -58,7 +58,7 @@ class Trainable:
         )
 
     def changed(self) -> bool:
-        """Whether there are parameters to be taken in."""
+        """True if there are new parameters to include."""
         more = bool(self.left_out) and any(p.requires_grad for p in self.left_out)
         return more or len(self._optimizer.param_groups) != len(self._sizes)
 
@@ -112,7 +112,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """By name: what requires a gradient, what is synchronised, and the optimizer's groups."""
+        """Return by name the trainable parameters, the synchronised ones, and the optimizer's groups."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -190,7 +190,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """What this rank writes of a checkpoint of all ranks; see ``WrittenInParts``."""
+        """Return the part that this rank writes of a joint checkpoint; see ``WrittenInParts``."""
         written = self._divided.written(rank)
         captured = self.capture_to_save() if written is None else self.capture()
         states = shared_out(captured["state"], rank, world_size)
@@ -201,7 +201,7 @@ class TrainedState(OptimizerState):
         return {**captured, "state": states} if rank == 0 else {"state": states}
 
     def capture_to_keep(self) -> Any:
-        """What all hold, and this rank's part."""
+        """Return the state that all ranks share, with the tiles that this rank holds."""
         captured, kept = self.capture(), self._divided.kept()
         if "divided" not in captured:
             return captured

@@ -1,1 +1,1 @@
-"""What is done with the gradients of a bucket, so that all ranks hold their mean (torch)."""
+"""Operations on a bucket that give all ranks the mean of its gradients (torch)."""

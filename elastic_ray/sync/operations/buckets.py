@@ -1,4 +1,4 @@
-"""How parameters are laid out in flat buffers for reduction: equal on every rank, whatever order hooks fire in."""
+"""Layout of parameters in flat buffers for reduction, equal on every rank whatever the order of hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bucket:
         index: position in the order of reduction.
         group: parameter group that the parameters belong to.
         params: the parameters, in the order of their ``views``.
-        tail: extra elements behind them.
+        tail: extra elements after them.
         shows: whether gradients may lie in the buffer, for nothing but a plain all-reduce uses it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Bucket:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """One view of ``body`` for each parameter, in its shape."""
+        """Views of ``body``, one for each parameter, in its shape."""
         return self._held.views
 
     @property
@@ -111,17 +111,17 @@ class Bucket:
         self.grads, self._there = [], []
 
     def begin_step(self) -> None:
-        """Nothing of an earlier step counts any more."""
+        """Discard what an earlier step has left."""
         self.used = []
         self.grads = []  # of one rank alone nothing was written back
         self.written = None
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self.complete, self.additions, self._shows, self._sum = True, 1, False, None
 
     def begin_filling(self, *, alone: bool) -> None:
-        """The pass is to be reduced; ``alone`` if the buffer holds nothing of other micro-steps.
+        """Begin to fill the buffer for a reduction; ``alone`` if it holds nothing of other micro-steps.
 
         Memory that gradients lay in belongs to who holds one of them still.
         """
@@ -143,7 +143,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def reach(self, place: int) -> None:
-        """The pass has given a parameter its gradient: take it in with others, so that few are in memory twice."""
+        """Take in a parameter's gradient together with others, so that few are in memory twice."""
         if not self._shows or self._there[place]:
             return
         self._waiting.append(place)
@@ -166,34 +166,34 @@ class Bucket:
             self._there[each] = True
 
     def add_again(self, param: torch.Tensor) -> None:
-        """The pass adds to a gradient once more, by a backward pass within it."""
+        """Note that a nested backward pass adds to a gradient once more."""
         if self.written is not None and self.written[0] is param:
             self.additions += 1
 
     def mark_incomplete(self) -> None:
-        """The backward pass has ended without having reached all parameters."""
+        """Mark that the backward pass has ended without having reached all parameters."""
         self.complete = False
 
     def carry(self) -> None:
-        """Another micro-step begins: keep what the ones before have left in the buffer."""
+        """Start another micro-step and keep what earlier ones have left in the buffer."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
 
     def drop_carried(self) -> None:
-        """What :meth:`carry` has kept is not needed any more."""
+        """Discard what :meth:`carry` has kept."""
         self.carried = None
 
     def share(self, factor: float) -> torch.Tensor:
-        """What it holds times ``factor``, for :meth:`add`."""
+        """Return the buffer times ``factor``, for :meth:`add`."""
         return self.body * factor
 
     def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:
-        """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
+        """Return the gradients kept by :meth:`carry` times ``factor``, for :meth:`add`."""
         return self.carried if self.carried is None or factor == 1.0 else self.carried * factor
 
     def flat_gradient(self) -> torch.Tensor:
-        """What it holds as one vector."""
+        """Return the buffer as one vector."""
         return self.body
 
     def add(self, share: torch.Tensor) -> None:
@@ -201,15 +201,15 @@ class Bucket:
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """As :meth:`add`."""
+        """Add a flat vector to the buffer."""
         self.body.add_(vector)
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
-        """What the optimizer multiplies these gradients with."""
+        """Return the optimizer's factors for these gradients, for :meth:`squared_norm`."""
         return preconditioner(optimizer, self.params)
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
-        """Of what it holds, each element times the preconditioner's."""
+        """Return the squared norm of the buffer, each element multiplied by the preconditioner's."""
         return squared_norm(self.body, preconditioner)
 
     def total(self) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Bucket:
         return self.body.sum(dtype=torch.float32)
 
     def is_finite(self) -> bool:
-        """Whether all that it holds is finite."""
+        """True if all elements of the buffer are finite."""
         return bool(self.body.isfinite().all())
 
     def sum_up(self) -> torch.Tensor | None:
@@ -231,11 +231,11 @@ class Bucket:
 
     @property
     def is_summed_up(self) -> bool:
-        """Whether :meth:`sum_up` has told whether what this rank has put in is finite."""
+        """True if :meth:`sum_up` has determined whether this rank's gradients are finite."""
         return self._sum is not None
 
     def own_is_finite(self) -> bool:
-        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
         if self._sum is not None:
             return math.isfinite(self._sum)
         tensors = [grad for grad in self.grads if grad is not None]
@@ -244,7 +244,7 @@ class Bucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float) -> None:
-        """Weighted gradients into the buffer; zeros where there is none.
+        """Put weighted gradients into the buffer; zeros where there is none.
 
         Raises:
             RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
@@ -263,7 +263,7 @@ class Bucket:
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
     def _put(self, weight: float) -> None:
-        """As :meth:`put`, without its explanation of errors."""
+        """Fill the buffer with the weighted gradients; :meth:`put` adds explanations to errors."""
         grads, views = self.grads, self.views
         if self.complete:
             self.has_gradient = [True] * len(grads)
@@ -307,7 +307,7 @@ class Bucket:
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """The buffer into ``.grad``; ``used`` tells which parameters had a gradient on any rank."""
+        """Copy the buffer into ``.grad``; ``used`` returns which parameters had a gradient on any rank."""
         if not self.complete:
             for index, flag in enumerate(used()):
                 if flag and not self.has_gradient[index]:  # it had one on other ranks or in earlier micro-steps only
@@ -329,7 +329,7 @@ class Bucket:
 
     @property
     def goes_on(self) -> bool:
-        """Whether ``.grad`` still holds what was reduced: this backward pass has added to it, nobody zeroed it.
+        """True if ``.grad`` still holds the reduced gradients: this pass has added to them and nothing zeroed them.
 
         ``zero_grad`` drops the tensor, or counts as one more change of it than the pass's own.
         """
@@ -371,19 +371,19 @@ class _Memory:
 
     @property
     def is_shared(self) -> bool:
-        """Whether somebody else holds a part of it: a gradient that user code has kept, or what was made of one."""
+        """True if user code still holds a part of the buffer: a gradient, or a view of one."""
         users: int = torch._C._storage_Use_Count(self._storage)
         return users > self._users
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many hold the tensor, and how many its memory."""
+    """Return the reference counts of the tensor and of its memory."""
     return sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache
 def _uses_of_free_gradients() -> tuple[int, int]:
-    """The same of a gradient that ``.grad`` alone holds, and a variable."""
+    """Return the reference counts of a gradient that only ``.grad`` and one variable hold."""
     param = torch.nn.Parameter(torch.zeros(1))
     with torch.enable_grad():
         (param * 1.0).sum().backward()  # type: ignore[no-untyped-call]
@@ -393,7 +393,7 @@ def _uses_of_free_gradients() -> tuple[int, int]:
 
 
 class AllReduceOperation:
-    """All-reduce of a flat bucket as it is, with what rides on it: a ``BucketOperation`` that keeps nothing."""
+    """Stateless all-reduce of a flat bucket, together with the control values that travel with it."""
 
     def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
         """The whole buffer with its tail."""
@@ -404,7 +404,7 @@ class AllReduceOperation:
         return ()
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""

@@ -1,4 +1,4 @@
-"""All-reduce in a compressed form, with error feedback: what it leaves out is part of the next step (torch)."""
+"""Compressed all-reduce with error feedback: the residual is added to the next step (torch)."""
 
 from __future__ import annotations
 
@@ -22,32 +22,30 @@ class Compression(Protocol):
     ) -> Sequence[Any]:
         """Start the round after the first ``finished``.
 
-        Returns:
-            Its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this rank
-            has to send later, so that the sum over ranks of both is the exact one.
+        Returns its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this
+        rank has to send later, so that the sum over ranks of both is the exact one.
         """
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
 
     def void(self) -> None:
-        """It does not, and collectives may have been given up."""
+        """Discard the pass, whose collectives may have been abandoned."""
 
     def drop(self) -> None:
-        """The last pass counts for nothing."""
+        """Drop the last pass."""
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """What it keeps that is the same on all ranks, by parameter of the bucket."""
+        """Return the factors that are equal on all ranks, by parameter of the bucket."""
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Go on from these."""
+        """Continue from these."""
 
 
 class CompressedOperation(OwingOperation):
     """See ``BucketOperation``, which this is.
 
     Args:
-        compression: the form.
         places: the position of each of the bucket's parameters in the model.
         feeds_back: whether what it leaves out is kept for the next step.
     """
@@ -61,7 +59,6 @@ class CompressedOperation(OwingOperation):
         self._left_out: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """What is owed and the gradients, compressed."""
         vector = bucket.flat_gradient()
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
@@ -74,7 +71,6 @@ class CompressedOperation(OwingOperation):
         return self.compression.launch(bucket.params, vector, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The next round of the compression."""
         vector = self._vector
         assert vector is not None, "no pass was launched"
         if not self._plain:
@@ -90,17 +86,14 @@ class CompressedOperation(OwingOperation):
         return ()
 
     def commit(self) -> None:
-        """The step counts."""
         super().commit()
         self.compression.commit()
 
     def void(self) -> None:
-        """It does not."""
         super().void()
         self.compression.void()
         self._vector = self._left_out = None
 
     def drop(self) -> None:
-        """The last pass counts for nothing: its sum was not finite."""
         super().drop()
         self.compression.drop()

@@ -37,12 +37,12 @@ def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite, by one sum over them; a sum may overflow where no element has."""
+    """True if all elements are finite; tested by one sum first, which may overflow where no element has."""
     return math.isfinite(float(as_real(tensor).sum())) or bool(tensor.isfinite().all())
 
 
 class Finiteness:
-    """Whether all tensors of a backward pass are finite; of those on a GPU nobody waits to know before it is asked.
+    """Tells whether all tensors of a backward pass are finite, without waiting for a GPU before it is asked.
 
     Args:
         is_waited_for: whether to find out at once of a tensor, which of one on a GPU waits for all that the GPU has yet
@@ -57,14 +57,14 @@ class Finiteness:
         self._open: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Another one, which may change afterwards."""
+        """Add a tensor, which may change afterwards."""
         if not self._is_waited_for(tensor):
             self._open.append(tensor.isfinite().all())
         elif self._so_far:
             self._so_far = is_finite(tensor)
 
     def found(self) -> bool:
-        """Whether all so far were finite."""
+        """True if all tensors so far were finite."""
         found, self._open = self._open, []
         if found:
             self._so_far = bool(torch.stack(found).all()) and self._so_far
@@ -74,15 +74,13 @@ class Finiteness:
 def check_gradients(
     params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], *, complete: bool
 ) -> None:
-    """After gradients could not be put into a bucket: raise with the reason, where it is the user's.
+    """Raise the reason why gradients could not be put into a bucket, if it is the user's error.
 
     Args:
         params: the bucket's parameters.
-        grads: their gradients.
         complete: whether backward has reached all of them.
 
-    Raises:
-        RuntimeError: a gradient is sparse, or a hook has taken it away.
+    Raises RuntimeError: a gradient is sparse, or a hook has taken it away.
     """
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:

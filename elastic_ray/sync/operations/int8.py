@@ -1,4 +1,4 @@
-"""All-reduce of gradients as 8-bit whole numbers with a scale for every block (torch)."""
+"""All-reduce of gradients as 8-bit integers with a scale for each block (torch)."""
 
 from __future__ import annotations
 
@@ -69,25 +69,25 @@ class Int8Compression:
         return ()
 
     def commit(self) -> None:
-        """It keeps nothing itself."""
+        """Do nothing: the compression keeps no state."""
 
     def void(self) -> None:
         """Leave buffers to collectives that were given up."""
         self._work = torch.empty(0)
 
     def drop(self) -> None:
-        """It keeps nothing itself."""
+        """Do nothing: the compression keeps no state."""
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """None."""
+        """Return an empty mapping: the compression has no factors."""
         return {}
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """There are none."""
+        """Do nothing: the compression has no factors."""
 
 
 def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:
-    """[ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes; in ``values`` stays what is left out.
+    """Quantise [ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes; ``values`` keeps the residual.
 
     The numbers come first, then the blocks' scales.
     """

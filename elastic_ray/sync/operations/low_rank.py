@@ -11,7 +11,7 @@ import torch
 from elastic_ray.batch.device_numbers import real_count
 from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 
-# Less of a column than this share, behind the columns before it, is their rounding errors.
+# Less of a column than this share, after the columns before it, is their rounding errors.
 _SMALLEST = 1e-9
 _AT_ONCE = 1 << 16  # elements, which with what is made of them stay in a core's cache
 
@@ -24,7 +24,6 @@ class _Matrix:
         place: among the bucket's parameters.
         first: its first element in the bucket.
         rows, columns: of it.
-        rank: of the factors.
     """
 
     place: int
@@ -34,7 +33,7 @@ class _Matrix:
     rank: int
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """It."""
+        """Return the view of `vector` that holds this matrix."""
         return vector[self.first : self.first + self.rows * self.columns].view(self.rows, self.columns)
 
 
@@ -98,16 +97,16 @@ class LowRankCompression:
         return ()
 
     def commit(self) -> None:
-        """The factors of the last pass are the next one's start."""
+        """Commit the factors of the last pass as the next one's start."""
         if self._fresh:
             self._factors, self._fresh = self._fresh, []
 
     def void(self) -> None:
-        """They are not."""
+        """Discard the factors of the pass."""
         self._fresh = []
 
     def drop(self) -> None:
-        """They are not."""
+        """Discard the factors of the pass."""
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
@@ -156,7 +155,7 @@ class LowRankCompression:
         return [piece.view(m.rank, m.columns) for m, piece in zip(self._matrices, pieces, strict=True)]
 
     def _copy_whole(self, vector: torch.Tensor, *, back: bool) -> None:
-        """What travels whole, into what travels first or back."""
+        """Copy what is not compressed into the buffer of the first round, or back from it."""
         position = sum(m.rows * m.rank for m in self._matrices)
         for each in self._whole:
             mine, place = vector[each], self._first[position : position + each.stop - each.start]
@@ -206,7 +205,7 @@ def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice,
 
 
 def _sums(vectors: torch.Tensor) -> torch.Tensor:
-    """Of each row, [..., 1]: the second half is added to the first until one element is left. Overwrites them."""
+    """Return the sum of each row, [..., 1]: halves are added until one element is left. Overwrites `vectors`."""
     size = vectors.shape[-1]
     while size > 1:
         half = size // 2

@@ -1,4 +1,4 @@
-"""What operations have in common that owe a part of gradients for some time, and the simplest of them (torch)."""
+"""Base of the operations that owe a part of the gradients for some time, and the simplest of them (torch)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OwingOperation(abc.ABC):
         self._plain, self._scale = False, 1.0
 
     def prepare(self, *, plain: bool, scale: float) -> None:
-        """A pass begins.
+        """Prepare a pass.
 
         Args:
             plain: send its gradients as they are, for statistics; what is owed waits.
@@ -38,10 +38,9 @@ class OwingOperation(abc.ABC):
         """See ``BucketOperation``."""
 
     def settle(self, bucket: GradientBucket, scale: float) -> None:
-        """A group of one rank reduces nothing: what is owed is added to its gradients, where all of them are there.
+        """Add the residual to the gradients of a group of one rank, which reduces nothing, if all of them are there.
 
         Args:
-            bucket: of the parameters.
             scale: AMP's loss scale in their gradients.
         """
         owed = self.residual.owed
@@ -58,27 +57,26 @@ class OwingOperation(abc.ABC):
         self.residual.leave(None, scale)
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
         self.residual.commit()
 
     def void(self) -> None:
-        """It does not."""
+        """Discard the pass: the residual stays as it was before."""
         self.residual.void()
 
     def drop(self) -> None:
-        """The last pass counts for nothing: its sum was not finite."""
+        """Drop the last pass, whose sum was not finite."""
         self.residual.drop()
 
 
 class SettlingOperation(OwingOperation):
-    """Another operation, which adds once what a strategy before has left owed."""
+    """Wrapper of an operation that adds once the residual left by the strategy before."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
         self._operation = operation
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """What is owed and the gradients."""
         if not self._plain:
             owed = self.residual.take(self._scale)
             if owed is not None:
@@ -87,15 +85,12 @@ class SettlingOperation(OwingOperation):
         return self._operation.launch(bucket, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """As the other."""
         return self._operation.go_on(bucket, group, finished)
 
     def commit(self) -> None:
-        """The step counts."""
         super().commit()
         self._operation.commit()
 
     def void(self) -> None:
-        """It does not."""
         super().void()
         self._operation.void()

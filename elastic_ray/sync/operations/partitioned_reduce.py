@@ -35,7 +35,7 @@ class PartitionedReduceOperation:
         self._cut_from: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """All parts."""
+        """Launch an all-reduce of each part."""
         flat = bucket.flat_gradient()
         if self._axis == 0:
             pieces = torch.tensor_split(self._form.pack(flat), self._parts)
@@ -54,15 +54,15 @@ class PartitionedReduceOperation:
         return ()
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but buffers."""
+        """Release the buffers; the operation keeps no other state."""
         self._form.drop()
         self._cut_from = None
 
     def _cut(self, flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Slices of the bucket and their places, made anew where the bucket's buffer is another one."""
+        """Cut the bucket into slices and their places, anew if its buffer has changed."""
         if self._cut_from is flat:
             return
         tensors = torch.split(flat, [torch.Size(shape).numel() for shape in shapes])
@@ -88,10 +88,8 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
     """The axis along which a tensor is divided, 0 for one that has none.
 
     Args:
-        shape: of the tensor.
         axis: that of ``Reduce``: the wanted one, the tensor's last where it has fewer, or -1 for a choice of the seed
             among those that can be divided (AutoDist: RandomAxisPartitionAR).
-        seed: of the choice.
         place: the tensor's position in the model; it makes the choice another one for each.
     """
     if axis >= 0:
@@ -114,7 +112,7 @@ class OwnerOperation:
         self._sent: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """To the owner."""
+        """Launch the reduction to the owner."""
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
@@ -127,10 +125,10 @@ class OwnerOperation:
         return ()
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but a buffer."""
+        """Release the buffer; the operation keeps no other state."""
         self._sent = None
         self._form.drop()
 
@@ -155,8 +153,8 @@ class CastReduceOperation:
         return ()
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but a buffer."""
+        """Release the buffer; the operation keeps no other state."""
         self._form.drop()

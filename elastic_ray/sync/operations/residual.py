@@ -1,4 +1,4 @@
-"""What a compression has left out of the gradients of one bucket on this rank, changed in two phases (torch)."""
+"""Residual that a compression has left out of one bucket's gradients on this rank, changed in two phases (torch)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Owed:
 
 
 class Residual:
-    """See the module's text.
+    """Residual of one bucket: what is owed, what the pass in progress leaves, and what ranks owe together.
 
     A pass adds what is owed to its gradients and then owes what it has left out itself. Several passes of one step
     follow each other. None of that counts before :meth:`commit`, and :meth:`void` goes back to the last one.
 
     Before a change of group :meth:`fold` is given the sum over all ranks, which is then kept beside this rank's own
-    until a pass of the next group begins: a change that fails half-way can still go on from either.
+    until a pass of the next group begins: a change that fails half-way can still continue from either.
 
     Attributes:
         folded: that sum, without a loss scale; None where there is none.
@@ -42,22 +42,22 @@ class Residual:
 
     @property
     def owed(self) -> Owed | None:
-        """What is owed after the last committed step; None for nothing."""
+        """Residual after the last committed step; None if nothing is owed."""
         return self._kept
 
     @property
     def in_use(self) -> bool:
-        """Whether there is anything that a pass has to look at."""
+        """True if a pass has a residual to add."""
         return self._kept is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """A pass begins: what is owed is part of it from here on."""
+        """Add the residual to the vector of a pass that begins."""
         owed = self._begin_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
-        """The same for a pass whose gradients are no vector: what is owed, times ``scale``; None for nothing."""
+        """Return the residual times ``scale`` for a pass whose gradients are no vector; None if nothing is owed."""
         owed = self._begin_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
@@ -72,15 +72,15 @@ class Residual:
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """The pass has left this out; None for nothing."""
+        """Leave the residual of the pass; None for nothing."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
-        """The pass counts for nothing."""
+        """Drop the pass."""
         self._fresh = None
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
         new = self._fresh or self._latest
         if new is not None:
             self._spare = self._kept.flat if self._kept is not None else None
@@ -88,21 +88,21 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """It does not."""
+        """Discard the pass: the residual stays as it was before."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
-        """All ranks are about to leave the group: the sum of what they owe, without a loss scale."""
+        """Store the sum of all ranks' residuals, without a loss scale, before the ranks leave the group."""
         self.folded = total
 
     def share(self, ranks: int) -> None:
-        """A group has begun whose ranks all know the sum: each owes an equal part."""
+        """Share the known sum equally among the ranks of a new group."""
         total = self.folded
         if total is not None:
             self.become(total / ranks)
             self.folded = total
 
     def become(self, flat: torch.Tensor | None) -> None:
-        """Owe this, without a loss scale, whatever was before."""
+        """Replace the residual by `flat`, without a loss scale."""
         self._latest = self._fresh = self._spare = self.folded = None
         self._kept = None if flat is None else Owed(flat, 1.0)

@@ -1,4 +1,4 @@
-"""What an optimizer divides gradients by, whole on all ranks, while its state is in tiles (torch).
+"""Denominators of the optimizer's update, whole on all ranks while its state is in tiles (torch).
 
 The gradient noise scale is measured in the optimizer's units. All ranks need for that what only owners hold; they
 receive it once in some steps, in 16 bits.
@@ -28,7 +28,6 @@ class Denominators:
     """An optimizer as statistics of gradients see it: with its own state, or with what was gathered of it.
 
     Args:
-        optimizer: the optimizer.
         divided: whether its state is.
     """
 
@@ -39,28 +38,28 @@ class Denominators:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer."""
+        """Parameter groups of the optimizer."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """By parameter."""
+        """Optimizer state by parameter, the gathered denominators first."""
         if not self._divided():
             return self._optimizer.state
         return collections.ChainMap(dict(self._gathered), self._optimizer.state)
 
     @property
     def adam_like(self) -> bool:
-        """Whether the optimizer divides gradients by a running size of theirs."""
+        """True if the optimizer divides gradients by a running estimate of their size."""
         return is_adam_like(self._optimizer) or any(self._gathered)
 
     @property
     def outdated(self) -> bool:
-        """Whether nothing can be measured until all ranks have received them; the same on all ranks."""
+        """True if nothing can be measured before all ranks receive the denominators; the same on all ranks."""
         return self._outdated and is_adam_like(self._optimizer) and self._divided()
 
     def invalidate(self, *, fresh: bool) -> None:
-        """The group has changed, or how the state is divided.
+        """Invalidate the denominators after a change of the group or of the state's division.
 
         Args:
             fresh: no update was made yet, so that there is nothing to receive.
@@ -69,7 +68,7 @@ class Denominators:
         self._gathered = {}
 
     def due(self, step: int) -> bool:
-        """Whether all ranks receive them before this step."""
+        """True if all ranks receive the denominators before this step."""
         early = step <= SETTLED_STEPS or step % REFRESHED_EVERY == 0
         return is_adam_like(self._optimizer) and (self._outdated or early)
 
@@ -77,12 +76,10 @@ class Denominators:
     def gather(
         self, communicator: Communicator, held: HeldTiles, params: Mapping[str, Parameter], senders: Sequence[int]
     ) -> None:
-        """From first owners to all; all ranks call it.
+        """Send the denominators from their first owners to all ranks; called on every rank.
 
         Args:
-            communicator: the group.
             held: the tiles of this rank.
-            params: by name.
             senders: the first owner of each tile.
         """
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}

@@ -1,4 +1,4 @@
-"""What one rank holds of a model's optimizer state, and how that follows the group (torch)."""
+"""Optimizer state of a model that one rank holds, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Of moves that lead to a target, what the next step needs: what ranks are to update first that hold nothing."""
+    """Return the moves that the next step needs: those to first owners that hold nothing yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
 def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int]]:
-    """What each rank holds once moves are made."""
+    """Return the tiles that each rank holds once the moves are made."""
     return [
         frozenset(tiles) | {move.tile for move in moves if move.destination == rank} for rank, tiles in enumerate(held)
     ]
@@ -42,7 +42,6 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
     """Owners for the time being: those of the target that hold their tile, and others that do in place of the rest.
 
     Args:
-        target: owners by tile.
         held: tiles by rank; each lies with one of them at least.
     """
     found = []
@@ -54,12 +53,11 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """What moves behind the next step: each rank receives one tile, or more as long as they are small.
+    """Return the moves after the next step: each rank receives one tile, or more while they are small.
 
     Args:
         target: owners by tile.
         present: the same, at present.
-        sizes: of each tile.
         most: that a rank receives of more than one tile, in the unit of the sizes.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -78,13 +76,12 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everyone:
-    """What the ranks of a group hold.
+    """Tiles that each rank of a group holds, and flags of the whole group.
 
     Attributes:
-        tiles: of each.
         unpublished: whether one lacks parameters of the last update.
         gathered: whether one knows that rank 0 had the whole state.
-        stored: whether rank 0 has the whole state that it goes on from.
+        stored: whether rank 0 has the whole state that it continues from.
     """
 
     tiles: list[frozenset[int]]
@@ -100,17 +97,18 @@ class Everyone:
 
 
 class TileHolder:
-    """See the module's text. A rank holds some tiles, or the optimizer the whole state, or the rank nothing.
+    """Holds this rank's part of the optimizer state: some tiles, the whole state, or nothing.
+
+    A rank holds some tiles, or the optimizer the whole state, or the rank nothing.
 
     Methods that communicate raise CommunicationFailedError where the group breaks; then all that was held is.
 
     Attributes:
         tiling: of the parameters; None where every rank holds the whole state.
-        params: those in tiles, by name.
         held: the tiles that this rank holds; None where it holds the whole state, or nothing.
         owners: ranks of the present group that own each tile, as long as the state is divided in it. After a change of
             the group they are others for some steps than they are to be.
-        stored: the whole state that this rank goes on from, read or not, until the next update; empty where the
+        stored: the whole state that this rank continues from, read or not, until the next update; empty where the
             optimizer has it.
     """
 
@@ -127,7 +125,7 @@ class TileHolder:
         self._copies = 1
 
     def adopt(self, tiling: Tiling | None) -> None:
-        """The whole state is here, or none of it: it is cut in this way from now on."""
+        """Adopt another tiling, while the whole state is here, or none of it."""
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
@@ -146,10 +144,9 @@ class TileHolder:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
-        """What all ranks hold; all call it, with what they know themselves.
+        """Gather what all ranks hold; called on every rank.
 
-        Raises:
-            StateLostError: none holds some tiles; raised on every rank.
+        Raises StateLostError: none holds some tiles; raised on every rank.
         """
         tiling = self._tiling
         own = self.held.tiles if self.held is not None else range(len(tiling)) if self._whole else ()
@@ -164,9 +161,7 @@ class TileHolder:
         """Have each tile lie with so many ranks.
 
         Args:
-            group: the present one.
             everyone: what its ranks hold.
-            copies: of a tile.
             gradually: only what the next step needs moves now, and the rest by :meth:`restore_some`.
         """
         communicator, world = group.communicator, group.world_size
@@ -189,14 +184,13 @@ class TileHolder:
 
     @property
     def restores(self) -> bool:
-        """Whether some tiles have others owners than they are to have."""
+        """True if some tiles have other owners than the target gives."""
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
         """Move some tiles to the owners that they are to have; all ranks call it, between the same two updates.
 
         Args:
-            group: the present one.
             most: bytes of parameters whose state a rank receives, if that is more than one tile.
         """
         communicator = group.communicator
@@ -214,7 +208,7 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
@@ -230,7 +224,7 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """What this rank writes into a checkpoint of all ranks; None where it holds the whole state."""
+        """Return the states that this rank writes into a joint checkpoint; None if it holds the whole state."""
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property
@@ -239,7 +233,7 @@ class TileHolder:
         return self.tiling
 
     def _lost_text(self, gone: Sequence[int]) -> str:
-        """Whose loss it was, and whether second copies would have been there some steps later."""
+        """Name the workers whose loss it was, and say if second copies had not been restored yet."""
         whose = sorted({self._workers[rank] for tile in gone if self.owners for rank in self.owners[tile]})
         named = f" ({', '.join(whose)})" if whose else ""
         early = any(len(self.owners[tile]) < self._copies for tile in gone) if self.owners else False
@@ -250,7 +244,7 @@ class TileHolder:
         )
 
     def _states_of(self, tile: int) -> list[State]:
-        """Of a tile that this rank holds."""
+        """Return the states of a tile that this rank holds."""
         if self.held is not None:
             return self.held.states_of(tile)
         return cut_tile(self._tiling, tile, self.params, self.stored.states())
@@ -277,7 +271,7 @@ class TileHolder:
             self.held.drop(tile)
 
     def become_whole(self) -> None:
-        """The optimizer holds the state of whole parameters, as without tiles; all tiles are here."""
+        """Put all tiles together into the optimizer's whole state."""
         held = self.held
         if held is not None:
             states = {tile: held.states_of(tile) for tile in held.tiles}
@@ -288,28 +282,28 @@ class TileHolder:
         self.held, self._whole = None, True
 
     def take_whole(self) -> None:
-        """The optimizer has been given the whole state, read or not."""
+        """Take the whole state that the optimizer was given, read or not."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
 
     def drop(self) -> None:
-        """Nothing is held, and others hold what counts."""
+        """Release everything held; other ranks hold the valid state."""
         self._clear()
         self.stored.forget()
         self.held, self._whole = None, False
 
     def _clear(self) -> None:
-        """The optimizer holds nothing of parameters in tiles."""
+        """Clear the optimizer's state of parameters in tiles."""
         for param in self.params.values():
             self._optimizer.state.pop(param, None)
 
     def forget_stored(self) -> None:
-        """The state is about to be another one than what the run goes on from; what is held is a part of that."""
+        """Forget the stored state, which the next update makes outdated."""
         if self.held is not None:
             self.stored.forget()
 
     def reload(self) -> None:
-        """The optimizer has been given the whole state, on all ranks alike: keep what this rank holds of it."""
+        """Reload the tiles of this rank from the whole state given to the optimizer, on all ranks alike."""
         held = self.held
         self.stored.forget()
         if held is None:
@@ -336,7 +330,7 @@ class TileHolder:
 
 
 def writers(tiling: Tiling, owners: Sequence[Sequence[int]]) -> list[int]:
-    """Which of its owners writes each tile: about as many elements for each rank; the same on every rank."""
+    """Return the owner that writes each tile, balanced by elements; the same on every rank."""
     load: dict[int, int] = {}
     found = [0] * len(tiling)
     for tile in sorted(range(len(tiling)), key=lambda tile: (-tiling.elements(tile), tile)):
@@ -356,7 +350,6 @@ def written_states(
 
     Args:
         held: the tiles that this rank holds.
-        params: by name.
         owners: ranks that own each tile.
         rank: of this worker.
     """

@@ -12,7 +12,7 @@ from elastic_ray.sync.sharded.placement import Move
 
 
 class StateLostError(LostGroupError):
-    """Tiles of the optimizer state were lost with all their owners: the job goes on from its last checkpoint."""
+    """Tiles of the optimizer state were lost with all their owners: the job continues from its last checkpoint."""
 
 
 def carry_out(
@@ -23,15 +23,12 @@ def carry_out(
     Pairs of ranks talk to each other in turn, so that no two wait for each other.
 
     Args:
-        communicator: the group.
-        moves: which tiles.
         give: states of the spans of a tile that this rank holds.
 
     Yields:
         The tiles that this rank receives, with the states of their spans.
 
-    Raises:
-        CommunicationFailedError: the group broke; what was received by then is whole.
+    Raises CommunicationFailedError: the group broke; what was received by then is whole.
     """
     rank = communicator.rank
     for peer in peers(rank, communicator.world_size):
@@ -50,7 +47,7 @@ def carry_out(
 
 
 def peers(rank: int, world_size: int) -> Iterator[int]:
-    """Whom a rank meets, round by round, so that each pair meets once, and both in the same round."""
+    """Yield the peers of `rank`, round by round: each pair meets once, and both in the same round."""
     even = world_size + world_size % 2
     for number in range(even - 1):
         places = [0, *((number + i) % (even - 1) + 1 for i in range(even - 1))]

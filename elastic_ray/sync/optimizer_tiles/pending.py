@@ -38,7 +38,7 @@ class Update:
 
 
 class PendingUpdate:
-    """See the module's text: copies of what it takes to make the update later, when it is heard to be decided.
+    """Copies of what is needed to make the update once it is known to be decided.
 
     By then the model has other ranks' new parameters, and the optimizer the options of a later step.
     """
@@ -120,7 +120,7 @@ class PendingUpdate:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Those of each group, for :func:`as_then`."""
+    """Return the options of each parameter group, for :func:`as_then`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -131,7 +131,6 @@ def as_then(
     """Have the optimizer its options of an earlier step within.
 
     Args:
-        optimizer: it.
         options: of each group, as :func:`options_of` gave them.
         rates: learning rates that other ranks have made the update with.
     """
@@ -156,8 +155,6 @@ def tiles_shown(
     """The optimizer with parts of parameters in place of these, as a context.
 
     Args:
-        optimizer: it.
-        params: those in tiles, by name.
         shown: name of a parameter, and a part of it.
         states: of the parts; brought up to date.
     """
@@ -186,7 +183,6 @@ def swapped(
     """Have the optimizer hold other parameters within; its groups' options are the same objects.
 
     Args:
-        optimizer: it.
         hidden: ``id`` of the parameters that it does not hold.
         shown: what it holds in their place, each with the position of its group.
         states: of these; brought up to date.

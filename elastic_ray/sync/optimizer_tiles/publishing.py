@@ -18,7 +18,7 @@ _ROUND_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Round:
-    """What is copied around one all-gather."""
+    """Buffers and copies around one all-gather."""
 
     sent: Tensor
     received: Tensor
@@ -29,14 +29,13 @@ class _Round:
 
 
 class Publisher:
-    """See the module's text. What fails may still write into its buffers: use another one from then on.
+    """Publishes tiles to all ranks in rounds of all-gathers.
+
+    What fails may still write into its buffers: use another one from then on.
 
     Args:
-        tiling: of the tensors.
         senders: the rank that has what is right, by tile.
         tensors: by the names in the tiling.
-        rank: of this process.
-        world_size: ranks.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Publisher:
     def _add_rounds(
         self, tiling: Tiling, by_rank: Sequence[Sequence[int]], rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Those of tensors of one dtype; buffers are used in turn, so that one round is on its way at any time."""
+        """Add the rounds of one dtype's tensors; buffers alternate, so that one round is always in flight."""
         largest = max(tiling.elements(tile) for tiles in by_rank for tile in tiles)
         together = max(1, _ROUND_BYTES // (largest * dtype.itemsize))
         chosen = [
@@ -96,7 +95,7 @@ class Publisher:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether tensors have other memory than before."""
+        """True if tensors have other memory than before."""
         return self._where() != self._addresses
 
     @torch.no_grad()

@@ -45,8 +45,6 @@ def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: tor
     """The inverse: a whole parameter's state of its own memory, from all its spans; empty where it has none yet.
 
     Args:
-        param: the parameter.
-        parts: its spans, with their states.
         device: where large tensors go; by default where they are.
     """
     first_span, first = parts[0]
@@ -86,20 +84,18 @@ class HeldTiles:
 
     @property
     def tiles(self) -> list[int]:
-        """In order."""
+        """Tiles that this rank holds, in order."""
         return sorted(self._views)
 
     @property
     def everything(self) -> bool:
-        """Whether they are all that there are."""
+        """True if this rank holds every tile."""
         return len(self._views) == len(self.tiling)
 
     def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:
         """Hold a tile.
 
         Args:
-            tile: it.
-            states: of its spans.
             borrowed: whether their tensors are parts of larger ones.
         """
         views = []
@@ -126,26 +122,25 @@ class HeldTiles:
                 self.states[view] = {key: _owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
-        """Of its spans."""
+        """Return the states of a tile's spans."""
         return [self.states[view] for view in self._views[tile]]
 
     def spans(self) -> Iterator[tuple[Span, Parameter]]:
-        """All, with their views."""
+        """Yield all spans with their views."""
         for tile in self.tiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
     def follow_params(self) -> None:
-        """Views follow parameters that have other memory than before."""
+        """Move the views to parameters that have other memory than before."""
         for span, view in self.spans():
             param = self._params[span.name]
             if not span.whole and view.data_ptr() != param.data_ptr() + span.start * param.element_size():
                 view.data = part_of(param, span)
 
     def put_gradients(self) -> None:
-        """Each view's gradient is its part of the parameter's.
+        """Put the parameter's gradient parts into the views.
 
-        Raises:
-            RuntimeError: gradients were reduced for other owners than there are now.
+        Raises RuntimeError: gradients were reduced for other owners than there are now.
         """
         for span, view in self.spans():
             grad = self._params[span.name].grad
@@ -158,7 +153,7 @@ class HeldTiles:
                 view.grad = None if grad is None else grad.reshape(-1)[span.start : span.start + span.length]
 
     def drop_gradients(self) -> None:
-        """They belong to user code."""
+        """Restore ``.grad`` to user code and drop the gradients of the views."""
         for span, view in self.spans():
             if not span.whole:
                 view.grad = None
@@ -189,8 +184,6 @@ def assemble(
     """The state of all parameters, by name, from that of all tiles; without those that have none yet.
 
     Args:
-        tiling: of the parameters.
-        params: by name.
         states: of each tile's spans.
         device: where large tensors go; by default where they are.
     """
@@ -203,7 +196,9 @@ def assemble(
 
 
 class StoredStates:
-    """See the module's text. They are kept until they count no more, so that rank 0 can be asked for all of them.
+    """Optimizer states that were loaded and are not cut into tiles yet.
+
+    They are kept until they count no more, so that rank 0 can be asked for all of them.
 
     Errors of reading are those of `UnreadTensor`.
 
@@ -219,7 +214,7 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """The optimizer was given states: it has none from now on that is not read, or not where its parameter is.
+        """Take the states given to the optimizer, and leave it none that is unread or on another device.
 
         Args:
             tiled: parameters in tiles, whose states are kept here.
@@ -238,21 +233,21 @@ class StoredStates:
                     state[param] = read_all(placed)
 
     def follow(self, tiled: Collection[Parameter]) -> None:
-        """Other parameters are in tiles than before."""
+        """Follow another set of parameters in tiles."""
         given = (self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"])
         if self._states or any(map(_is_unread, given)):
             self.take(tiled)
 
     def read(self) -> None:
-        """The optimizer holds all of them from now on."""
+        """Read all states into the optimizer."""
         self.follow(())
 
     def forget(self) -> None:
-        """They count no more."""
+        """Drop the stored states."""
         self._states = {}
 
     def states(self) -> dict[Any, State]:
-        """By parameter, with those that the optimizer holds; these were given later."""
+        """Return the stored states by parameter; those that the optimizer holds take precedence."""
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
@@ -273,8 +268,6 @@ def placed_state(state: Mapping[str, Any], device: torch.device, options: Mappin
     """A state whose tensors are where torch has them, or will be once they are read; a checkpoint's are on the CPU.
 
     Args:
-        state: of a parameter.
-        device: of the parameter.
         options: of its group. Torch counts steps on the CPU unless it is told to be fused or capturable.
     """
     on_cpu = () if options.get("fused") or options.get("capturable") else ("step",)
@@ -285,7 +278,7 @@ def placed_state(state: Mapping[str, Any], device: torch.device, options: Mappin
 
 
 def _to(device: torch.device, value: Tensor | UnreadTensor) -> Tensor | UnreadTensor:
-    """Where the device may have no room for all of it, a tensor is not there before its tiles are taken."""
+    """Move a tensor to the device; a large one becomes unread, so that only its tiles take memory there."""
     if isinstance(value, UnreadTensor) or value.device == device or value.layout != torch.strided:
         return value.to(device)
     flat = value.reshape(-1)

@@ -35,15 +35,16 @@ _COPIED_IN_A_STEP = 24
 """Spans whose state gets memory of its own in one step after a change of the group."""
 
 RESTORED_IN_A_STEP = 8 << 20
-"""Bytes of parameters whose state a rank receives behind one step, while owners are not yet what they are to be."""
+"""Bytes of parameters whose state a rank receives after one step, while owners are not yet what they are to be."""
 
 
 class TiledOptimizer:
-    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+    """Optimizer of one model with its state in tiles.
+
+    Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
         run: that the model is trained in.
-        module: the model.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
         groups: places of its parameter groups among those of the model's optimizers; None where it is the only one.
@@ -73,13 +74,13 @@ class TiledOptimizer:
         self._publisher: Publisher | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: dict[str, State] | None = None
-        self._stored = False  # whether that is what rank 0 goes on from, as all ranks know: it is read once asked for
+        self._stored = False  # whether that is what rank 0 continues from, as all ranks know: it is read once asked for
         self.denominators = Denominators(optimizer, lambda: self.divided)
 
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Buckets were laid out for another strategy, other parameters or another group; a change of tiles follows."""
+        """Follow another layout of buckets; a change of tiles follows."""
         tiles, groups = plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -106,18 +107,18 @@ class TiledOptimizer:
 
     @property
     def divided(self) -> bool:
-        """Whether optimizer state lies with several ranks, so that updates are voted on."""
+        """True if optimizer state is divided among ranks, so that updates are voted on."""
         return self._holder.held is not None and self._begun
 
     @property
     def unsettled(self) -> bool:
-        """Whether the state is not divided as the strategy wants it in the present group."""
+        """True if the state is not yet divided as the strategy requires in the present group."""
         several = self._run.group.world_size > self._copies
         held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
 
     def settle_between_steps(self) -> None:
-        """The strategy has changed, on all ranks alike: divide the state, or have all ranks hold the whole of it."""
+        """Divide or gather the state after a change of the strategy, on all ranks alike."""
         run = self._run
         if not self._begun or run.ledger.failed or run.group.world_size == 1:
             return
@@ -163,7 +164,7 @@ class TiledOptimizer:
         self._holder.forget_stored()
 
     def _keep_pending(self) -> None:
-        """The update may have been decided."""
+        """Keep what the update needs, because it may have been decided."""
         held, generation = self._holder.held, self._run.group.generation
         assert held is not None, "a vote is about tiles"
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
@@ -191,7 +192,7 @@ class TiledOptimizer:
         return result
 
     def _call_hooks(self, kwargs: Mapping[str, Any]) -> None:
-        """All parameters are as the update has them: the user's hooks may look."""
+        """Call the user's step hooks, once all parameters hold the update."""
         owes, self._owes_hooks = self._owes_hooks, False
         if owes:
             self._hooks.after(kwargs)
@@ -200,7 +201,7 @@ class TiledOptimizer:
         self._last = self._last.next(self._run.group.generation, self._optimizer)
 
     def _publish(self, held: HeldTiles) -> None:
-        """New parameters from their owners to all; what does not come through is repeated in the next group."""
+        """Publish new parameters from their owners to all; what fails is repeated in the next group."""
         run, holder = self._run, self._holder
         run.moment("publish")
         senders = [mine[0] for mine in holder.owners]
@@ -228,10 +229,9 @@ class TiledOptimizer:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """A group was entered, and all ranks hold parameters and tiles of the same update, or none.
+        """Enter a group, whose ranks hold parameters and tiles of the same update, or none.
 
-        Raises:
-            StateLostError: no rank holds some tiles; raised on every rank.
+        Raises StateLostError: no rank holds some tiles; raised on every rank.
         """
         self._gathered = None
         self._settle()
@@ -249,7 +249,7 @@ class TiledOptimizer:
             self._arrange(self._copies)
 
     def _cut_anew(self) -> None:
-        """Where ranks hold tiles of another tiling than is wanted: have all of them hold the whole state first."""
+        """Make every rank hold the whole state if ranks hold tiles of another tiling than is wanted."""
         group, held = self._run.group, self._holder.held
         wanted = self._wanted.digest if self._wanted is not None else 0
         own = held.tiling.digest if held is not None else 0
@@ -276,7 +276,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -284,12 +284,12 @@ class TiledOptimizer:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save the whole state."""
+        """True if this rank can save the whole state."""
         return not self.divided or self._gathered is not None or self._reads
 
     @property
     def _reads(self) -> bool:
-        """Whether this rank goes on from the whole state, and reads it once it is asked for it."""
+        """True if this rank continues from the whole stored state, and reads it on demand."""
         return self._stored and self._run.group.rank == 0
 
     def _at_hand(self) -> dict[str, State] | None:
@@ -301,19 +301,18 @@ class TiledOptimizer:
     def gather(self) -> None:
         """Have rank 0 hold the whole state until the next update; all ranks call it.
 
-        At the end of a pass as well, so that code which saves a checkpoint behind a loop may do so on rank 0 alone.
+        At the end of a pass as well, so that code which saves a checkpoint after a loop may do so on rank 0 alone.
         """
         if self.divided and not self._open:
             self._gathered = self._holder.collect(self._run.group)
         self._open = True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Those of parameters in tiles, by parameter, on rank 0 and none on the others; None where nothing is divided.
+        """Return the whole states on rank 0 by parameter, empty on other ranks; None if nothing is divided.
 
         Between an update and the end of a pass all ranks call it.
 
-        Raises:
-            RanksDisagreeError: another rank does not.
+        Raises RanksDisagreeError: another rank does not.
         """
         if not self.divided:
             self._holder.stored.read()
@@ -324,7 +323,7 @@ class TiledOptimizer:
         return {self._holder.params[name]: state for name, state in (self._at_hand() or {}).items()}
 
     def loaded(self) -> None:
-        """The optimizer was given the whole state, on all ranks alike: keep what this rank holds of it."""
+        """Keep this rank's part of the whole state given to the optimizer, on all ranks alike."""
         if self.divided:
             self._close()
         self._holder.reload()
@@ -337,7 +336,7 @@ class TiledOptimizer:
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """What all ranks share, without states; None where no state is in tiles."""
+        """Return what all ranks share, without states; None if no state is in tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
@@ -352,7 +351,7 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """What this rank writes into a checkpoint of all ranks; None where the optimizer holds the whole state."""
+        """Return the states that this rank writes into a joint checkpoint; None if the optimizer holds all of it."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How the parameters of a model are cut into tiles, whatever group holds their optimizer state (pure)."""
+"""Division of a model's parameters into tiles, independent of the group that holds their optimizer state (pure)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """See the module's text. All spans of a tile are of one dtype and one kind of device."""
+    """Tiles of a model's parameters, each a tuple of spans.
+
+    All spans of a tile are of one dtype and one kind of device.
+    """
 
     tiles: tuple[tuple[Span, ...], ...]
 
@@ -53,15 +56,15 @@ class Tiling:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Of all parameters in tiles."""
+        """Names of all parameters in tiles."""
         return frozenset(span.name for tile in self.tiles for span in tile)
 
     def elements(self, tile: int) -> int:
-        """Of one tile."""
+        """Return the number of elements of one tile."""
         return sum(span.length for span in self.tiles[tile])
 
     def to_json(self) -> str:
-        """As text that :meth:`from_json` reads."""
+        """Return the tiling as text that :meth:`from_json` reads."""
         return json.dumps([[[each.name, each.start, each.length, each.whole] for each in tile] for tile in self.tiles])
 
     @classmethod

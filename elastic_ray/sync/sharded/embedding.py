@@ -19,7 +19,7 @@ from elastic_ray.sync.sharded.tiles import RowTiling
 _MOST = 1 << 40
 _UNSERVED = {
     "max_norm": "rows are not shortened when they are looked up: normalise them in the model",
-    "norm_type": "it belongs to max_norm, which is not served",
+    "norm_type": "it belongs to max_norm, which is not supported",
     "scale_grad_by_freq": "gradients are added up over all ranks before they are applied, without counting lookups",
     "sparse": "gradients are always those of touched rows; leave it out",
 }
@@ -46,7 +46,7 @@ class ShardedEmbedding(torch.nn.Module):
             ``"adam"``; None for what the wrapped optimizer does, where that is SGD without momentum, Adagrad or
             SparseAdam without decays. Its learning rate follows the wrapped optimizer's.
         copies: workers that own each row, 1 or 2. With 2, on different nodes where balance allows, one may be lost
-            without loss of rows. With 1 the job goes on from its last checkpoint when a worker is lost.
+            without loss of rows. With 1 the job continues from its last checkpoint when a worker is lost.
         std: standard deviation of the normal distribution that rows are drawn from.
         seed: of that; None draws one from torch's generator, and rank 0's counts.
         dtype: of the rows, floating.
@@ -57,7 +57,7 @@ class ShardedEmbedding(torch.nn.Module):
 
     Raises:
         StrategyError: a size or ``copies`` is out of range.
-        ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not served.
+        ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not supported.
     """
 
     travels_by_itself: ClassVar[bool] = True
@@ -176,7 +176,7 @@ class ShardedEmbedding(torch.nn.Module):
         return rows
 
     def _whole_alone(self) -> TableShard:
-        """All rows, outside of any run."""
+        """Return a shard with all rows, for use outside of any run."""
         if self._alone is None:
             shape, tiling = self._shape, RowTiling.of(self.num_embeddings)
             empty = torch.empty(0, shape.width, dtype=shape.dtype, device=shape.device)
@@ -191,7 +191,7 @@ class ShardedEmbedding(torch.nn.Module):
         return self._alone
 
     def _place_of_padding(self, ids: Tensor) -> int | None:
-        """Where the padding row stands among these; None where it is not there."""
+        """Return the position of the padding row in `ids`; None if it is absent."""
         if self.padding_idx is None:
             return None
         place = int(torch.searchsorted(ids, self.padding_idx))
@@ -233,7 +233,7 @@ class ShardedEmbedding(torch.nn.Module):
             raise ValueError(f"{name} must have shape {wanted}, but got {tuple(tensor.shape)}")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """As torch calls it: the whole weight."""
+        """Save the whole weight, as torch requires."""
         found = self._table.whole() if self._table is not None else self._whole_alone().whole(None, ("weight",))
         assert found is not None
         destination[prefix + "weight"] = found["weight"]
@@ -248,7 +248,7 @@ class ShardedEmbedding(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As torch calls it: a whole weight, of which each rank takes its part; the rule's state begins anew."""
+        """Load a whole weight, of which each rank keeps its part; the rule's state is reset."""
         key = prefix + "weight"
         if key not in state_dict:
             missing_keys.append(key)
@@ -265,23 +265,23 @@ class ShardedEmbedding(torch.nn.Module):
             self._loaded, self._alone = whole, None
 
     def extra_repr(self) -> str:
-        """As of ``torch.nn.Embedding``, with what is shared out."""
+        """Return the text of ``torch.nn.Embedding`` with the mode and the number of copies."""
         mode = f", mode={self.mode!r}" if self.mode is not None else ""
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{mode}, copies={self._shape.copies}"
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for arguments that are not served; one that asks for nothing passes."""
+    """Raise TypeError for arguments that are not supported; one that asks for nothing passes."""
     for name, value in options.items():
         if name not in _UNSERVED:
             raise TypeError(f"ShardedEmbedding has no argument {name!r}")
         if value not in (None, False) and not (name == "norm_type" and value == 2.0) and name != "sparse":
-            raise TypeError(f"{name}={value!r} is not served by ShardedEmbedding: {_UNSERVED[name]}")
+            raise TypeError(f"{name}={value!r} is not supported by ShardedEmbedding: {_UNSERVED[name]}")
 
 
 def _padding(padding_idx: int | None, rows: int) -> int | None:
-    """From 0; raises ValueError where there is no such row."""
+    """Return the padding row counted from 0; raises ValueError if it is out of range."""
     if padding_idx is None:
         return None
     if not -rows <= padding_idx < rows:

@@ -18,17 +18,15 @@ if TYPE_CHECKING:
 
 
 class ModelTables:
-    """See the module's text. A model without any costs nothing.
+    """All sharded tables of one wrapped model. A model without any costs nothing.
 
     Args:
         run: that the model is trained in.
-        module: the model.
         optimizer: steps its parameters; tables follow its learning rates.
         number: of the model, in the order in which the loop wraps them.
         scaler: AMP's ``GradScaler``; None without AMP.
 
-    Raises:
-        StrategyError: a table cannot be trained with this optimizer or with a scaler.
+    Raises StrategyError: a table cannot be trained with this optimizer or with a scaler.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class ModelTables:
         layers = {name: each for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)}
         if layers and scaler is not None and scaler.is_enabled():
             raise StrategyError(
-                "grad_scaler is not served for a model with a ShardedEmbedding: the scaler looks for overflow in "
+                "grad_scaler is not supported for a model with a ShardedEmbedding: the scaler looks for overflow in "
                 "gradients of parameters, which rows are not. Train in bfloat16, which needs no scaler"
             )
         self.tables: list[ShardedTable] = [
@@ -62,11 +60,11 @@ class ModelTables:
         return rule
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample, and others have announced that they fetch rows of a table."""
+        """Take part in a table's row exchange that others announced, without samples of this rank."""
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
-        """Gradients of a backward pass that has ended to the owners, then a vote: all have received theirs.
+        """Exchange the gradients of an ended backward pass with the owners, then vote that all have received theirs.
 
         What the vote has not decided, no rank applies.
         """
@@ -78,38 +76,38 @@ class ModelTables:
         communicator.wait(vote)
 
     def close(self) -> None:
-        """The optimizer was asked to step."""
+        """Close the accumulation, because the optimizer was asked to step."""
         for table in self.tables:
             table.close()
 
     def zero(self) -> None:
-        """Gradients are cleared."""
+        """Clear the gradients."""
         for table in self.tables:
             table.zero()
 
     def update(self) -> None:
-        """The optimizer steps, at the rates that its groups have now."""
+        """Update the tables at the present rates of the optimizer's groups."""
         for table in self.tables:
             table.update(float(self._optimizer.param_groups[table.rule.group]["lr"]))
 
     def leave_out(self) -> None:
-        """An update is not made, on any rank."""
+        """Leave out an update, on all ranks."""
         for table in self.tables:
             table.leave_out()
 
     def enter_group(self) -> None:
-        """A group was entered; raises CommunicationFailedError, and RowsLostError where rows were lost."""
+        """Enter a group; raises CommunicationFailedError, and RowsLostError if rows were lost."""
         for table in self.tables:
             table.enter_group()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Ranks of the present group are about to leave; raises CommunicationFailedError."""
+        """Hand over rows before ranks leave; raises CommunicationFailedError."""
         for table in self.tables:
             table.hand_over(stays)
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save all tables."""
+        """True if this rank can save all tables."""
         return all(table.settled for table in self.tables)
 
     def gather(self) -> None:

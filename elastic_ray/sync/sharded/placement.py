@@ -1,4 +1,4 @@
-"""Which ranks own which tiles, and which tiles move when the group changes (pure)."""
+"""Owners of tiles, and the moves of tiles when the group changes (pure)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
         nodes: the node of each rank.
         copies: owners of a tile; 1 or more.
 
-    Returns:
-        By tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
+    Returns by tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
     """
     world = len(held)
     copies = min(copies, world)
@@ -52,7 +51,7 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
 
 
 def _room(total: int, sizes: Sequence[int]) -> list[int]:
-    """How many copies each rank is to own: as many on each, and one more where most are held."""
+    """Return the number of copies that each rank is to own: equal, with one more where most are held."""
     each, more = divmod(total, len(sizes))
     largest = sorted(range(len(sizes)), key=lambda rank: (-sizes[rank], rank))[:more]
     return [each + (rank in set(largest)) for rank in range(len(sizes))]
@@ -95,13 +94,11 @@ class _Matching:
         """Find another owner for a tile; where room is short, others change theirs (the shortest augmenting path).
 
         Args:
-            tile: it.
             may: whether a tile may go to a rank.
             gives_up: whether a tile may leave a rank that owns it.
             apart: whether its owners must be on different nodes.
 
-        Returns:
-            Whether there is one.
+        Returns whether there is one.
         """
         gives: dict[int, tuple[int, int]] = {}  # by tile: the owner that it would give up, and for which tile
         queue = collections.deque([tile])
@@ -138,10 +135,9 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """What owners that do not hold their tiles receive, from holders that send about equally much.
+    """Return the moves to owners that lack their tiles, from holders that send about equally much.
 
-    Raises:
-        ValueError: no rank holds a tile; see :func:`lost`.
+    Raises ValueError: no rank holds a tile; see :func:`lost`.
     """
     sent = [0] * len(held)
     found = []
@@ -159,10 +155,9 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 
 
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool]) -> tuple[Move, ...]:
-    """What ranks that leave give to those that stay: the tiles that only the former own.
+    """Return the moves from leaving ranks to staying ones: the tiles that only leavers own.
 
     Args:
-        owners: of each tile.
         stays: whether a rank does, by rank; at least one.
     """
     load = [0.0 if stay else float("inf") for stay in stays]

@@ -66,7 +66,6 @@ def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Ten
 
     Args:
         pieces: ids [n] and gradients [n, width]; in one piece each id occurs once. At least one piece.
-        width: of a row.
     """
     if len(pieces) == 1:
         return pieces[0]

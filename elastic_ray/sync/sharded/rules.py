@@ -1,4 +1,4 @@
-"""How the rows of a sharded table are updated: rules by row, as values (pure)."""
+"""Row-wise update rules of sharded tables, as values (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """What all rules have in common.
+    """Base of the row rules: learning rate factor and parameter group.
 
     Attributes:
         lr_factor: the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with
@@ -71,7 +71,6 @@ class RowAdagrad(RowRule):
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """One accumulator."""
         return {"sum": self.initial_accumulator_value}
 
 
@@ -99,7 +98,6 @@ class RowAdam(RowRule):
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """Two moments."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
 
@@ -107,7 +105,7 @@ _BY_NAME: dict[str, type[RowRule]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "ada
 
 
 def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
-    """What a table was given as its optimizer: a rule, the name of one, or None for that of the wrapped optimizer.
+    """Resolve a table's optimizer: a rule, its name, or None for that of the wrapped optimizer.
 
     >>> named_rule("sgd")
     RowSGD(lr_factor=1.0, group=0)
@@ -135,8 +133,7 @@ def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
         optimizer: name of its class.
         group: its first parameter group.
 
-    Raises:
-        StrategyError: none does.
+    Raises StrategyError: none does.
     """
     found: RowRule | None = None
     if optimizer == "SGD":

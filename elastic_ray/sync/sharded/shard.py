@@ -1,4 +1,4 @@
-"""One rank's part of a table: what it holds, and how it follows the group (torch)."""
+"""One rank's shard of a table, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _Matrix = Sequence[Sequence[int]]
 
 
 class RowsLostError(LostGroupError):
-    """Rows of a sharded table were lost with all their owners: the job goes on from its last checkpoint."""
+    """Rows of a sharded table were lost with all their owners: the job continues from its last checkpoint."""
 
 
 class TableShard:
-    """One rank's rows of a table. Methods raise CommunicationFailedError where the group breaks; rows held are kept.
+    """Shard of a table on one rank.
+
+    Methods raise CommunicationFailedError if the group breaks; rows held are kept. Methods raise
+    CommunicationFailedError where the group breaks; rows held are kept.
 
     Args:
-        tiling: of the table.
         copies: owners of each tile, in a group of so many ranks or more.
         like: ``weight`` and the rule's state as empty tensors, [0, width].
         name: of the table, for errors.
@@ -45,24 +47,24 @@ class TableShard:
 
     @property
     def store(self) -> TileStore | None:
-        """What this rank holds in the present group; None before the first."""
+        """Rows that this rank holds in the present group; None before the first."""
         return self._stores[0] if self._stores else None
 
     @property
     def device(self) -> torch.device:
-        """Of the rows."""
+        """Device of the rows."""
         return self._like["weight"].device
 
     def begin(self, source: InitialRows) -> None:
-        """Nothing is held; rows come from there."""
+        """Drop all rows and take new ones from `source`."""
         self._stores, self._source = [], source
 
     def drop(self) -> None:
-        """Nothing is held, and others hold what counts."""
+        """Drop all rows; other ranks hold the valid ones."""
         self._stores, self._source = [], None
 
     def take(self, store: TileStore) -> None:
-        """What was held before a rerun."""
+        """Restore the rows that were held before a rerun."""
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
@@ -73,11 +75,9 @@ class TableShard:
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
         """Hold what this rank owns in a new group; all ranks hold rows of the same update, or none.
 
-        Returns:
-            How many tiles were sent between ranks.
+        Returns how many tiles were sent between ranks.
 
-        Raises:
-            RowsLostError: no rank holds some rows; raised on every rank.
+        Raises RowsLostError: no rank holds some rows; raised on every rank.
         """
         tiles = self._tiling.tiles
         held = self._everyone_holds(communicator)
@@ -125,10 +125,9 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Before some ranks leave: have those that stay hold what only the leavers own; all ranks call it.
+        """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank.
 
         Args:
-            communicator: the present group.
             stays: whether each of its ranks does.
         """
         given = hand_over(self._owners, stays)
@@ -141,7 +140,7 @@ class TableShard:
 
     @property
     def everywhere(self) -> bool:
-        """Whether all ranks hold all rows."""
+        """True if all ranks hold all rows."""
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
@@ -155,10 +154,9 @@ class TableShard:
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' gradients of rows that this rank owns, added up in rank order; all ranks call it.
+        """Sum all ranks' gradients of the rows that this rank owns, in rank order; called on every rank.
 
         Args:
-            communicator: the group.
             ids: of this rank's rows, each once.
             gradient: theirs, weighted by samples.
         """
@@ -188,13 +186,11 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
     """Rows of a table from those that answer for them; all ranks call it, also with no ids.
 
     Args:
-        communicator: the group.
         store: what this rank holds.
         readers: the rank to ask, by tile.
         ids: of the rows, [n].
 
-    Returns:
-        The rows, [n, width].
+    Returns the rows, [n, width].
     """
     here = store.holds(ids)
     away = (~here).nonzero().squeeze(1)
@@ -215,13 +211,11 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
     """Row gradients to all owners of each row; all ranks call it, also with no ids.
 
     Args:
-        communicator: the group.
         owners: of each tile, [tiles, copies].
         ids: of the rows, each once, [n].
         gradient: theirs, [n, width].
 
-    Returns:
-        By rank what it has for the rows that this rank owns: ids and gradients, in the order of its ids.
+    Returns by rank what it has for the rows that this rank owns: ids and gradients, in the order of its ids.
     """
     to = owners[ids % len(owners)]
     order = torch.argsort(to.reshape(-1), stable=True)
@@ -236,11 +230,9 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Tiles from ranks that hold them to others; all ranks call it with the same moves.
+    """Move tiles between ranks; all ranks call it with the same moves.
 
     Args:
-        communicator: the group.
-        moves: which tiles.
         stores: what this rank holds.
         into: what it receives is written there.
         height: places of a tile.
@@ -261,7 +253,10 @@ def carry_out(
 def collect(
     communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
 ) -> TileStore | None:
-    """All tiles to rank 0, of these tensors, from their first owners; all ranks call it, None on the others."""
+    """Collect the named tensors of all tiles on rank 0 from their first owners; None on other ranks.
+
+    Called on every rank.
+    """
     tiles = [tile for tile, mine in enumerate(owners) if 0 not in mine]
     moves = [Move(tile, owners[tile][0], 0) for tile in tiles]
     like: Mapping[str, Tensor] = {name: store.tensors[name] for name in names}
@@ -275,7 +270,7 @@ def _holder(stores: Sequence[TileStore], tile: int) -> TileStore:
 
 
 def _counts(communicator: Communicator, to: Tensor) -> _Matrix:
-    """How many rows each rank sends to each, from the destinations of this one's."""
+    """Return the number of rows that each rank sends to each, given this rank's destinations."""
     return communicator.gather_ints(torch.bincount(to, minlength=communicator.world_size).tolist(), with_gradients=True)
 
 

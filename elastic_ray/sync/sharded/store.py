@@ -12,10 +12,9 @@ from elastic_ray.sync.sharded.tiles import RowTiling
 
 
 class TileStore:
-    """Some tiles of a table: its rows, and the state of the rule that updates them.
+    """Rows of some tiles of a table, with the state of their update rule.
 
     Args:
-        tiling: of the table.
         tiles: those that are here.
         tensors: ``weight`` and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
     """
@@ -35,11 +34,11 @@ class TileStore:
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Which of these rows are here."""
+        """Return a mask of the `ids` whose rows are in this store."""
         return self._slots[ids % self.tiling.tiles] >= 0
 
     def places(self, ids: Tensor) -> Tensor:
-        """Where rows are that are here."""
+        """Return the positions in this store of rows that it holds."""
         tiles = self.tiling.tiles
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
@@ -48,17 +47,17 @@ class TileStore:
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:
-        """A tile's part of one tensor, [height, width], to read and to write; the place behind a short tile is free."""
+        """A tile's part of one tensor, [height, width], to read and to write; the place after a short tile is free."""
         begin = int(self._slots[tile]) * self.tiling.height
         return self.tensors[name][begin : begin + self.tiling.height]
 
 
 class InitialRows(Protocol):
-    """Where a table's rows come from before any rank holds them."""
+    """Source of a table's rows before any rank holds them."""
 
     @property
     def trained(self) -> bool:
-        """Whether they were loaded, and not made."""
+        """True if the rows were loaded, and not initialised."""
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
         """Write a tile's part of one tensor, [height, width]."""
@@ -68,7 +67,6 @@ class SeededRows:
     """Rows that are drawn tile by tile, so that each rank can make those that it owns, and all make the same.
 
     Args:
-        tiling: of the table.
         seed: of the random numbers; the same on all ranks.
         std: standard deviation of the normal distribution.
         padding: row that is zero; None for none.
@@ -81,7 +79,7 @@ class SeededRows:
         self._tiling, self._seed, self._std, self._padding, self._initial = tiling, seed, std, padding, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """As of ``InitialRows``."""
+        """Fill `into` with a tile's initial values: drawn weights, or the rule's initial state."""
         if name != "weight":
             into.fill_(self._initial[name])
             return
@@ -95,7 +93,6 @@ class LoadedRows:
     """A whole table that was loaded, kept until this rank has taken the tiles that it owns.
 
     Args:
-        tiling: of the table.
         whole: ``weight`` and what there is of the rule's state, each [rows, width].
         initial: what state begins with that is not there.
     """
@@ -106,7 +103,7 @@ class LoadedRows:
         self._tiling, self._whole, self._initial = tiling, whole, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """As of ``InitialRows``."""
+        """Fill `into` with a tile of the loaded table; state of the rule gets its initial value if none was loaded."""
         if name in self._whole:
             part = self._whole[name][tile :: self._tiling.tiles]
             into[: len(part)].copy_(part)
@@ -116,7 +113,7 @@ class LoadedRows:
 
 
 def whole_of(tiling: RowTiling, name: str, stores: Sequence[Any]) -> Tensor:
-    """One tensor of a table, [rows, width], from stores that hold all of its tiles between them."""
+    """Assemble one tensor of a table, [rows, width], from stores that together hold all of its tiles."""
     first: Tensor = stores[0].tensors[name]
     whole = first.new_empty(tiling.rows, first.shape[1])
     for store in stores:

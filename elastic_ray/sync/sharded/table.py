@@ -26,16 +26,12 @@ _Piece = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """What a table is made as.
+    """Shape and initialisation of a table.
 
     Attributes:
-        rows: of the table.
-        width: of a row.
         copies: owners of each row.
         std: standard deviation of rows at the beginning.
         padding: row without gradients, zero at the beginning; None for none.
-        dtype: of the rows.
-        device: of the rows.
     """
 
     rows: int
@@ -58,7 +54,7 @@ class _Update:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PendingRows:
-    """What owners have received for the next update."""
+    """Gradient rows that owners have received for the next update."""
 
     update: _Update
     ids: Tensor
@@ -66,7 +62,7 @@ class _PendingRows:
 
 
 class ShardedTable:
-    """See the module's text.
+    """Sharded table in training: fetches rows, exchanges their gradients, and updates the rows it owns.
 
     An update is decided when all ranks have received their gradients, and a vote has ended that follows. Then it can be
     made on each rank that lives: a rank that has voted and not updated takes over the others' state, in which is what
@@ -74,10 +70,7 @@ class ShardedTable:
     owner's.
 
     Args:
-        shape: of the table.
-        rule: of the updates.
         seed: of the rows at the beginning.
-        name: for errors.
         number: of the model, and of the table in it.
         run: that it is trained in.
     """
@@ -100,7 +93,7 @@ class ShardedTable:
         self.begin(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
 
     def begin(self, source: InitialRows) -> None:
-        """Rows come from there, where no other rank holds them already."""
+        """Begin with rows of `source`, where no other rank holds them already."""
         self._shard.begin(source)
         self._loaded, self._begun = source.trained, False
 
@@ -117,7 +110,7 @@ class ShardedTable:
 
     @property
     def updates(self) -> int:
-        """How many have been made."""
+        """Number of updates that have been made."""
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
@@ -169,7 +162,7 @@ class ShardedTable:
         return Announced(Intent.ROWS, self._number[0], self._number[1] * 4 + what)
 
     def join(self) -> None:
-        """Others fetch rows, and this rank none."""
+        """Take part in a fetch of rows without fetching any."""
         self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
@@ -194,10 +187,9 @@ class ShardedTable:
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
-        """A backward pass gives this gradient for rows that were fetched.
+        """Add a backward pass's gradient of rows that were fetched.
 
-        Raises:
-            RuntimeError: gradients of another step have not been applied.
+        Raises RuntimeError: gradients of another step have not been applied.
         """
         ledger, group = self._run.ledger, self._run.group
         if ledger.failed or ledger.replaying:
@@ -235,12 +227,12 @@ class ShardedTable:
         self._pending = _PendingRows(update, ids, gradient)
 
     def close(self) -> None:
-        """The optimizer was asked to step."""
+        """Close the accumulation, because the optimizer was asked to step."""
         self._local.close()
         self._unused = False
 
     def zero(self) -> None:
-        """Gradients are cleared."""
+        """Clear the gradients."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False
@@ -248,8 +240,7 @@ class ShardedTable:
     def update(self, lr: float) -> None:
         """Apply what was received, or was computed here where this rank is alone.
 
-        Raises:
-            RuntimeError: gradients of rows were not sent, for no parameter had one.
+        Raises RuntimeError: gradients of rows were not sent, for no parameter had one.
         """
         if self._local.waits and self._run.group.world_size > 1:
             raise RuntimeError(
@@ -261,7 +252,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """The update is not made, on any rank."""
+        """Leave out the update, on all ranks."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:
@@ -276,15 +267,14 @@ class ShardedTable:
     def enter_group(self) -> None:
         """Hold what this rank owns in the present group.
 
-        Raises:
-            CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
+        Raises CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
         """
         group = self._run.group
         self._shard.enter(group.communicator, group.nodes)
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave; see ``TableShard.hand_over``."""
+        """Hand over rows before ranks leave; see ``TableShard.hand_over``."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
@@ -294,7 +284,7 @@ class ShardedTable:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save the whole table."""
+        """True if this rank can save the whole table."""
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
@@ -331,7 +321,7 @@ class ShardedTable:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
-        """What all ranks share, without rows."""
+        """Return what all ranks share, without rows."""
         return {
             "rows": [self._shape.rows, self._shape.width],
             "rule": repr(self.rule),
@@ -342,14 +332,14 @@ class ShardedTable:
         }
 
     def capture_to_save(self) -> Any:
-        """The same with the whole table, where this rank can save it."""
+        """Return the shared state with the whole table, if this rank can save it."""
         if not self._begun or not self.settled:
             return self.capture()
         whole = self._gathered or self._shard.whole(self._run.group.communicator, self._names)
         return {**self.capture(), "whole": whole}
 
     def capture_to_keep(self) -> Any:
-        """The same with the rows that this rank holds."""
+        """Return the shared state with the rows that this rank holds."""
         store = self._shard.store
         kept = {"tiles": list(store.tiles), "tensors": dict(store.tensors)} if store is not None else {}
         return {**self.capture(), "kept": kept}
@@ -357,8 +347,7 @@ class ShardedTable:
     def restore(self, tree: Any) -> None:
         """Take over a captured state: rows that are of its last update stay, those of the one before are updated.
 
-        Raises:
-            RuntimeError: it is of another table.
+        Raises RuntimeError: it is of another table.
         """
         self._check_same(tree)
         number, generation, lr = tree["update"]
@@ -392,7 +381,7 @@ class ShardedTable:
 
 
 class LocalGradients:
-    """See the module's text. They mean what ``.grad`` of a parameter would.
+    """Gradients of table rows on this rank, with the meaning of a parameter's ``.grad``.
 
     Each micro-step adds what its backward passes give until ``optimizer.step()`` is called in it, less what
     ``zero_grad()`` has cleared there; what comes after ``optimizer.step()`` belongs to another loss.
@@ -422,25 +411,25 @@ class LocalGradients:
         return first
 
     def add(self, ids: Tensor, gradient: Tensor) -> None:
-        """Another piece, weighted by samples; each id once."""
+        """Add a gradient weighted by samples; each id occurs once."""
         if not self._closed:
             self._present.append((ids, gradient))
             self.waits = True
 
     def close(self) -> None:
-        """The optimizer was asked to step."""
+        """Close the accumulation, because the optimizer was asked to step."""
         if not self._closed:
             self._carried += self._present
             self._present = []
         self._closed = True
 
     def zero(self) -> None:
-        """What the present micro-step has added is cleared."""
+        """Clear the gradients that the present micro-step has added."""
         self._present = []
         self._carried_sent = self.waits = False
 
     def take(self) -> _Piece:
-        """What has not been sent yet, each id once; it counts as sent."""
+        """Return the gradients not sent yet, each id once, and mark them as sent."""
         pieces = self._present if self._carried_sent else [*self._carried, *self._present]
         self._carried_sent, self.waits = True, False
         self._present = []

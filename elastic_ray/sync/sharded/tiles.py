@@ -1,4 +1,4 @@
-"""How a table is cut into tiles, whatever group holds them (pure)."""
+"""Division of a table into tiles, independent of the group that holds them (pure)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowTiling:
 
     @classmethod
     def of(cls, rows: int) -> RowTiling:
-        """Of a table of so many rows: as many tiles as balance a large group within a percent or two.
+        """Return the tiling of a table with `rows` rows; enough tiles to balance a large group within 1 or 2 percent.
 
         >>> RowTiling.of(1000)
         RowTiling(rows=1000, tiles=256)

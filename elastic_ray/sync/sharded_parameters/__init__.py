@@ -1,1 +1,1 @@
-"""How a model's parameters lie with the ranks of a group that may change: torch's ``fully_shard``, resized live."""
+"""Parameters of torch's ``fully_shard`` in a group that may change: shards are moved while training continues."""

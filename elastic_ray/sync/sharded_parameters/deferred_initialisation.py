@@ -23,7 +23,7 @@ _ONE_AT_A_TIME = threading.Lock()  # torch's generators are the process's
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Initialisation:
-    """Of one module.
+    """Initialisation of one module: function, device and buffers.
 
     Attributes:
         function: that it is given to; None for its own ``reset_parameters``.
@@ -47,8 +47,7 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
         function: initialises what one module holds itself; None for the modules' own ``reset_parameters``.
         device: where parameters and buffers are to be.
 
-    Raises:
-        ValueError: a module has no ``reset_parameters``, and there is no function.
+    Raises ValueError: a module has no ``reset_parameters``, and there is no function.
     """
     found: dict[nn.Module, _Initialisation] = {}
     covered: set[Tensor] = set()
@@ -79,18 +78,16 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
 def initialise(
     module: nn.Module, params: Sequence[ShardedParam], seed: int, keep: Callable[[int, Tensor], None]
 ) -> None:
-    """Make a model's parameters and buffers, as building it in memory behind ``torch.manual_seed(seed)`` does.
+    """Make a model's parameters and buffers, as building it in memory after ``torch.manual_seed(seed)`` does.
 
     So it is where its constructor makes modules in the order of ``modules()``, and draws in ``reset_parameters`` alone.
 
     Args:
         module: the model, all sharded.
-        params: its parameters.
         seed: of torch's generators, which are as before afterwards.
         keep: takes a parameter's position, and the whole of it, which is kept no longer than the call lasts.
 
-    Raises:
-        ValueError: a module's initialisation does not fill what the module holds, or gives it another shape.
+    Raises ValueError: a module's initialisation does not fill what the module holds, or gives it another shape.
     """
     places = {id(each.param): place for place, each in enumerate(params)}
     cuda = sorted({each.local.device.index for each in params if each.local.device.type == "cuda"})
@@ -114,7 +111,7 @@ def initialise(
 
 
 def _made(name: str, module: nn.Module, places: Mapping[int, int]) -> Iterator[tuple[int, Tensor]]:
-    """What one module holds itself: positions, and whole parameters."""
+    """Initialise one module and yield the positions and the whole values of its own parameters."""
     how = _KNOWN[module]
     shards = {key: p for key, p in module._parameters.items() if p is not None and id(p) in places}
     whole = {key: nn.Parameter(_blank(p, how.device), requires_grad=p.requires_grad) for key, p in shards.items()}

@@ -34,8 +34,8 @@ _OTHER_SETTERS = (
     *("set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params"),  # the last one: from torch 2.12 on
 )
 _CHANGED = (
-    "{setter}() is not served for elastic_ray.fully_shard: gradients are the mean over the samples of a step, whatever "
-    "the shares of the workers. Leave it out, and scale the loss where another scale is wanted"
+    "{setter}() is not supported for elastic_ray.fully_shard: gradients are the mean over the samples of a step, "
+    "whatever the shares of the workers. Leave it out, and scale the loss where another scale is wanted"
 )
 _GROUP = (
     "mesh_info",
@@ -72,7 +72,7 @@ _DISPATCHER = (
 
 NO_MEMORY_YET = (
     "the model was built on the meta device, and gets its shards when its first loop over an AdaptiveDataLoader "
-    "begins, when it is known which rows each worker holds: call it, save it and load into it in that loop or behind "
+    "begins, when it is known which rows each worker holds: call it, save it and load into it in that loop or after "
     "it. Weights of a file can be put in by fully_shard(..., param_init_fn=...)"
 )
 
@@ -83,7 +83,7 @@ class UnknownTorchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """One parameter of a sharded module.
+    """Parameter of a sharded module, with torch's private object of it.
 
     Attributes:
         name: the first of its names in the model.
@@ -99,12 +99,12 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows, in the memory that they have."""
+        """Local rows of this rank, in their own memory."""
         return self.param._local_tensor  # type: ignore[attr-defined,no-any-return]
 
     @property
     def local_grad(self) -> Tensor | None:
-        """Their gradient."""
+        """Gradient of the local rows."""
         grad: Any = self.param.grad
         return None if grad is None else grad._local_tensor
 
@@ -112,8 +112,7 @@ class ShardedParam:
 def check_torch() -> None:
     """Find out whether torch has the fields that are swapped here.
 
-    Raises:
-        UnknownTorchError: it has not; the message names them, and torch's version.
+    Raises UnknownTorchError: it has not; the message names them, and torch's version.
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
@@ -125,7 +124,7 @@ def check_torch() -> None:
 
 @functools.cache
 def _missing_fields() -> tuple[str, ...]:
-    """What a small sharded module lacks; names with those of their classes."""
+    """Return the private fields that a small sharded module lacks, with the names of their classes."""
     if "_rank" not in inspect.signature(DeviceMesh).parameters:
         return ("DeviceMesh(_rank=)",)
     dispatcher: Any = DTensor._op_dispatcher
@@ -167,7 +166,7 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def states_of(module: nn.Module) -> list[Any]:
-    """What torch keeps of the sharded modules in a model, each once; the outermost first."""
+    """Return torch's states of the sharded modules in a model, each once, outermost first."""
     found: dict[int, Any] = {}
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -199,8 +198,7 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
     """The parameters of a sharded module whose gradients torch scatters together, in the order in which they lie.
 
-    Returns:
-        Each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
+    Returns each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
     """
     return [
         (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
@@ -211,10 +209,9 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
 
 
 def check_places(module: nn.Module) -> None:
-    """Whether a sharded model has the parameters that torch has sharded, each in its place.
+    """Check that each parameter sharded by torch is still in its place in the model.
 
-    Raises:
-        StrategyError: another one is in the place of one of them.
+    Raises StrategyError: another one is in the place of one of them.
     """
     names = {id(each): name for name, each in module.named_modules()}
     for field in (field for group in groups_of(module) for field in group.fsdp_params):
@@ -232,8 +229,7 @@ def check_places(module: nn.Module) -> None:
 def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
     """Have a sharded module communicate by these, and user code change nothing of that.
 
-    Raises:
-        StrategyError: user code has done so already.
+    Raises StrategyError: user code has done so already.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         for field, setter in _SETTINGS.items():
@@ -257,7 +253,6 @@ def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
     gradients later.
 
     Args:
-        unit: the sharded module.
         used: is called with the user's parameter, once or more in a backward pass.
     """
     for group in _param_groups(unit._get_fsdp_state()):
@@ -309,12 +304,12 @@ def hollow_out(module: nn.Module, device: torch.device) -> None:
 
 
 def stands_in(param: Tensor) -> bool:
-    """Whether a parameter of a sharded module has no memory yet."""
+    """True if a parameter of a sharded module has no memory yet."""
     return bool(getattr(param, "elastic_ray_stands_in", False))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a parameter is one of a sharded module."""
+    """True if the tensor is a parameter of a sharded module."""
     return isinstance(tensor, DTensor)
 
 
@@ -353,13 +348,13 @@ def _reset(root: Any) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let gathered parameters go, as torch does behind a call of each sharded module."""
+    """Let gathered parameters go, as torch does after a call of each sharded module."""
     for unit in units_of(module):
         unit.reshard()
 
 
 def is_backward_over(module: nn.Module) -> bool:
-    """Whether torch is through with a backward pass, whose last reductions it makes at the very end."""
+    """True if torch has ended the backward pass, including its last reductions."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
 
 
@@ -382,13 +377,11 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
     """A shard's memory for torch.
 
     Args:
-        param: the parameter.
         rows: that the shard has; None for none. They stay where they are if they are as many as there are to be and
             nothing else lies in their memory.
         chunk: rows of the largest shard, to which torch fills all of them up.
 
-    Returns:
-        All of it, zero beyond the rows, and the rows in it.
+    Returns all of it, zero beyond the rows, and the rows in it.
     """
     alone = rows is not None and rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
     if rows is not None and alone and len(rows) == chunk:
@@ -404,8 +397,6 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
     """Have a model train in another group, with other shards; its parameters stay the objects that they are.
 
     Args:
-        module: the model.
-        mesh: of the group.
         shards: of each of its parameters: memory, and the rows in it, as :func:`memory_for` gives them.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -419,7 +410,7 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
 
 
 def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
-    """One parameter's mesh and shard."""
+    """Replace the mesh and the shard of one parameter."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     field = param.field

@@ -99,7 +99,7 @@ def fully_shard(
 
 
 def _check_types(module: object, reshard_after_forward: object, mp_policy: object, param_init_fn: Any) -> None:
-    """Raises TypeError: an argument is of another type than ``fully_shard`` takes."""
+    """Raise TypeError if an argument is of another type than ``fully_shard`` takes."""
     if isinstance(module, (list, tuple)):
         raise TypeError(
             f"module must be one torch.nn.Module, but got a {type(module).__name__} of {len(module)}: shard each of "
@@ -124,10 +124,9 @@ def _check_types(module: object, reshard_after_forward: object, mp_policy: objec
 
 
 def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
-    """Whether a module has parameters or buffers without memory.
+    """True if a module has parameters or buffers without memory.
 
-    Raises:
-        ValueError: its parameters are in memory, and not all else fits that.
+    Raises ValueError: its parameters are in memory, and not all else fits that.
     """
     buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if kind == "meta":
@@ -150,7 +149,7 @@ def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
 
 
 def _device_of(device: torch.device | str | None) -> torch.device:
-    """Where parameters go that are on no device yet."""
+    """Return the device for parameters that are on none yet."""
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     found = torch.device(device)

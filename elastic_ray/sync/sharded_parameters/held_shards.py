@@ -34,7 +34,7 @@ Written = dict[int, tuple[Pieces, State]]
 
 
 class Shard:
-    """One shard.
+    """Shard of the model: views of parameter rows, with their optimizer state.
 
     Attributes:
         views: the rows of each parameter of which it has any, by the parameter's position.
@@ -50,16 +50,16 @@ class Shard:
         self.views[param], self.states[view] = view, state
 
     def rows(self, param: int) -> Rows:
-        """All rows of a parameter that it has."""
+        """Return all rows of a parameter in this shard: values and optimizer state."""
         view = self.views[param]
         return {VALUE: view.detach(), **self.states[view]}
 
 
 class HeldShards:
-    """See the module's text.
+    """Shards that this rank holds.
 
     Attributes:
-        unread: by parameter, all rows in a checkpoint that this rank goes on from, which are read when they are given
+        unread: by parameter, all rows in a checkpoint that this rank continues from, which are read when they are given
             away or taken; nothing without one.
     """
 
@@ -75,7 +75,7 @@ class HeldShards:
 
     @property
     def ids(self) -> set[ShardId]:
-        """Those that this rank can give."""
+        """Ids of the shards that this rank can give."""
         return {*self.shards, WHOLE} if self.unread else set(self.shards)
 
     def take(
@@ -88,7 +88,6 @@ class HeldShards:
 
         Args:
             move: rows that were received.
-            shard: which shard.
             place: puts rows of a parameter where they are to be; by default they stay where they are.
         """
         made = Shard()
@@ -165,10 +164,9 @@ def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows
 
 
 def apart(shard: Shard, *, values: bool) -> Shard:
-    """The same, in memory that nothing else lies in.
+    """Return a copy of the shard in memory of its own.
 
     Args:
-        shard: it.
         values: whether rows of parameters are taken out of larger ones as well, not only the optimizer's states.
     """
     made = Shard()
@@ -194,11 +192,9 @@ def carry_out(
 ) -> list[tuple[Piece, Rows]]:
     """Send rows to ranks that lack them; all ranks call it with the same moves. One message for each pair of ranks.
 
-    Returns:
-        What this rank has received.
+    Returns what this rank has received.
 
-    Raises:
-        CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
+    Raises CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
     """
     rank, pairs = communicator.rank, by_pair(moved)
     found: list[tuple[Piece, Rows]] = []
@@ -220,7 +216,7 @@ def _name(piece: Piece) -> str:
 def _checked(
     communicator: Communicator, peer: int, wanted: Sequence[Piece], trees: Mapping[str, Any]
 ) -> list[tuple[Piece, Rows]]:
-    """What a peer has sent, if it is what was agreed on."""
+    """Return what a peer has sent, if it is what was agreed on."""
     found = [(piece, trees.get(_name(piece))) for piece in wanted]
     for piece, rows in found:
         value = rows.get(VALUE) if isinstance(rows, dict) else None
@@ -238,8 +234,6 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
 
     Args:
         shapes: of the whole parameters.
-        shard: which shard.
-        own: its rows.
         share: which of its owners, of how many, writes here.
     """
     found: Written = {}
@@ -271,8 +265,6 @@ def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> Sta
     Rows that are not there yet are read, or copied there, once they are taken.
 
     Args:
-        state: it.
-        param: the parameter.
         options: of its group in the optimizer.
     """
     return {

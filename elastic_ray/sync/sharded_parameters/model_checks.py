@@ -1,4 +1,4 @@
-"""Which models are sharded, and what cannot be, or not trained so, said with the way out (torch).
+"""Checks of sharded models: what cannot be sharded or trained so, with the way out (torch).
 
 Every model is asked: torch's side of it, which takes a second to load, is not loaded for the answer.
 """
@@ -40,7 +40,7 @@ OF_NO_GROUP = (
     "of the weights"
 )
 CREATES_GRAPH = (
-    "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a gradient "
+    "create_graph=True is not supported for a sharded model: torch frees the parameters that a gradient of a gradient "
     'would be computed with. Train models with gradient penalties unsharded, as with strategy="zero1"'
 )
 NO_STRATEGY = (
@@ -51,7 +51,7 @@ NO_STRATEGY = (
 
 _HOOKS = (
     "Change gradients between backward() and optimizer.step(), or use register_post_accumulate_grad_hook() of the "
-    "parameters behind fully_shard(), which sees this rank's rows"
+    "parameters after fully_shard(), which sees this rank's rows"
 )
 
 
@@ -66,14 +66,13 @@ def key_of(shard_size: int | None) -> str:
 def strategy_of(model: nn.Module) -> Strategy:
     """Tells the layouts of sharded models apart, in what is known of earlier runs.
 
-    Raises:
-        ValueError: some modules were sharded with another ``shard_size`` than others.
+    Raises ValueError: some modules were sharded with another ``shard_size`` than others.
     """
     return dataclasses.replace(SHARDED, name=key_of(shard_size_of(model)))
 
 
 def is_sharded_model(module: nn.Module) -> bool:
-    """Whether some of a model's modules are sharded by torch's ``fully_shard``, ours or not."""
+    """True if any module of the model is sharded by torch's ``fully_shard``, ours or not."""
     return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
 
 
@@ -83,7 +82,7 @@ def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def shard_size_of(model: nn.Module) -> int | None:
-    """What all sharded modules of a model were sharded with.
+    """Return the shard size that all sharded modules of a model have in common.
 
     Raises:
         ValueError: some with another value than others.
@@ -99,7 +98,7 @@ def shard_size_of(model: nn.Module) -> int | None:
 
 
 def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Raises TypeError, ValueError: it is none, or not that of the sharded modules inside."""
+    """Raise TypeError or ValueError if `shard_size` is no size, or not that of the sharded modules inside."""
     if shard_size is not None and (isinstance(shard_size, bool) or not isinstance(shard_size, int)):
         raise TypeError(f"shard_size must be a number of workers or None, but got {shard_size!r:.80}")
     if shard_size is not None and shard_size < 2:
@@ -117,7 +116,7 @@ def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
-    """Raises ValueError: a sharded parameter has a hook on its gradient that torch never calls."""
+    """Raise ValueError if a sharded parameter has a hook on its gradient that torch never calls."""
     for each in params:
         if each.param._backward_hooks:
             raise ValueError(
@@ -127,7 +126,7 @@ def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
 
 
 def check_module(module: nn.Module, shard_size: int | None = None) -> str:
-    """What torch would say later or not at all; returns the kind of device of the parameters.
+    """Check a module before torch shards it; return the device type of its parameters.
 
     Raises:
         TypeError: ``shard_size`` is no number.
@@ -176,7 +175,7 @@ def check_module(module: nn.Module, shard_size: int | None = None) -> str:
 
 
 def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: Any) -> None:
-    """Whether a model with sharded modules can be trained.
+    """Check that a model with sharded modules can be trained.
 
     Raises:
         StrategyError: it cannot be; the message says why, and the way out.
@@ -213,7 +212,7 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
         )
     if scaler is not None and scaler.is_enabled():
         raise StrategyError(
-            "grad_scaler is not served for a sharded model: each rank would look for overflow in its own rows alone. "
-            "Train in bfloat16, which needs no scaler: fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype="
-            "torch.bfloat16, reduce_dtype=torch.float32))"
+            "grad_scaler is not supported for a sharded model: each rank would look for overflow in its own rows "
+            "alone. Train in bfloat16, which needs no scaler: fully_shard(module, mp_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
         )

@@ -14,7 +14,9 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 
 
 class ShardedModelState:
-    """See the module's text: ranks that join get buffers; rows they get as shards. A checkpoint has whole parameters.
+    """State of a sharded model: joining ranks receive buffers here, and rows as shards.
+
+    A checkpoint has whole parameters.
 
     Attributes:
         takes_unread: parameters in a checkpoint are read row by row, as their ranks need them.
@@ -46,16 +48,12 @@ class ShardedModelState:
         return {**self.capture(), **rows} if rank == 0 else rows
 
     def capture_to_keep(self) -> Any:
-        """What all hold: this rank's rows are kept with the optimizer's state."""
+        """Return the state that all ranks hold; this rank's rows are kept with the optimizer's state."""
         return self.capture()
 
     @torch.no_grad()
     def restore(self, tree: Any) -> None:
-        """Take over.
-
-        Raises:
-            RuntimeError: it is of another model.
-        """
+        """Take over. Raises RuntimeError: it is of another model."""
         buffers = dict(self._module.named_buffers())
         if "buffers" not in tree or buffers.keys() != tree["buffers"].keys():
             raise RuntimeError(
@@ -69,12 +67,12 @@ class ShardedModelState:
 
 
 def _key(prefix: str, name: str) -> str:
-    """Of a parameter in a state dict: torch's activation checkpointing wraps modules, and keeps its own name out."""
+    """Return a parameter's key in a state dict, without the name that activation checkpointing inserts."""
     return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
 
 def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-    """Before a sharded module loads a state dict: whole parameters in it become this rank's rows; see torch's hooks."""
+    """Replace whole parameters in a state dict by this rank's rows, before a sharded module loads it; a torch hook."""
     for name, param in module.named_parameters():
         key = _key(prefix, name)
         value = state_dict.get(key)
@@ -101,7 +99,7 @@ class StateDicts:
         hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
 
     def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Whole parameters in place of rows, where this rank has them; see torch's hooks."""
+        """Replace rows in a state dict by whole parameters, where this rank has them; see torch's hooks."""
         sharded = {name for name, value in state_dict.items() if isinstance(value, Tensor) and is_sharded(value)}
         if not sharded:
             return
@@ -114,7 +112,7 @@ class StateDicts:
         if strange := sharded - known.keys():
             raise RuntimeError(
                 f"state_dict() of a sharded model has keys that are no names of its parameters, as {min(strange)!r}, "
-                "so whole tensors cannot be put there: rename keys behind state_dict(), not in a hook of a module"
+                "so whole tensors cannot be put there: rename keys after state_dict(), not in a hook of a module"
             )
         whole = self._optimizer.whole_params()
         for name in sharded:
@@ -126,7 +124,7 @@ class StateDicts:
     def _take(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        """Rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
+        """Take rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) would put other parameters in the place of those that the optimizer of a "

@@ -1,8 +1,8 @@
-"""What a sharded model's tensors take for their process group: ranks, and collectives that are ours (torch).
+"""Process group that a sharded model's tensors use: its ranks, with collectives that are ours (torch).
 
 Torch's own ``ProcessGroup`` of a generation would block in a collective whose peer is gone, and raise inside user code.
 This one has no connections: what user code asks of sharded tensors (``clip_grad_norm_``, ``full_tensor()``) comes by
-here, and goes on as a collective of the present generation, or as none in a step that is lost.
+here, and continues as a collective of the present generation, or as none in a step that is lost.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _register_process_group,
-    _resolve_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -41,11 +37,9 @@ _MAKING = threading.Lock()
 
 
 class ShardProcessGroup(dist.ProcessGroup):
-    """See the module's text.
+    """Process group of a sharded model's tensors, which carries out their collectives in the present generation.
 
     Args:
-        rank: of this process.
-        world_size: ranks.
         collectives: makes them; None for a group of one.
     """
 
@@ -57,7 +51,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 
     @property
     def _collectives(self) -> ShardCollectives | None:
-        """None for a group of one.
+        """Collectives of the model; None for a group of one.
 
         Raises:
             RuntimeError: the model whose collectives they were is gone.
@@ -110,8 +104,6 @@ def make_mesh(
 
     Args:
         device_type: as ``"cpu"``.
-        rank: of this process.
-        world_size: ranks.
         collectives: among them; None for a group of one.
         name: of it, another than all others'; one is made up where none is given.
     """
@@ -134,13 +126,13 @@ def _registered(name: str, make: Callable[[], Any]) -> Any:
 
 
 def forget_mesh(mesh: DeviceMesh) -> None:
-    """No tensor is of this mesh any more."""
+    """Unregister a mesh that no tensor uses any more."""
     for name in mesh._dim_group_names:
         _unregister_process_group(name)
 
 
 def _number(call: Any, arguments: Any, options: Any) -> Any:
-    """What ``item()`` of a sharded tensor is; of tensors on meshes of others, what torch makes of it."""
+    """Return ``item()`` of a sharded tensor as a global value; tensors on other meshes give torch's result."""
     tensor: Any = arguments[0]
     ours = (tensor.device_mesh.mesh_dim_names or ("",))[0].startswith(_NAME)
     alike = all(each.is_replicate() for each in tensor.placements)

@@ -1,4 +1,4 @@
-"""Which rows of which parameters each rank holds, and which move when the group changes (pure).
+"""Rows of parameters that each rank holds, and the moves when the group changes (pure).
 
 Torch cuts each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
 ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two numbers,
@@ -42,7 +42,7 @@ class Piece:
 
     Attributes:
         param: position of the parameter in the model.
-        start, stop: first row, and the one behind the last; ``start < stop``.
+        start, stop: first row, and the one after the last; ``start < stop``.
     """
 
     param: int
@@ -60,29 +60,28 @@ class RowMove:
 
 
 def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
-    """First row of a shard, and the one behind its last, of a parameter with so many; the same twice for none."""
+    """Return the half-open row range of `shard` in a parameter with `rows` rows; empty if start == stop."""
     each = -(-rows // shard.world)
     return min(rows, shard.index * each), min(rows, (shard.index + 1) * each)
 
 
 def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
-    """What a shard holds, without parameters of which it has no row."""
+    """Return the pieces of a shard, without parameters of which it has no row."""
     ranges = [(param, *rows_of(count, shard)) for param, count in enumerate(rows)]
     return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Which ranks cut the rows among them.
+    """Assignment of shards to ranks: groups of ranks that divide the rows, and followers that hold copies.
 
     Attributes:
         groups: the ranks of each shard group, ascending: those in which a rank's shard has its place. One group of all
             ranks, whose shards lie with their followers as well, or several of one size, each with all rows.
         followers: in a group of all ranks, the one that follows the owner of each shard; by default the next one.
 
-    Raises:
-        ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by another
-            rank than its owner.
+    Raises ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by
+    another rank than its owner.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -106,7 +105,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return len(self.groups) * self.parts
 
     @property
@@ -116,7 +115,7 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each shard has an owner in each of several groups, and no follower."""
+        """True if each shard has an owner in each of several groups, and no follower."""
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
@@ -128,7 +127,7 @@ class Layout:
         return ShardId(self.parts, self.group_of(rank).index(rank))
 
     def held_by(self, rank: int) -> tuple[ShardId, ...]:
-        """What a rank holds: its own shard first, then those that it follows in a lone group, by the rank before it."""
+        """Return the shards that a rank holds: its own first, then those that it follows, in a lone group."""
         own = self.owned_by(rank)
         before = [(own.index - i) % self.parts for i in range(1, self.parts)]
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
@@ -144,16 +143,15 @@ class Layout:
         return tuple(sorted(group[index] for group in self.groups))
 
     def holders(self, index: int) -> tuple[int, ...]:
-        """The ranks that hold the shard at a place: owners, ascending, and the follower behind them."""
+        """The ranks that hold the shard at a place: owners, ascending, and the follower after them."""
         follower = self.follower_of(index)
         return self.owners(index) if follower is None else (*self.owners(index), follower)
 
 
 def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = ()) -> Layout:
-    """How the rows are cut in a group.
+    """Return the layout of the rows in a group of `world` ranks.
 
     Args:
-        world: its ranks.
         shard_size: ranks of a shard group; None for one group of all. Where fewer than two such groups, or no whole
             number of them, can be made of the ranks, there is one group of all as well.
         nodes: of each rank, by default one for all. A group lies on one node as far as a node has enough ranks that are
@@ -181,13 +179,11 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
     So that a new group need not wait for second copies before it trains. Each shard lies with two ranks in it as well.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank.
         target: in which each rank follows one other.
 
-    Returns:
-        The target, with others in the place of those followers that lack some rows, where there are others that lack
-        none: those in turn that follow the fewest.
+    Returns the target, with others in the place of those followers that lack some rows, where there are others that
+    lack none: those in turn that follow the fewest.
     """
     if target.follower_of(0) is None:
         return target
@@ -216,7 +212,7 @@ def _followers(layout: Layout) -> tuple[int, ...]:
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raises ValueError: ranks have sharded the model with different ``shard_size``, which is 0 for None."""
+    """Raise ValueError if ranks have sharded the model with different ``shard_size``, which is 0 for None."""
     other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         raise ValueError(
@@ -226,7 +222,7 @@ def check_shard_sizes(sizes: Sequence[int]) -> None:
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
-    """By parameter, the ranges of rows that some shards hold together; in order, apart from each other."""
+    """Return for each parameter the ranges of rows that the shards hold together; in order and disjoint."""
     found: list[list[tuple[int, int]]] = []
     shards = sorted(shards)
     for count in rows:
@@ -246,7 +242,6 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
     """Rows that no rank holds.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank, which may be of several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
@@ -260,18 +255,15 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
 def moves(
     rows: Sequence[int], held: Sequence[Set[ShardId]], layout: Layout, widths: Sequence[int] | None = None
 ) -> tuple[RowMove, ...]:
-    """What each rank receives so that it holds its shards of the present layout; nothing that it has already.
+    """Return the moves after which each rank holds its shards of the layout; nothing is sent that it has already.
 
     Of several holders of a row the one sends that has sent the least so far, so that the ranks send about equally much.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank of the present group.
-        layout: of it.
         widths: elements of a row of each parameter; 1 by default.
 
-    Raises:
-        ValueError: no rank holds some rows; see :func:`lost`.
+    Raises ValueError: no rank holds some rows; see :func:`lost`.
     """
     world = len(held)
     widths = widths or [1] * len(rows)
@@ -290,15 +282,14 @@ def moves(
 
 
 def hand_over(held: Sequence[Set[ShardId]], stays: Sequence[bool]) -> tuple[tuple[ShardId, int, int], ...]:
-    """What is given to ranks that stay, so that after the others have left a loss of one more loses nothing.
+    """Return the shards given to staying ranks, so that one more loss after the others leave loses nothing.
 
     Args:
         held: the shards of each rank.
         stays: whether a rank does; at least one.
 
-    Returns:
-        Shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
-        those in turn that have received the fewest.
+    Returns shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
+    those in turn that have received the fewest.
     """
     staying = [rank for rank, stay in enumerate(stays) if stay]
     if not staying:
@@ -367,7 +358,7 @@ def _from_holders(
 
 
 def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
-    """What each pair of ranks (source, destination) exchanges, in order."""
+    """Return the pieces that each pair of ranks (source, destination) exchanges, in order."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for move in moved:
         found.setdefault((move.source, move.destination), []).append(move.piece)

@@ -28,28 +28,28 @@ _REDUCES = 1  # what is announced; see Intent.SHARDS
 
 
 class _Sequence:
-    """Which collective follows which, as far as all ranks have made them so; the same on all of them."""
+    """Order of collectives seen so far, the same on all ranks."""
 
     def __init__(self) -> None:
         self._next: dict[int, set[int]] = {}
         self._at = 0
 
     def begin(self, place: int) -> None:
-        """A pass begins, as all ranks have agreed."""
+        """Begin a pass, as all ranks have agreed."""
         self._at = place
 
     def knows(self, code: int) -> bool:
-        """Whether this one has always come next so far."""
+        """True if `code` has always been the next collective so far."""
         return self._next.get(self._at) == {code}
 
     def note(self, code: int) -> None:
-        """It was made."""
+        """Record that the collective `code` was made."""
         self._next.setdefault(self._at, set()).add(code)
         self._at = code
 
 
 class ShardCollectives:
-    """See the module's text.
+    """Collectives of one sharded model among the ranks of the present group.
 
     Ranks whose models do different things, as one with a branch that follows from a rank's own samples, must not meet
     in one collective. So a collective that has not always followed the one before is announced first. One that has is
@@ -64,7 +64,6 @@ class ShardCollectives:
         shard_size: ranks of a shard group; None for one of all ranks.
 
     Attributes:
-        shard_size: as above.
         layout: of the present group; for its first step some followers may be others than they are to be.
         weight: of this rank's gradients in those of the step.
         finiteness: of this rank's own gradients in the latest backward pass.
@@ -93,20 +92,19 @@ class ShardCollectives:
         self._scattered = scattered
 
     def enter_group(self) -> None:
-        """A group was entered, in which nothing is known of what follows what."""
+        """Enter a group, in which the order of collectives is unknown."""
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def follow_in(self, layout: Layout) -> None:
-        """Ranks follow each other as in this layout from now on; owners are the same."""
+        """Follow other ranks as in this layout from now on; owners are the same."""
         self.layout = layout
 
     def begin(self, what: Announced) -> None:
         """Begin a pass with all other ranks.
 
-        Raises:
-            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         self._run.consensus.agree_on(what)
         if not self._some_are_idle:
@@ -114,19 +112,19 @@ class ShardCollectives:
 
     @property
     def _some_are_idle(self) -> bool:
-        """Whether some ranks have no sample in the step in progress, and know of it only what is announced."""
+        """True if some ranks have no sample in the step in progress, and know of it only what is announced."""
         step = self._run.ledger.step
         return step is not None and step.leaves_ranks_idle
 
     def join(self, units: Sequence[FSDPModule], what: Announced) -> None:
-        """On a rank without a sample: have torch gather what others gather, and let it go again.
+        """Join another rank's gather on a rank without a sample: let torch gather the unit, then reshard it.
 
         Args:
             units: the model's sharded modules.
             what: the others have announced: a call of the model, or that one of them is gathered.
         """
         if what.intent is not Intent.GATHER:
-            for each in units:  # as the others do behind the call; one with gradients may have left them gathered
+            for each in units:  # as the others do after the call; one with gradients may have left them gathered
                 each.reshard()
             return
         unit, self._joins = units[what.detail], True
@@ -137,10 +135,9 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """What is to come is this on all ranks, as they have agreed, or agree now; ``reductions_started`` ends it.
+        """Agree with all ranks that `what` is the next collective; ``reductions_started`` ends it.
 
-        Raises:
-            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         code, consensus = zlib.crc32(what.encode()), self._run.consensus
         if self._some_are_idle and self._unit >= 0:
@@ -153,7 +150,7 @@ class ShardCollectives:
         self._sequence.note(code)
 
     def begin_pass(self, weight: float) -> None:
-        """A backward pass begins.
+        """Begin a backward pass.
 
         Args:
             weight: share of this rank's samples in the step's mean gradient.
@@ -161,12 +158,12 @@ class ShardCollectives:
         self.weight, self.finiteness = weight, Finiteness()
 
     def weigh_alone(self, tensor: Tensor) -> None:
-        """Torch makes no reduce-scatter in a group of one: weigh the gradients of a sharded module here, in place."""
+        """Weigh gradients in place in a group of one, for which torch makes no reduce-scatter."""
         if self._run.group.world_size == 1 and self.weight != 1.0:
             tensor.mul_(self.weight)
 
     def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
-        """Each ``tensor`` (of one size) in the shard group into ``output``, in rank order; this rank's if that fails.
+        """Gather ``tensor`` of each rank in the shard group into ``output``, in rank order; this rank's if that fails.
 
         Args:
             output, tensor: as above.
@@ -179,11 +176,11 @@ class ShardCollectives:
         finally:
             self._unit = -1
         if not found:
-            # A step that is lost goes on with numbers of the right size, which zeros would not always be.
+            # A step that is lost continues with numbers of the right size, which zeros would not always be.
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
-        """This rank's part of the weighted sum of all ranks' ``tensor``; zeros if that fails.
+        """Write this rank's part of the weighted sum of all ranks' ``tensor`` into `output`; zeros if that fails.
 
         Parts are added up in rank order, in single precision or that of the tensor, whichever is higher: first those of
         the shard group, then those of the owners of the same rows in all groups, who end with the same bits.
@@ -224,10 +221,9 @@ class ShardCollectives:
         return True
 
     def sum_up(self, tensor: Tensor, op: Any) -> None:
-        """A reduction over the shard group, in place; this rank's numbers if that fails.
+        """Reduce a tensor over the shard group, in place; it keeps this rank's numbers if that fails.
 
-        Raises:
-            NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
+        Raises NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
         """
         self._entered()
         kinds = {
@@ -251,10 +247,9 @@ class ShardCollectives:
     def to_follower(
         self, tensors: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]], device: torch.device
     ) -> None:
-        """Tensors of this rank to the one that follows it, and those of ranks that it follows to here, in place.
+        """Send tensors to this rank's follower, and receive those of ranks that it follows, in place.
 
         Args:
-            tensors: of this rank.
             received: as large as those of each rank that this one follows.
             device: of all of them; ranks that have none meet the others on it.
         """
@@ -278,7 +273,7 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """Whether this rank, of those that own its rows, is the one by which they are counted once."""
+        """True if this rank is the one, of those that own its rows, by which they are counted once."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 
@@ -288,16 +283,15 @@ class ShardCollectives:
         return self.layout.group_of(self._run.group.rank)
 
     def _gathered(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> bool:
-        """Whether the ``tensor`` of each of some ranks, this one among them, lies in ``output``."""
+        """Gather ``tensor`` of `ranks`, this one among them, into ``output``; True if it succeeded."""
         if len(ranks) == self._run.group.world_size:
             return self._carry_out(what, lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor)))
         return self._exchanged(what, output, _bytes(tensor).repeat(len(ranks)), ranks)
 
     def _summed(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> Tensor | None:
-        """This rank's part of the sum of ``tensor`` over some ranks, this one among them, into ``output``.
+        """Write this rank's part of the sum of ``tensor`` over `ranks`, this one among them, into ``output``.
 
-        Returns:
-            What was added up, [ranks, elements]; None in a step that is lost.
+        Returns what was added up, [ranks, elements]; None in a step that is lost.
         """
         parts = torch.empty_like(tensor)
         if not self._exchanged(what, parts, _bytes(tensor), ranks):
@@ -308,7 +302,7 @@ class ShardCollectives:
         return parts
 
     def _exchanged(self, what: str, output: Tensor, sent: Tensor, ranks: Sequence[int]) -> bool:
-        """Whether each of some ranks has given each of them its part of what it has; ``sent`` is in bytes."""
+        """Exchange parts of ``sent`` (bytes) among `ranks`, each with every other; True if it succeeded."""
         world, splits = self._run.group.world_size, list[int]()  # none: equal parts for all
         if len(ranks) < world:
             splits = [sent.numel() // len(ranks) if rank in ranks else 0 for rank in range(world)]
@@ -317,8 +311,7 @@ class ShardCollectives:
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
         """Make a collective; False in a step that is lost, now or before.
 
-        Raises:
-            CommunicationFailedError: the group broke outside of steps.
+        Raises CommunicationFailedError: the group broke outside of steps.
         """
         ledger, consensus = self._run.ledger, self._run.consensus
         if self._joins:
@@ -380,6 +373,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Their memory, one after the other."""
+    """Concatenate the bytes of the tensors."""
     parts = [_bytes(each.detach().contiguous()) for each in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)

@@ -66,13 +66,14 @@ _LOW = (1 << 32) - 1
 
 
 class ShardHolder:
-    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+    """Holds this rank's shards and moves shards between ranks when the group changes.
+
+    Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
         module: the model, sharded on a mesh of one.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
-        collectives: of the model.
 
     Attributes:
         params: of the model, in its order.
@@ -99,14 +100,14 @@ class ShardHolder:
             self._hold_whole()
 
     def _hold_whole(self) -> None:
-        """The whole model is here, and with it what the optimizer knows so far."""
+        """Hold the whole model as one shard, with what the optimizer knows so far."""
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
         self._held.keep({WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
-        """What the optimizer has of a whole parameter; it has it no more."""
+        """Take the optimizer's state of a whole parameter out of the optimizer."""
         state = self._optimizer.state.pop(param.param, {})
         return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
 
@@ -116,7 +117,7 @@ class ShardHolder:
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """What this rank writes into a checkpoint of all ranks: its share of the rows that it owns."""
+        """Return what this rank writes into a joint checkpoint: its share of the rows that it owns."""
         own = self._layout.owned_by(self._rank)
         owners = self._layout.owners(own.index)
         share = ShardId(len(owners), owners.index(self._rank))
@@ -124,22 +125,22 @@ class ShardHolder:
 
     @property
     def holds(self) -> bool:
-        """Whether anything is held."""
+        """True if this rank holds any shard."""
         return bool(self._held.ids)
 
     def drop(self) -> None:
-        """Nothing is held, and others hold what counts."""
+        """Release all shards; other ranks hold the valid ones."""
         self._held.keep({})
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Raises RuntimeError: the model was built on the meta device, and no group was entered yet."""
+        """Raise RuntimeError if the model was built on the meta device and no group was entered yet."""
         if self._first is not None:
             raise RuntimeError(NO_MEMORY_YET)
 
     def _begin(self, seed: int, group: Group) -> None:
-        """The first group: no rank holds anything. Each makes the model, one module after the other, for its rows."""
+        """Make this rank's rows in the first group, whose ranks hold nothing: each makes one module after the other."""
         assert self._first is not None, "only a model without memory is made here"
         own, shard, states = self._collectives.layout.owned_by(group.rank), Shard(), self._first
 
@@ -153,10 +154,11 @@ class ShardHolder:
         self._held.keep({own: shard})
 
     def look_around(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
-        """What all ranks hold, and whether one is ``opened``; all call it. A model without memory is made.
+        """Gather the shards of all ranks, and whether one is ``opened``; called on every rank.
+
+        A model without memory is made.
 
         Args:
-            group: it.
             opened: whether rank 0 has the whole at hand, as far as this rank knows.
             begun: whether a group was entered before, by this rank or by those that it has its state from.
 
@@ -195,7 +197,6 @@ class ShardHolder:
         """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
 
         Args:
-            group: it.
             everyone: the shards of each of its ranks.
         """
         held, target = self._held, self._collectives.layout
@@ -231,7 +232,7 @@ class ShardHolder:
         self._first = None
 
     def _received(self, group: Group, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
-        """What this rank lacks of a layout; all ranks send."""
+        """Receive the pieces of a layout that this rank lacks; all ranks send."""
         widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
         sent = moves(self._held.counts, everyone, layout, widths)
         return carry_out(group.communicator, sent, self._held.give) if sent else []
@@ -242,7 +243,7 @@ class ShardHolder:
 
     @property
     def settles(self) -> bool:
-        """Whether what this rank holds is not yet what, or as, it is to be in the present group; equal on all ranks."""
+        """True if shards still have to be moved or copied to be as the present group requires; equal on all ranks."""
         return self._shares_memory
 
     def settle(self, group: Group) -> None:
@@ -273,7 +274,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
+        """Move shards before ranks leave, so that two staying ranks hold each; called on every rank."""
         counts, layout = self._held.counts, self._layout
         given = hand_over([set(layout.held_by(rank)) for rank in range(group.world_size)], stays)
         sent = [
@@ -289,10 +290,9 @@ class ShardHolder:
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     def compare(self, communicator: Communicator) -> None:
-        """Whether each rank's shard is, bit by bit, what its other holders have.
+        """Check that each rank's shard is bit by bit equal to the copies of its other holders.
 
-        Raises:
-            ReplicasDifferError: it is not; raised on every rank.
+        Raises ReplicasDifferError: it is not; raised on every rank.
         """
         layout = self._layout
         held = [layout.held_by(rank) for rank in range(layout.world)]
@@ -335,7 +335,7 @@ class ShardHolder:
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
-        """A whole parameter is given anew: take over the rows that this rank holds."""
+        """Take this rank's rows of a whole parameter that is given anew."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -343,7 +343,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def take_states(self) -> None:
-        """The optimizer was given whole states: keep those of the rows that this rank holds."""
+        """Take this rank's rows of whole states that the optimizer was given."""
         self.check_memory()
         options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
@@ -360,8 +360,7 @@ class ShardHolder:
 
         Where some are not read, no rows are held: those that this rank is to hold are read once that is known.
 
-        Raises:
-            RuntimeError: a parameter has another shape.
+        Raises RuntimeError: a parameter has another shape.
         """
         shard, unread = Shard(), dict[int, Rows]()
         late = any(isinstance(values[each.name], UnreadTensor) for each in self.params)

@@ -58,7 +58,7 @@ class RowDenominators:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer."""
+        """Parameter groups of the optimizer."""
         return self._optimizer.param_groups
 
     @property
@@ -68,7 +68,7 @@ class RowDenominators:
 
     @property
     def adam_like(self) -> bool:
-        """Whether it divides gradients by a running size of theirs."""
+        """True if the optimizer divides gradients by a running estimate of their size."""
         return is_adam_like(self._optimizer)
 
     @property
@@ -77,11 +77,11 @@ class RowDenominators:
         return False
 
     def invalidate(self) -> None:
-        """A group was entered: the rank owns other rows."""
+        """Invalidate the denominators, because the rank owns other rows in a new group."""
         self._found, self._round = {}, None
 
     def due(self, step: int) -> bool:
-        """Whether they are to be found before a step that is measured; the same on all ranks."""
+        """True if denominators are computed before a measured step; the same on all ranks."""
         fresh = step // REFRESHED_EVERY == self._round and step > SETTLED_STEPS
         return self.adam_like and not fresh
 
@@ -90,7 +90,6 @@ class RowDenominators:
         """Find them; all ranks call it.
 
         Args:
-            step: committed ones.
             add_up: adds up numbers over all ranks.
             counts: whether this rank's rows are to be counted here, and not with another owner's.
         """
@@ -114,12 +113,12 @@ class RowDenominators:
 
 
 class MovedRows:
-    """See the module's text.
+    """Norms of the update, measured on the rows that each rank owns and summed over ranks.
 
     Args:
         optimizer: the user's.
         shards: the rows that it steps.
-        meter: knows which updates are to be measured, the same on all ranks, and is told of them.
+        meter: knows which updates are to be measured, the same on all ranks, and receives them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
@@ -127,11 +126,11 @@ class MovedRows:
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
-        """How many numbers ride, for so many parameter groups; the same on all ranks, whatever they have measured."""
+        """Return how many numbers travel for `groups` parameter groups; the same on all ranks, measured or not."""
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
     def forget(self) -> None:
-        """A group was entered: others own the rows, and some ranks have measured nothing."""
+        """Forget the measured update in a new group, where others own the rows and some have measured nothing."""
         self._waiting = None
 
     def measure(self, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
@@ -153,7 +152,7 @@ class MovedRows:
         return result
 
     def _rows(self, *, counts: bool) -> list[list[Parameter]]:
-        """Those that the update moves on this rank, by parameter group."""
+        """Return the rows that the update moves on this rank, by parameter group."""
         rows: list[list[Parameter]] = [[] for _ in self._optimizer.param_groups]
         groups = self._shards.groups
         for place, view in self._shards.own.views.items() if counts else ():
@@ -162,7 +161,7 @@ class MovedRows:
         return rows
 
     def values(self, groups: int) -> list[float]:
-        """What rides: whether this rank has measured an update, and its squares; see :meth:`size`."""
+        """Return the numbers to send: a flag for a measured update, and its squared norms; see :meth:`size`."""
         if self._waiting is not None and len(self._waiting[1]) != groups:
             self._waiting = None  # the optimizer was given another group since
         if not self.size(groups) or self._waiting is None:
@@ -170,7 +169,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """The same, added up over so many ranks."""
+        """Take the numbers of :meth:`values` summed over `ranks`."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -178,15 +177,11 @@ class MovedRows:
 
 
 class ShardStatistics:
-    """See the module's text.
+    """Gradient statistics of one sharded model, taken while torch scatters its gradients.
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: its shards, and the state of the user's optimizer.
-        collectives: of the model.
-        statistics: are told.
         denominators: of the user's optimizer.
         moved: how far it moves rows.
     """
@@ -216,11 +211,11 @@ class ShardStatistics:
         self.rebuilt()
 
     def rebuilt(self) -> None:
-        """Other parameters are trainable than before, or other things are asked for."""
+        """Rebuild the statistics for other trainable parameters or other requests."""
         self._statistics.rebuilt(len(self._trainable.groups))
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         if self._statistics.meter.outdated:
             self.rebuilt()
         self._statistics.enter_group()
@@ -229,7 +224,7 @@ class ShardStatistics:
         self.forget()
 
     def forget(self) -> None:
-        """The step in progress is lost."""
+        """Forget the step in progress, which is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)
 
@@ -239,7 +234,7 @@ class ShardStatistics:
 
     @property
     def layout(self) -> tuple[int, bool]:
-        """What ranks must have alike: how many numbers ride, and whether denominators are found before."""
+        """Layout that ranks must share: how many numbers travel, and whether denominators are computed first."""
         return self._size, self._refreshes
 
     @property
@@ -254,7 +249,7 @@ class ShardStatistics:
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, step: LoaderStep | None) -> None:
-        """A backward pass begins.
+        """Begin a backward pass.
 
         Args:
             step: that it belongs to; None outside of steps.
@@ -285,14 +280,14 @@ class ShardStatistics:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
-        """All ranks begin the pass: find what gradients are divided by, once in some steps."""
+        """Compute the denominators of gradients at the start of a pass that refreshes them, on all ranks."""
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up, counts=first)
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:
-        """The shard group's gradients of this rank's rows of a sharded module have come, [ranks, elements]."""
+        """Measure the shard group's gradients of this rank's rows of a sharded module, [ranks, elements]."""
         step, groups = self._step, self._groups
         assert step is not None, "only steps are measured"
         weights = [[step.weight(rank)] for rank in self._collectives.peers]
@@ -318,19 +313,22 @@ class ShardStatistics:
         assert start == parts.shape[1], "torch has scattered the gradients of other parameters"
 
     def _mean_rows(self) -> list[MeanRows]:
-        """What ``.grad`` holds of the rows that this rank owns."""
+        """Return the entries of ``.grad`` for the rows that this rank owns."""
         groups = self._groups
         grads = [(place, each.local_grad) for place, each in enumerate(self._optimizer.params) if place in groups]
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
 
     def end_pass(self, step: LoaderStep) -> None:
-        """A backward pass of a step has ended, and ``.grad`` has nothing of earlier micro-steps."""
+        """End a backward pass of a step, before ``.grad`` has anything of earlier micro-steps."""
         if self._measures and self._run.group.world_size == 1 and step.micro_steps > 1:
             for rows in self._mean_rows():
                 self._statistics.add(rows, step.weight(0))
 
     def conclude_alone(self, step: LoaderStep) -> None:
-        """The same; in the last micro-step ``.grad`` holds the sum of all. A group of one has nobody to ask."""
+        """Conclude the statistics in a group of one.
+
+        In the last micro-step ``.grad`` holds the sum of all micro-steps.
+        """
         if not self._concludes or self._run.group.world_size > 1:
             return
         if step.micro_steps == 1:
@@ -344,7 +342,7 @@ class ShardStatistics:
         return self._measures and self._step is not None and self._step.is_last_micro
 
     def values(self) -> list[float]:
-        """What rides on the end of the pass."""
+        """Return the numbers that travel with the end of the pass."""
         statistics = self._statistics
         own = [0.0] * (statistics.norms_size + statistics.mean_size)
         if self._concludes:
@@ -355,10 +353,9 @@ class ShardStatistics:
         return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size), *moved]
 
     def take(self, sums: Sequence[float], *, counts: bool) -> None:
-        """The same, added up over all ranks.
+        """Take the numbers of :meth:`values` summed over all ranks.
 
         Args:
-            sums: these.
             counts: whether the step's gradients are complete.
         """
         norms, mean = self._statistics.norms_size, self._statistics.norms_size + self._statistics.mean_size
@@ -399,7 +396,7 @@ class _Rows:
         self.index, self.group = place, group
 
     def preconditioner(self, source: Any) -> Tensor | None:
-        """What the optimizer multiplies their gradients with, [elements]; ``source`` is ``RowDenominators``."""
+        """Return the denominators of these gradients, [elements]; ``source`` is ``RowDenominators``."""
         found: Tensor | None = source.state.get(self.index)
         return found
 
@@ -417,12 +414,12 @@ class MeanRows(_Rows):
         return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Of the rows, a scalar tensor."""
+        """Return the squared norm of the rows, a scalar tensor."""
         return squared_norm(self._grad, preconditioner)
 
 
 class ScatteredRows(_Rows):
-    """All ranks' gradients, before they are added up.
+    """Rows of all ranks' gradients, before they are summed.
 
     Args:
         place, group: see above.

@@ -44,15 +44,11 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients:
-    """See the module's text, and ``GradientSync``, which this is.
+    """Gradient synchronisation of one sharded model around torch's own gathers and scatters; a ``GradientSync``.
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: its parameters, and the state of the user's optimizer.
-        collectives: of the model.
-        statistics: of its gradients.
         number: of the model, in the order in which the loop wraps them.
     """
 
@@ -86,7 +82,7 @@ class ShardedGradients:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """All ranks call the model at the same place.
+        """Prepare a forward pass, which all ranks make at the same place.
 
         Raises:
             RanksDisagreeError: others do something else here.
@@ -116,12 +112,12 @@ class ShardedGradients:
 
     @property
     def _meets(self) -> bool:
-        """Whether other ranks are met in what comes next."""
+        """True if the next collective includes other ranks."""
         ledger = self._run.ledger
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
 
     def _begin_anew(self, module: nn.Module, arguments: Any) -> None:
-        """The model is called. Where a backward pass has ended with an exception, torch would take it as in progress.
+        """Reset torch's state if an earlier backward pass ended with an exception, when the model is called.
 
         Its end would be waited for without end in the next one.
         """
@@ -132,7 +128,7 @@ class ShardedGradients:
     # Else what it looks at here, as the group, has torch compile the model anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """The model has returned this, also where user code has called it itself and not its wrapper."""
+        """Prepare for backward after the model has returned, also if user code has called it without its wrapper."""
         step = self._run.ledger.step
         if not torch.is_grad_enabled() or (step is not None and step.leaves_ranks_idle):
             reshard(self._module)  # torch leaves the outermost module gathered for a backward pass
@@ -144,13 +140,13 @@ class ShardedGradients:
                 each.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: gather parameters with those that call the model."""
+        """Gather parameters with the ranks that call the model, because this rank has no sample."""
         self._collectives.join(units_of(self._module), what)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _on_gradient(self, gradient: Tensor, *, generation: int) -> None:
-        """A backward pass has reached the model's output."""
+        """Check a backward pass that has reached the model's output, and enter it."""
         if torch.is_grad_enabled():
             raise RuntimeError(checks.CREATES_GRAPH)
         if generation != self._run.group.generation:
@@ -158,7 +154,7 @@ class ShardedGradients:
         self.entered()
 
     def entered(self) -> None:
-        """A collective is about to be made, or a backward pass has come to the model."""
+        """Enter a backward pass with its first collective, or when it has come to the model."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -171,7 +167,7 @@ class ShardedGradients:
         self._has_gradient.add(param)
 
     def _begin(self) -> None:
-        """A backward pass begins: find out what is to become of it, and tell the others."""
+        """Begin a backward pass: decide what is to become of it, and announce it."""
         run, step = self._run, self._run.ledger.step
         run.moment("backward")
         self._reduces = self._meets
@@ -194,10 +190,9 @@ class ShardedGradients:
             self._fail(str(error))
 
     def _begin_in(self, step: LoaderStep) -> None:
-        """A backward pass of a loader's step begins.
+        """Begin a backward pass of a loader's step.
 
-        Raises:
-            RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
+        Raises RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
         """
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
@@ -224,7 +219,7 @@ class ShardedGradients:
         return [each.local_grad for each in self._optimizer.params]
 
     def _finish(self) -> None:
-        """The backward pass has ended, and torch's own end of it may be still to come."""
+        """Finish the backward pass, unless torch's own end of it is still to come."""
         if not is_backward_over(self._module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return
@@ -287,31 +282,31 @@ class ShardedGradients:
             run.ledger.mark_reduced()
 
     def _fail(self, cause: str) -> None:
-        """Nothing of this step counts any more; raises CommunicationFailedError outside of steps."""
+        """Mark the step as failed; raises CommunicationFailedError outside of steps."""
         self._run.ledger.fail(cause)
         if self._step is None:
             raise CommunicationFailedError(cause)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Not for sharded models.
+        """Raise RuntimeError: ``no_sync`` is not supported for sharded models.
 
         Raises:
             RuntimeError: always.
         """
         raise RuntimeError(
-            "no_sync() is not served for a sharded model, of which no rank could hold whole gradients: let the loader "
-            "accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
+            "no_sync() is not supported for a sharded model, of which no rank could hold whole gradients: let the "
+            "loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
         )
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if gradients wait for the optimizer."""
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """The step has failed here: have the model hold its shards, for torch takes the pass as in progress."""
+        """Reshard the model after a failed pass, which torch takes as in progress."""
         self._task = -1
         to_sharded(self._module)
 
@@ -325,10 +320,10 @@ class ShardedGradients:
             self._waits = False
 
     def applied(self) -> None:
-        """It steps."""
+        """Do nothing when the optimizer steps."""
 
     def rebuild(self) -> None:
-        """Other parameters are trainable than before: torch looks at each backward pass anew."""
+        """Rebuild the statistics for other trainable parameters; torch itself looks at each backward pass anew."""
         self._statistics.rebuilt()
 
     @property
@@ -337,12 +332,12 @@ class ShardedGradients:
         return True
 
     def require_statistics(self, user: str) -> None:
-        """They are taken."""
+        """Do nothing: statistics are always taken."""
 
     # -- steps that are lost -------------------------------------------------------------------------------------------
 
     def remember(self) -> Any:
-        """What a step needs to be undone: nothing, since each begins without gradients that count."""
+        """Return None: a step starts without earlier gradients, so there is nothing to undo."""
         return None
 
     def roll_back(self, remembered: Any) -> None:
@@ -379,19 +374,11 @@ class ShardedGradients:
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
-        """Refuse another one.
-
-        Raises:
-            StrategyError: always.
-        """
+        """Refuse another one. Raises StrategyError: always."""
         raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
-        """Refuse: there is none.
-
-        Raises:
-            StrategyError: always.
-        """
+        """Refuse: there is none. Raises StrategyError: always."""
         raise StrategyError(checks.NO_STRATEGY)
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -403,23 +390,23 @@ class ShardedGradients:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank holds all that is to be saved."""
+        """True if this rank holds everything that is to be saved."""
         return self._optimizer.settled
 
     @property
     def divided(self) -> bool:
-        """Whether other ranks hold some of the rows."""
+        """True if other ranks hold some of the rows."""
         return self._optimizer.divided
 
     def fix_drift(self) -> int:
-        """Nothing differs by design that all ranks hold."""
+        """Return 0: replicated state never diverges intentionally."""
         return 0
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """All ranks have committed a step that trained."""
+        """Do nothing after a committed step."""
 
     def collapse(self, *, gather: bool = True) -> None:
-        """The end of a pass: rank 0 holds the whole model and the whole state of the optimizer, unless all must ask."""
+        """Gather the whole model and optimizer state on rank 0 at the end of a pass, unless all must ask."""
         if gather:
             self._optimizer.end_pass()
 
@@ -428,14 +415,14 @@ class ShardedGradients:
         self._optimizer.gather()
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Nothing differs by design that all ranks hold."""
+        """Do nothing: replicated state never diverges intentionally."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Leavers hand over what only they hold."""
+        """Hand over what only leaving ranks hold."""
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
-        """A group was entered: shards and mesh follow."""
+        """Enter a group, to which shards and mesh are moved."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.forget()
@@ -446,7 +433,7 @@ class ShardedGradients:
 # User code zeroes gradients in each micro-step as it always does: a micro-step contributes what `.grad` holds after
 # its last backward pass, and in the last one `.grad` holds the sum.
 class MicroSteps:
-    """See the module's text.
+    """Sums gradients over the micro-steps of one step.
 
     Args:
         gradients: gives those of this rank's rows, None for parameters without any.
@@ -460,11 +447,11 @@ class MicroSteps:
         self._added = False  # that sum is in .grad
 
     def forget(self) -> None:
-        """Another step begins, or the one in progress is lost."""
+        """Clear the sums, because another step starts or the step in progress is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """A backward pass of a step begins."""
+        """Begin a backward pass of a step."""
         if step.micro != self._micro:
             self._micro, self._before, self._added = step.micro, self._so_far, False
         elif self._added and not any(bool(grad.any()) for grad in self._gradients() if grad is not None):
@@ -472,7 +459,7 @@ class MicroSteps:
 
     @torch.no_grad()
     def end_pass(self, step: LoaderStep) -> None:
-        """It has ended."""
+        """End a pass: save the sum so far, and add it to ``.grad`` in the last micro-step."""
         if step.micro_steps == 1:
             return
         own = self._gradients()
@@ -496,7 +483,7 @@ class MicroSteps:
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Of two gradients, each None for zero; in memory of its own."""
+    """Return the sum of two gradients as a new tensor; None stands for zero."""
     if one is None:
         return None if other is None else other.clone()
     return one.clone() if other is None else one + other

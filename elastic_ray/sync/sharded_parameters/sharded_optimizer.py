@@ -2,10 +2,10 @@
 
 Each shard lies with its owner, in whose model it is, and with the rank that follows. Before an update each rank sends
 the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. Right after a
-change others may follow, which have the rows already; those that are to receive them behind the first update. Where
+change others may follow, which have the rows already; those that are to receive them after the first update. Where
 shards have an owner in each of several shard groups, there is no follower, and all owners have the gradients already.
 What one rank has heard decided can be done on every rank that lives: all holders of a shard have all that the update
-takes, and make it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on
+takes, and make it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training continues
 but rows for the new layout.
 """
 
@@ -45,23 +45,17 @@ _ONE_GROUP = (
 
 
 class ShardedOptimizer:
-    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+    """Optimizer of one sharded model. Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
         run: that the model is trained in.
         module: the model, sharded on a mesh of one.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
-        collectives: of the model.
     """
 
     def __init__(
-        self,
-        run: Run,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        number: int,
-        collectives: ShardCollectives,
+        self, run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, number: int, collectives: ShardCollectives
     ) -> None:
         self._run, self._optimizer, self._number = run, optimizer, number
         self._collectives = collectives
@@ -80,7 +74,7 @@ class ShardedOptimizer:
 
     @property
     def params(self) -> Sequence[ShardedParam]:
-        """Of the model, in its order."""
+        """Parameters of the model, in its order."""
         return self._holder.params
 
     @property
@@ -98,7 +92,7 @@ class ShardedOptimizer:
 
     @property
     def divided(self) -> bool:
-        """Whether other ranks hold some of the shards: updates are voted on."""
+        """True if other ranks hold some of the shards, so that updates are voted on."""
         return self._begun and self._run.group.world_size > 1
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -163,7 +157,7 @@ class ShardedOptimizer:
         return grad.dtype
 
     def _own_grads(self) -> dict[int, Tensor]:
-        """Those of the rows that this rank owns."""
+        """Return the gradients of the rows that this rank owns, by parameter."""
         own = self._holder.mine[0]
         found = {place: each.local_grad for place, each in enumerate(self.params) if place in own.views}
         return {place: grad for place, grad in found.items() if grad is not None}
@@ -189,7 +183,7 @@ class ShardedOptimizer:
         return result
 
     def _settle(self) -> None:
-        """The group has made its first update: second copies go to those that are to follow from now on."""
+        """Send second copies to their new followers, after the group's first update."""
         run = self._run
         try:
             run.moment("restore")
@@ -200,7 +194,7 @@ class ShardedOptimizer:
             run.ledger.fail(str(error))
 
     def check_memory(self) -> None:
-        """Raises RuntimeError: the model was built on the meta device, and has no memory before the first loop."""
+        """Raise RuntimeError if the model was built on the meta device and has no memory before the first loop."""
         self._holder.check_memory()
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -208,8 +202,7 @@ class ShardedOptimizer:
     def enter_group(self) -> None:
         """Hold what this rank is to hold in the present group; all ranks that hold anything hold the same update.
 
-        Raises:
-            StateLostError: no rank holds some rows; raised on every rank.
+        Raises StateLostError: no rank holds some rows; raised on every rank.
         """
         group = self._run.group
         self._by_hand.end()
@@ -224,7 +217,7 @@ class ShardedOptimizer:
             self._gathered = self._holder.collect(group)
 
     def _tell_of_layout(self) -> None:
-        """Say once, where shard groups are wanted, that the present group cannot be made of several."""
+        """Report once that the present group cannot be made of several shard groups, if those are wanted."""
         size, world = self._collectives.shard_size, self._run.group.world_size
         if size is None or world == 1 or self._collectives.layout.is_replicated or self._told:
             return
@@ -232,7 +225,7 @@ class ShardedOptimizer:
         self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
+        """Move shards before ranks leave, so that two staying ranks hold each; called on every rank."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -240,17 +233,16 @@ class ShardedOptimizer:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save the whole model."""
+        """True if this rank can save the whole model."""
         return not self.divided or self._gathered is not None
 
     def end_pass(self) -> None:
-        """A pass has ended on all ranks: compare the holders of each shard, and have rank 0 hold the whole.
+        """End a pass on all ranks: compare the holders of each shard, and gather the whole on rank 0.
 
-        So code that saves a checkpoint behind a loop may do so on rank 0 alone. A model that was built on the meta
+        So code that saves a checkpoint after a loop may do so on rank 0 alone. A model that was built on the meta
         device may be larger than rank 0's memory: it is compared, and gathered where all ranks ask for it.
 
-        Raises:
-            ReplicasDifferError: they differ; raised on every rank.
+        Raises ReplicasDifferError: they differ; raised on every rank.
         """
         if self._holder.built_on_meta:
             self._compare()
@@ -260,8 +252,7 @@ class ShardedOptimizer:
     def gather(self) -> None:
         """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
 
-        Raises:
-            ReplicasDifferError: holders of a shard differ; raised on every rank.
+        Raises ReplicasDifferError: holders of a shard differ; raised on every rank.
         """
         self._compare()
         if self.divided and not self._open:
@@ -269,7 +260,7 @@ class ShardedOptimizer:
         self._open = True
 
     def _compare(self) -> None:
-        """The holders of each shard, once after each update; raises ReplicasDifferError."""
+        """Compare the holders of each shard, once after each update; raises ReplicasDifferError."""
         if self.divided and not (self._open or self._compared):
             self._holder.compare(self._run.group.communicator)
             self._compared = True
@@ -287,24 +278,23 @@ class ShardedOptimizer:
     def whole_states(self) -> dict[Tensor, State]:
         """The optimizer's states by parameter, on rank 0, and none on the others.
 
-        Raises:
-            RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a model
-                that was built on the meta device, anywhere.
+        Raises RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a
+        model that was built on the meta device, anywhere.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
     def whole_params(self) -> dict[str, Tensor]:
-        """The same of parameters, by name."""
+        """Return whole parameters by name, where this rank has them."""
         return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
 
     def loaded(self) -> None:
-        """The optimizer was given whole states, on all ranks alike: keep those of the rows that this rank holds."""
+        """Keep this rank's rows of whole states that the optimizer was given, on all ranks alike."""
         self._holder.take_states()
         if self.divided:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """A whole parameter is given anew, on all ranks alike: take over the rows that this rank holds."""
+        """Keep this rank's rows of a whole parameter that is given anew, on all ranks alike."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:
@@ -313,8 +303,7 @@ class ShardedOptimizer:
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
 
-        Raises:
-            RuntimeError: a parameter has another shape.
+        Raises RuntimeError: a parameter has another shape.
         """
         self._holder.take_whole(values)
         self._close()
@@ -327,7 +316,7 @@ class ShardedOptimizer:
         return [each.param for each in self.params]
 
     def capture(self) -> dict[str, Any]:
-        """What all ranks share, without rows."""
+        """Return what all ranks share, without rows."""
         return {
             "update": [*self._last.key, list(self._last.rates)],
             "begun": self._begun,
@@ -340,19 +329,19 @@ class ShardedOptimizer:
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
     def gathered_whole(self) -> Whole | None:
-        """All that there is, where this rank has it."""
+        """Return the whole parameters and states, if this rank has them."""
         if self.divided:
             return self._gathered
         return self._holder.whole() if self._holder.holds else None
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """What this rank writes of states into a checkpoint of all ranks; None where it holds the whole of them."""
+        """Return the states that this rank writes into a joint checkpoint; None if it holds all of them."""
         if not self.divided:
             return None
         return {self.params[place].param: state for place, (_, state) in self._holder.written().items()}
 
     def written_params(self) -> dict[str, Pieces]:
-        """The same of parameters, by name, where other ranks hold some of the rows."""
+        """Return the parameter rows that this rank writes, by name, if other ranks hold some of the rows."""
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
@@ -363,16 +352,14 @@ class ShardedOptimizer:
         """Take over what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
 
         Args:
-            tree: it.
             whole: whether the optimizer holds the whole state of that update, and the model all parameters.
 
-        Raises:
-            RuntimeError: it is of a model that is not sharded, or of another one.
+        Raises RuntimeError: it is of a model that is not sharded, or of another one.
         """
         if tree is None:
             raise RuntimeError(
-                "a model that was not sharded cannot go on as a sharded one, nor from its automatic checkpoint: shard "
-                "it on every worker (elastic_ray.fully_shard), or start anew under another RunConfig(name)"
+                "a model that was not sharded cannot continue as a sharded one, nor from its automatic checkpoint: "
+                "shard it on every worker (elastic_ray.fully_shard), or start anew under another RunConfig(name)"
             )
         if tree["parameters"] != self.capture()["parameters"]:
             raise RuntimeError("train_loop_per_worker must build and shard the same model on every worker")
@@ -405,11 +392,7 @@ class ShardUpdate:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        hidden: Sequence[int],
-        groups: Mapping[int, int],
-        by_hand: HandChanges,
+        self, optimizer: torch.optim.Optimizer, hidden: Sequence[int], groups: Mapping[int, int], by_hand: HandChanges
     ) -> None:
         self._optimizer, self._hidden, self._groups, self._by_hand = optimizer, hidden, groups, by_hand
 
@@ -443,7 +426,7 @@ class ShardUpdate:
 
 
 class PendingShards:
-    """See the module's text: what it takes to make an update later, when it is heard to be decided.
+    """Copies of what is needed to make an update once it is known to be decided.
 
     By then the optimizer may have the options of a later step, and the gradients are gone.
 
@@ -451,7 +434,6 @@ class PendingShards:
         optimizer: makes it.
         update: how.
         shards: as of ``ShardUpdate.make``; gradients are copied.
-        key: of the update.
     """
 
     def __init__(

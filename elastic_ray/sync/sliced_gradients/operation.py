@@ -48,7 +48,7 @@ class SlicedOperation:
         self._arrived: Tensor | None = None
 
     def launch(self, bucket: SlicedBucket, group: GradientCollectives) -> Sequence[Any]:
-        """All pieces to their first owners."""
+        """Launch the exchange that sends all pieces to their first owners."""
         self._follow(bucket, group)
         made, buffers = self._known
         pieces = [bucket.body[piece.at : piece.at + piece.length] for piece in made.sent]
@@ -82,7 +82,7 @@ class SlicedOperation:
         return self._routes, self._buffers
 
     def _follow(self, bucket: SlicedBucket, group: GradientCollectives) -> None:
-        """Routes and memory for the present owners."""
+        """Follow the present owners with routes and memory."""
         pieces = bucket.pieces
         if self._for is not pieces:
             self._for, self._routes, self._buffers = pieces, routes(pieces, group.rank, group.world_size), None
@@ -97,10 +97,10 @@ class SlicedOperation:
             self._buffers = _Buffers(sent, sent_views, kept, kept_views, passed, passed_views, followed, followed_views)
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but buffers."""
+        """Release the buffers; the operation keeps no other state."""
         self._buffers = self._arrived = None
 
 

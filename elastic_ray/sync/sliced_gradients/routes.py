@@ -1,4 +1,4 @@
-"""Which parts of a bucket travel to which ranks (pure)."""
+"""Routes of a bucket's parts to their owners (pure)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ class BucketPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Routes:
-    """What one rank sends and receives, in this order. In the first round every rank sends each piece to its first
-    owner, which adds them up; in the second that one sends the sum to the other owners.
+    """Pieces that one rank sends and receives, in order.
+
+    In the first round every rank sends each piece to its first owner, which sums them; in the second round that owner
+    sends the sum to the other owners.
 
     Attributes:
         sent: all pieces, by first owner.
@@ -65,7 +67,7 @@ class Routes:
 
     @property
     def passes_all(self) -> bool:
-        """Whether what is passed on is what is kept, as it lies."""
+        """True if the pieces passed on are exactly those kept, in the same order."""
         return self.passed == tuple(range(len(self.kept)))
 
 
@@ -76,8 +78,7 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
         sizes: elements of each of its parameters, as they follow each other.
         spans: of each parameter, all of it once.
 
-    Raises:
-        ValueError: some elements of a parameter have no owner.
+    Raises ValueError: some elements of a parameter have no owner.
     """
     found, at = [], 0
     for param, (size, mine) in enumerate(zip(sizes, spans, strict=True)):
@@ -89,7 +90,7 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
 
 
 def routes(pieces: Sequence[BucketPiece], rank: int, world_size: int) -> Routes:
-    """What a rank sends and receives of a bucket; all ranks call it with the same pieces."""
+    """Return what `rank` sends and receives of a bucket; all ranks call it with the same pieces."""
     # Pieces of one pair of owners lie together, so that with two owners the sums are passed on as they lie.
     ordered = sorted(pieces, key=lambda piece: piece.owners)
     kept = [piece for piece in ordered if piece.owners[0] == rank]

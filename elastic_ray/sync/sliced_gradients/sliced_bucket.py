@@ -22,7 +22,7 @@ NUMBERS = 3
 
 
 class SlicedBucket(Bucket):
-    """See the module's text.
+    """Bucket whose sums go only to the ranks that own their optimizer state.
 
     Until it is launched it is an ordinary bucket. From then on ``.grad`` is a ``SlicedGradient``, and the bucket knows
     the sum of what this rank owns.
@@ -50,7 +50,7 @@ class SlicedBucket(Bucket):
 
     @property
     def pieces(self) -> tuple[BucketPiece, ...]:
-        """Of the present owners; another object when these are others."""
+        """Pieces of the present owners; a new tuple whenever the owners change."""
         owners = self._owners.owners
         if self._pieces is None or self._pieces[0] is not owners:
             spans = self._owners.owned_spans(self.params)
@@ -58,14 +58,14 @@ class SlicedBucket(Bucket):
         return self._pieces[1]
 
     def begin_pass(self) -> None:
-        """A backward pass begins: gradients that were zeroed in place are ordinary ones."""
+        """Begin a backward pass; gradients that were zeroed in place become ordinary ones."""
         super().begin_pass()
         for param in self.params:
             if isinstance(param.grad, SlicedGradient):
                 param.grad = plain_or_sliced(param.grad)
 
     def put(self, weight: float) -> None:
-        """See ``GradientBucket``.
+        """Put weighted gradients into the bucket; raises RuntimeError for gradients that are sliced already.
 
         Raises:
             RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
@@ -76,7 +76,7 @@ class SlicedBucket(Bucket):
         super().put(weight)
 
     def give(self, own: Tensor) -> None:
-        """The bucket is on its way: its memory is free for what arrives, and so is that of its gradients."""
+        """Give the bucket's memory, and that of its gradients, to what arrives."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -89,7 +89,7 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Sums of pieces that this rank adds up, and of those that it follows."""
+        """Take the sums of pieces that this rank adds up, and of those that it follows."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
@@ -108,12 +108,12 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """The same, added up over all ranks."""
+        """Store the numbers that were summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property
     def finite(self) -> bool:
-        """Whether the whole mean is, by what all ranks know."""
+        """True if the whole mean is finite, by the numbers that all ranks share."""
         return not any(nans or infinities for _, nans, infinities in self._numbers)
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
@@ -129,7 +129,7 @@ class SlicedBucket(Bucket):
         self._contents = {}
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> Tensor:
-        """Of what it holds; once it is reduced, of what this rank adds up."""
+        """Return the squared norm of the bucket; once it is reduced, of the part that this rank sums."""
         if self._kept is None:
             return super().squared_norm(preconditioner)
         found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.params[0].device)
@@ -141,7 +141,6 @@ class SlicedBucket(Bucket):
         return found
 
     def own_is_finite(self) -> bool:
-        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
         if self._own is None:
             return super().own_is_finite()
         tensors = [self._own, *([self.carried] if self.carried is not None else [])]

@@ -1,6 +1,6 @@
 """``.grad`` of a parameter whose mean gradient lies in slices with several ranks (torch).
 
-It is a tensor without elements: what cannot be told of the whole gradient without them raises an error, and nothing
+It is a tensor without elements: what cannot be known of the whole gradient without them raises an error, and nothing
 gives the number of a part for that of the whole. All ranks know its 2-norm and whether it is finite, so that clipping
 and AMP's ``GradScaler`` work as they are, and do the same on every rank.
 """
@@ -42,7 +42,7 @@ def _number(factor: Any) -> float:
 
 @dataclasses.dataclass(slots=True)
 class Content:
-    """What is known of a gradient.
+    """Contents of a sliced gradient: local parts, and what all ranks know of the whole.
 
     Attributes:
         parts: the slices that this rank owns, by first element.
@@ -59,22 +59,22 @@ class Content:
     plain: Tensor | None = None
 
     def know(self, squared_norm: float, nans: float, infinities: float) -> None:
-        """It is reduced, and all ranks know this of it."""
+        """Store what all ranks know of the reduced gradient."""
         self.norm, self.nonfinite, self.waits = squared_norm**0.5, (int(nans), int(infinities)), False
 
     def become(self, plain: Tensor) -> None:
-        """An ordinary tensor from now on."""
+        """Become an ordinary tensor."""
         self.waits, self.plain = False, plain
 
     def fill(self, number: float, count: int) -> None:
-        """With a number; it has so many elements."""
+        """Fill the gradient of `count` elements with a number."""
         for part in self.parts.values():
             part.fill_(number)
         self.norm = abs(number) * count**0.5
         self.nonfinite = (count * math.isnan(number), count * math.isinf(number))
 
     def multiply(self, factor: Any) -> None:
-        """By a number."""
+        """Multiply the gradient by a number."""
         number = _number(factor)
         for part in self.parts.values():
             part.mul_(factor)
@@ -84,7 +84,7 @@ class Content:
             self.nonfinite = (1, 0)
 
     def clamp(self, low: float | None, high: float | None) -> None:
-        """Every element; one that is infinite may stay so where a bound is missing."""
+        """Clamp every element; one that is infinite may stay so where a bound is missing."""
         for part in self.parts.values():
             part.clamp_(low, high)
         nans, infinities = self.nonfinite
@@ -92,14 +92,14 @@ class Content:
 
 
 class SlicedGradient(Tensor):
-    """See the module's text."""
+    """Tensor that stands for ``.grad`` while slices of the mean gradient lie with several ranks."""
 
     content: Content
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, param: Tensor, content: Content) -> SlicedGradient:
-        """As ``torch.Tensor``."""
+        """Create a wrapper tensor of the parameter's shape, dtype and device."""
         made: SlicedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device
         )
@@ -123,20 +123,19 @@ class SlicedGradient(Tensor):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has become an ordinary tensor, by ``zero_grad(set_to_none=False)`` or a lost step."""
+        """True if it has become an ordinary tensor, by ``zero_grad(set_to_none=False)`` or a lost step."""
         return self.content.plain is not None
 
     @property
     def finite(self) -> bool:
-        """Whether all elements are, on all ranks."""
+        """True if all elements are finite, on all ranks."""
         content = self.content
         return bool(content.plain.isfinite().all()) if content.plain is not None else not any(content.nonfinite)
 
     def part(self, start: int, length: int) -> Tensor:
         """A slice that this rank owns.
 
-        Raises:
-            RuntimeError: it does not: the group has changed since the gradient was reduced.
+        Raises RuntimeError: it does not: the group has changed since the gradient was reduced.
         """
         content = self.content
         if content.plain is not None:
@@ -150,14 +149,14 @@ class SlicedGradient(Tensor):
         return found
 
     def clear(self) -> None:
-        """It is zero from now on, as an ordinary tensor: it was zeroed, or its step was lost while it was reduced."""
+        """Become an ordinary tensor of zeros, because it was zeroed or its step was lost during the reduction."""
         self.content.become(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What torch calls for every operation on it."""
+        """Handle a torch operation on the gradient, or raise with the way out."""
         taken = tree_map_only(cls, plain_or_sliced, (args, dict(kwargs or {})))
         left = [each for each in tree_leaves(taken) if isinstance(each, cls)]
         if not left:
@@ -181,7 +180,7 @@ def plain_or_sliced(grad: Tensor) -> Tensor:
 
 
 def _refused(grad: SlicedGradient, operation: str) -> RuntimeError:
-    """Why an operation cannot be computed, and the way out."""
+    """Return the error for an operation that cannot be computed, with the way out."""
     which = f"the gradient of a parameter of shape {tuple(grad.shape)}"
     if grad.content.waits:
         return RuntimeError(f"{which} {_WAITS}")
@@ -279,7 +278,7 @@ def _detach(given: Any, grad: Any) -> Any:
 
 
 def _unscale(given: Any, grads: Any, found: Tensor, inverse: Tensor) -> None:
-    """What AMP's scaler does with all gradients, whose outcome is the same on all ranks."""
+    """Unscale all gradients as AMP's scaler does, with the same outcome on all ranks."""
     others = [grad for grad in grads if not isinstance(grad, SlicedGradient)]
     if others:
         torch._amp_foreach_non_finite_check_and_unscale_(others, found, inverse)

@@ -25,7 +25,7 @@ class Known:
 
 
 class GradientMeter:
-    """See the module's text.
+    """Meter of one model's gradient variance, gradient norms and update norms, when they are requested.
 
     Rank 0 measures. What it finds travels with the next gradient reduction, so that after each committed step of
     training all ranks know the very same numbers, however their hardware rounds. What the optimizer does not apply does
@@ -50,11 +50,11 @@ class GradientMeter:
 
     @property
     def outdated(self) -> bool:
-        """Whether something else is asked for than is measured."""
+        """True if the requested measurements differ from the present ones."""
         return self._request() != self.monitor
 
     def rebuilt(self, groups: int) -> None:
-        """Buckets are laid out anew, for so many parameter groups."""
+        """Rebuild the meter for buckets of `groups` parameter groups."""
         self.monitor = self._request()
         self.on = self.monitor.variance_every is not None or self.monitor.norms_every is not None
         if groups != self._groups:
@@ -64,16 +64,16 @@ class GradientMeter:
         self.invalidate()
 
     def enter_group(self) -> None:
-        """A group was entered: what rank 0 knows all ranks are told with the first step."""
+        """Enter a group, in which rank 0's knowledge is sent to all ranks with the first step."""
         self.known, self._received = Known(), []
         self.invalidate()
 
     def invalidate(self) -> None:
-        """The batch changes, or an update is left out: what the latest pass has found does not count."""
+        """Invalidate the latest pass, because the batch changes or an update is left out."""
         self._variance = self._gradients = None
 
     def begin_step(self, step: int) -> None:
-        """A step begins after so many committed ones."""
+        """Begin a step after `step` committed ones."""
         self._step = step
         self._variance = self._gradients = None
 
@@ -89,7 +89,7 @@ class GradientMeter:
         return every is not None and gradients > 1 and (halved or self._step % every < spacing)
 
     def wants_norms(self, spacing: int) -> bool:
-        """Whether norms are; see :meth:`wants_variance`."""
+        """True if norms are measured in this step; see :meth:`wants_variance`."""
         every = self.monitor.norms_every
         return every is not None and self._step % every < spacing
 
@@ -102,7 +102,7 @@ class GradientMeter:
         gradients: int,
         goes_on: bool = False,
     ) -> None:
-        """The variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
+        """Take the variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
 
         Two losses' noises count as independent, so that the variance of their sum is the sum of theirs.
         """
@@ -120,16 +120,16 @@ class GradientMeter:
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
-        """Squared norms of the step's gradient, by parameter group."""
+        """Take the squared norms of the step's gradient, by parameter group."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     @property
     def wants_update(self) -> bool:
-        """Whether the update that follows is to be measured: its gradient was."""
+        """True if the next update is measured, because its gradient was."""
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """The optimizer is about to apply the gradients of the latest pass: its variance counts now."""
+        """Commit the variance of the latest pass, whose gradients are about to be applied."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
@@ -141,13 +141,13 @@ class GradientMeter:
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
     def updated(self, norms: tuple[float, ...]) -> None:
-        """It has moved the parameters by so much, by parameter group."""
+        """Store the norms of the update, by parameter group."""
         found = self.take_unmoved()
         if found is not None:
             self._found(dataclasses.replace(self._own, norms=dataclasses.replace(found, updates=norms)))
 
     def found_by_all(self, norms: GradientNorms) -> None:
-        """What all ranks have measured together, so that all of them know it now."""
+        """Store norms that all ranks have measured together, so that all know them at once."""
         self._own = dataclasses.replace(self._own, norms=norms)
         self.known = dataclasses.replace(self.known, norms=norms)
 
@@ -157,7 +157,7 @@ class GradientMeter:
             self.known = own  # nobody to agree with
 
     def shared_size(self, groups: int) -> int:
-        """How many values travel."""
+        """Return how many values are sent for `groups` parameter groups."""
         variance = 3 + groups if self.monitor.variance_every is not None else 0
         return variance + (2 + 2 * groups if self.monitor.norms_every is not None else 0)
 
@@ -196,7 +196,7 @@ class GradientMeter:
         self.known = Known(variance, norms)
 
     def follow_first(self) -> None:
-        """This rank does not measure: should it become rank 0, it goes on from what is known."""
+        """Adopt rank 0's values, so that this rank can continue from them should it become rank 0."""
         self._own = self.known
 
 

@@ -19,7 +19,7 @@ _AddUp = Callable[[Sequence[float]], list[float]]
 
 
 class GradientStatistics:
-    """See the module's text.
+    """Collects the statistics of one model's backward passes for the noise tracker and the meter.
 
     A gradient's squared norm counts with the gradient's share of the step's samples, so that sums over ranks and
     micro-steps are weighted means whatever the shares are. Norms for the noise scale are in the optimizer's units,
@@ -43,23 +43,23 @@ class GradientStatistics:
         self._plain_mean: list[float] | None = None  # without preconditioning
 
     def rebuilt(self, groups: int) -> None:
-        """Buckets are laid out anew, for so many parameter groups."""
+        """Rebuild the statistics for buckets of `groups` parameter groups."""
         self._groups = groups
         self.meter.rebuilt(groups)
         self.norms_size = groups * (1 if self.meter.monitor.variance_every is None else 2)
         self.noise.rebuilt(groups, self.meter.monitor.noise_every)
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         self.meter.enter_group()
 
     def invalidate(self) -> None:
-        """The group or the batch changes, or an update is left out."""
+        """Invalidate the statistics, because the group or the batch changes, or an update is left out."""
         self.noise.invalidate()
         self.meter.invalidate()
 
     def measures(self, workers: Sequence[WorkerMeasures]) -> StepMeasures:
-        """All that is known, with what the workers have measured."""
+        """Return all known statistics, with the workers' measurements."""
         known = self.meter.known
         return StepMeasures(
             noise=self.noise.value,
@@ -73,13 +73,13 @@ class GradientStatistics:
 
     @property
     def mean_size(self) -> int:
-        """How many norms of the mean do, where each rank has a part of it."""
+        """Number of norms of the mean that are sent where each rank has a part of it."""
         monitor = self.meter.monitor
         return self._groups * (1 if monitor.variance_every is None and monitor.norms_every is None else 2)
 
     @property
     def shared_size(self) -> int:
-        """How many of rank 0's numbers do."""
+        """Number of rank 0's values that are sent."""
         return self.noise.shared_size + self.meter.shared_size(self._groups)
 
     def shared_values(self) -> list[float]:
@@ -88,7 +88,7 @@ class GradientStatistics:
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def take_shared(self, values: list[float], *, first: bool) -> None:
-        """The same as all ranks got them; ``first`` on rank 0."""
+        """Take rank 0's values as all ranks received them; ``first`` on rank 0."""
         noise = self.noise.shared_size
         self.noise.take_shared(values[:noise])
         if len(values) > noise:
@@ -99,11 +99,9 @@ class GradientStatistics:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            step: the step.
-            steps: committed ones.
             replicas: ranks whose gradients are added up.
             exact: whether gradients travel in a form that gives statistics.
             spacing: one in so many steps does.
@@ -120,28 +118,28 @@ class GradientStatistics:
 
     @property
     def due(self) -> bool:
-        """Whether anything of this step is measured."""
+        """True if anything is measured in this step."""
         return self._noise_due or self._variance_due or self._norms_due
 
     @property
     def in_units(self) -> bool:
-        """Whether something of this step is measured in the optimizer's units, if it has any."""
+        """True if this step measures in the optimizer's units, if it has any."""
         return self._noise_due
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self._local = [0.0] * self.norms_size
 
     def carry(self) -> None:
-        """Another micro-step begins."""
+        """Keep the norms of this micro-step for the next one."""
         self._carried = self.local_norms()
 
     def scale_carried(self, factor: float) -> None:
-        """Shares of the earlier micro-steps are ``factor`` times what they were taken to be."""
+        """Scale the norms of earlier micro-steps, whose shares are ``factor`` times what they were taken to be."""
         self._carried = [norm * factor for norm in self._carried]
 
     def add(self, bucket: MeasuredGradient, weight: float) -> None:
-        """The bucket holds this rank's gradient times ``weight``, its share of the step's samples."""
+        """Add a bucket that holds this rank's gradient times ``weight``, its share of the step's samples."""
         if not weight:
             return
         norm = None
@@ -156,11 +154,11 @@ class GradientStatistics:
             self._local[place] = added(self._local[place], norm)
 
     def local_norms(self) -> list[Number]:
-        """Of this rank's gradients, all micro-steps so far."""
+        """Return the squared norms of this rank's gradients, summed over the micro-steps so far."""
         return [added(carried, local) for carried, local in zip(self._carried, self._local, strict=True)]
 
     def mean_norms(self, buckets: Sequence[MeasuredGradient], *, first: bool, everywhere: bool) -> list[Number]:
-        """What is to be known of the step's mean gradient, for :meth:`take_mean_norms`.
+        """Return the norms of the step's mean gradient, for :meth:`take_mean_norms`.
 
         Args:
             buckets: these hold it.
@@ -176,10 +174,9 @@ class GradientStatistics:
         return found
 
     def take_mean_norms(self, numbers: Sequence[Number], add_up: _AddUp | None = None) -> None:
-        """What :meth:`mean_norms` has found.
+        """Take the numbers returned by :meth:`mean_norms`.
 
         Args:
-            numbers: these.
             add_up: adds up numbers over all ranks, where each measures its part.
         """
         known, size = read(numbers), 2 * self._groups
@@ -192,10 +189,9 @@ class GradientStatistics:
             self._plain_mean = self._whole(known[-size:], add_up)
 
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
-        """Where each rank has a part of the step's mean gradient: what all ranks add up for :meth:`take_mean`.
+        """Return the norms of this rank's part of the mean gradient, which ranks sum for :meth:`take_mean`.
 
-        Returns:
-            :attr:`mean_size` numbers; zeros for what is not measured.
+        Returns :attr:`mean_size` numbers; zeros for what is not measured.
         """
         self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
         found = [0.0] * self._groups
@@ -208,7 +204,7 @@ class GradientStatistics:
         return found + found
 
     def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """The same, added up over all ranks; ``first`` on rank 0. All ranks know the gradient's norms by that."""
+        """Take the norms of the mean summed over all ranks, which all then know; ``first`` on rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self._noise_due else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self._norms_due else None
@@ -219,7 +215,6 @@ class GradientStatistics:
         """Take in what the pass has shown, after :meth:`take_mean_norms`.
 
         Args:
-            step: the step.
             norms: :meth:`local_norms`, added up over all ranks.
             grad_scale: AMP's loss scale that is still in the gradients.
             goes_on: this pass added its loss's gradient to what the pass before had reduced.
@@ -246,7 +241,7 @@ class GradientStatistics:
             self.meter.take_norms(plain)
 
     def collect_alone(self, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
-        """One replica without accumulation: the buckets hold its gradient, whose norms are all that it tells."""
+        """Measure the gradient norms of a single replica without accumulation, from its buckets."""
         if self._norms_due:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
@@ -256,7 +251,7 @@ class GradientStatistics:
         return self._whole(read(self._squared_norms(buckets, preconditioned)), None)
 
     def _squared_norms(self, buckets: Sequence[MeasuredGradient], preconditioned: bool) -> list[Number]:
-        """The same, of buckets that hold the whole mean, and then of those that hold a part of it."""
+        """Return the squared norms of buckets that hold the whole mean, then of those that hold a part of it."""
         sums: list[Any] = [0.0] * self._groups
         parts: list[Any] = [0.0] * self._groups
         for bucket in buckets:
@@ -266,7 +261,7 @@ class GradientStatistics:
         return [*sums, *parts]
 
     def _whole(self, known: Sequence[float], add_up: _AddUp | None) -> list[float]:
-        """Of the whole mean."""
+        """Return the norms of the whole mean: whole sums plus the parts that `add_up` sums over ranks."""
         groups = self._groups
         parts = add_up(known[groups:]) if add_up is not None else known[groups:]
         return [each + part for each, part in zip(known[:groups], parts, strict=True)]
@@ -274,7 +269,7 @@ class GradientStatistics:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def applied(self) -> None:
-        """It is about to apply the gradients of the latest backward pass: what was found counts now."""
+        """Commit the statistics of the latest backward pass, because its gradients are about to be applied."""
         self.noise.applied()
         if self.meter.on:
             self.meter.applied(self._replicas)

@@ -24,12 +24,10 @@ _EVERY = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pending:
-    """What a backward pass has found, to count once the optimizer has applied its gradients.
+    """Estimates of a backward pass, which count once the optimizer has applied its gradients.
 
     Attributes:
         estimates: raw noise scale of each group.
-        step: the step.
-        replicas: world size.
         preconditioned: whether norms are in the optimizer's units.
     """
 
@@ -44,15 +42,15 @@ class StatesSource(Protocol):
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """By parameter."""
+        """Optimizer state by parameter."""
 
     @property
     def adam_like(self) -> bool:
-        """Whether it divides gradients by a running size of theirs."""
+        """True if the optimizer divides gradients by a running estimate of their size."""
 
     @property
     def outdated(self) -> bool:
-        """Whether nothing can be measured at present; the same on all ranks."""
+        """True if nothing can be measured at present; the same on all ranks."""
 
 
 class NoiseTracker:
@@ -104,7 +102,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """What rank 0 knows of the signal beside its noise."""
+        """Signal beside its noise, as rank 0 knows it."""
         return self._smoothed.signal
 
     @property
@@ -131,7 +129,7 @@ class NoiseTracker:
         return step < _DENSE_STEPS or step % _EVERY == 0
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
-        """What the optimizer multiplies the bucket's gradients with at present; None where it is not of Adam's kind."""
+        """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
         source: Any = self._source or self._optimizer
         if self._adam_like is None and source.state:
             self._adam_like = self._source.adam_like if self._source is not None else is_adam_like(self._optimizer)
@@ -155,11 +153,9 @@ class NoiseTracker:
         """Estimate from several gradients, by parameter group; see ``estimate``.
 
         Args:
-            step: the step.
             mean_sq_norms: means of the squared norms of all gradients, weighted by their samples.
             sq_norms_of_mean: squared norms of the weighted mean of them.
             gradients: how many there are, 2 or more.
-            replicas: world size.
             preconditioned: whether norms are in the optimizer's units.
             goes_on: this pass added its loss's gradient to what the pass before had reduced, so each gradient has only
                 this loss's own noise.
@@ -178,11 +174,11 @@ class NoiseTracker:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
-        """Whether norms of these are in the optimizer's units."""
+        """True if norms of these buckets are in the optimizer's units."""
         return any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
-        """The optimizer has applied the gradients of the latest backward pass: what it found counts now."""
+        """Commit the estimates of the latest backward pass, whose gradients were applied."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -206,7 +202,7 @@ class NoiseTracker:
 
     @property
     def shared_size(self) -> int:
-        """How many values these are."""
+        """Number of values that rank 0 shares."""
         return 2 * self._groups + 2
 
     def take_shared(self, values: list[float]) -> None:
@@ -230,7 +226,7 @@ class NoiseTracker:
             preconditioner.invalidate()
 
     def rebuilt(self, groups: int, every: int | None) -> None:
-        """Buckets are laid out anew.
+        """Rebuild the tracker for buckets of `groups` parameter groups.
 
         Args:
             groups: of parameters; where there are others than before, estimates start afresh.

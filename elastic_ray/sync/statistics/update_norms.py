@@ -1,4 +1,4 @@
-"""How far an optimizer's step moves the parameters (torch)."""
+"""Norm of the parameter change made by an optimizer step (torch)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ def with_update_norms(
     Args:
         optimizer: about to step, at the rates that it is to step with.
         groups: its trainable parameters, by parameter group.
-        apply: has it step.
         whole: whether it holds the whole state.
 
-    Returns:
-        What ``apply`` returns, and the 2-norms.
+    Returns what ``apply`` returns, and the 2-norms.
     """
     steps = [_GroupStep(optimizer, *each, whole=whole) for each in zip(optimizer.param_groups, groups, strict=True)]
     result = apply()
@@ -39,7 +37,7 @@ def with_update_norms(
 
 
 class _GroupStep:
-    """One parameter group's part of a step that is about to be made."""
+    """Measures one parameter group's part of a step that is about to be made."""
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class _GroupStep:
         self._before = [p.detach().clone() for p in params] if self._rate is None else []
 
     def norm(self) -> float:
-        """How far the group has moved, once the step is made."""
+        """Return the norm of the group's change, once the step is made."""
         if self._rate is not None:
             return self._rate * _norm(self._steps())
         if self._before:
@@ -62,7 +60,7 @@ class _GroupStep:
         return _norm(self._before)
 
     def _steps(self) -> list[torch.Tensor]:
-        """What SGD has multiplied with the rate."""
+        """Return the tensors that SGD has multiplied by the learning rate."""
         stepped = [p for p in self._params if p.grad is not None]
         if self._options["momentum"]:
             return [self._optimizer.state[p]["momentum_buffer"] for p in stepped]
@@ -70,7 +68,7 @@ class _GroupStep:
 
 
 def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether what this group's parameters move by is found in the optimizer after its step."""
+    """True if the optimizer's state after the step gives the change of this group's parameters."""
     if type(optimizer) is not torch.optim.SGD or options.get("fused") or options["nesterov"]:
         return False
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:

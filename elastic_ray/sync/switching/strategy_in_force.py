@@ -52,7 +52,7 @@ _WATCH_EVERY = 64
 
 
 def settings_of(auto: Auto) -> ChoiceSettings:
-    """How a choice is made that a user asks for."""
+    """Return the choice settings that an ``Auto`` builder asks for."""
     return ChoiceSettings(exact=auto.exact, trials=auto.trials, trial_steps=auto.trial_steps, gain=auto.gain)
 
 
@@ -60,7 +60,6 @@ class StrategyTuner:
     """Finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
 
     Args:
-        context: the run.
         settings: how the choice is made.
         model: whose strategy is chosen.
         strategy: that training begins with.
@@ -84,17 +83,17 @@ class StrategyTuner:
 
     @property
     def strategy(self) -> Strategy:
-        """To be in force from the next step on."""
+        """Strategy to be in force from the next step."""
         return self._choice.strategy
 
     @property
     def choice(self) -> Choice:
-        """Where the choice stands."""
+        """State of the choice."""
         return self._choice
 
     @property
     def agenda(self) -> str:
-        """What must be equal on all ranks, that their measurements meet."""
+        """Settings as text, equal on all ranks so that their measurements are comparable."""
         return repr(self._settings)
 
     def tell(self, table: Callable[[], str]) -> None:
@@ -120,7 +119,7 @@ class StrategyTuner:
         self._context.tell("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
-        """A backward pass has ended, and its gradients are reduced; the first one of a step is measured."""
+        """Measure the first reduced backward pass of a step."""
         step, ledger = self._context.ledger.step, self._context.ledger
         if step is None or step is self._step:
             return
@@ -145,10 +144,7 @@ class StrategyTuner:
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
         known = all(row[0] for row in rows)
         steps, *counts = (max(column) for column in zip(*rows, strict=True))
-        return Measured(
-            step_s=steps / 1e9 if known else None,
-            rows=dict(zip(touched, counts, strict=True)),
-        )
+        return Measured(step_s=steps / 1e9 if known else None, rows=dict(zip(touched, counts, strict=True)))
 
     def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Option, ...]:
         profile = with_rows(self._model.profile, rows)
@@ -156,7 +152,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=exact, works=works)
 
     def enter_group(self) -> None:
-        """A group was entered: go on with what is known of such a one, or begin to measure."""
+        """Enter a group: continue with what is known of its topology, or start to measure."""
         self._since_s, self._step = None, None
         topology = self._model.topology
         device = self._model.device.type
@@ -174,11 +170,11 @@ class StrategyTuner:
         self._before = self._choice
 
     def remember(self) -> None:
-        """A step begins."""
+        """Remember the choice at the start of a step."""
         self._before = self._choice
 
     def roll_back(self) -> None:
-        """It was lost, and with it what was measured in it."""
+        """Restore the choice from before the lost step, without its measurements."""
         self._choice = self._before
         self._since_s, self._step = None, None
 
@@ -202,7 +198,7 @@ class StrategyTuner:
 
 
 def _alone(strategy: Strategy) -> Choice:
-    """One worker has nothing to synchronise, and nothing to choose."""
+    """Return the final choice of a single worker, which has nothing to synchronise."""
     return Choice(strategy=strategy, phase=Phase.KEPT)
 
 
@@ -218,21 +214,17 @@ class _Asked:
 
 
 class StrategyInForce:
-    """See the module's text.
+    """Strategy of one model with its plan, and the change to another strategy or tuner.
 
     Args:
-        context: the run.
         model: what it is planned for.
         builder: of the first strategy.
         number: of the model, in the order in which the loop wraps them.
 
     Attributes:
-        plan: in force.
-        digest: of the plan.
         takes: how often buckets were laid out anew since the present group was entered; equal on all ranks.
 
-    Raises:
-        StrategyError: the strategy cannot be carried out for this model and optimizer.
+    Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
@@ -263,12 +255,12 @@ class StrategyInForce:
 
     @property
     def profile(self) -> ModelProfile:
-        """What a planner needs to know of the model."""
+        """Profile of the model for a planner."""
         return self._model.profile
 
     @property
     def device(self) -> torch.device:
-        """Of the model's gradients."""
+        """Device of the model's gradients."""
         return self._model.device
 
     @property
@@ -283,12 +275,12 @@ class StrategyInForce:
 
     @property
     def pending(self) -> bool:
-        """Whether another strategy, or another tuner, is to take effect."""
+        """True if another strategy or tuner is about to take effect."""
         return self._asked is not None or self._wanted is not None
 
     @property
     def label(self) -> str:
-        """What a user calls the present strategy, and the one that is to take effect."""
+        """Name of the present strategy, and of the one about to take effect."""
         asked = self._asked.strategy if self._asked is not None else self._wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
@@ -304,7 +296,7 @@ class StrategyInForce:
 
     @property
     def agenda(self) -> str:
-        """What follows a step's reductions, on all ranks alike; empty for nothing."""
+        """Measurement agenda of a step, equal on all ranks; empty if there is none."""
         return self.tuner.agenda if self.tuner is not None else ""
 
     @property
@@ -319,7 +311,7 @@ class StrategyInForce:
         return f"{CHOSEN}{self._key}" if in_force else None
 
     def works(self, plan: SyncPlan) -> bool:
-        """Whether a plan can be carried out."""
+        """True if the model can carry out the plan."""
         try:
             self._model.check(plan)
         except StrategyError:
@@ -327,13 +319,12 @@ class StrategyInForce:
         return True
 
     def ask(self, given: object) -> None:
-        """Go on with another strategy from the next step on; ``Auto`` begins to choose. All ranks must ask alike.
+        """Continue with another strategy from the next step on; ``Auto`` begins to choose. All ranks must ask alike.
 
         Args:
             given: as of ``AdaptiveDataParallel(strategy=...)``.
 
-        Raises:
-            StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
+        Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
         builder = resolve_strategy(given)
         strategy = builder.build(self.profile, self.topology)
@@ -346,7 +337,7 @@ class StrategyInForce:
         self._asked = _Asked(strategy, tuner)
 
     def before_forward(self) -> None:
-        """Between two steps, or in one: want what the tuner does."""
+        """Adopt the tuner's wish, between two steps or in one."""
         if self.tuner is not None:
             self.tuner.tell(lambda: str(self.explain()))
             wanted = self.tuner.strategy
@@ -374,12 +365,12 @@ class StrategyInForce:
         return self.plan
 
     def follow_rows(self, tables: Mapping[int, RowBucket]) -> None:
-        """These tables' rows travel, by the position of their buckets."""
+        """Use these row buckets, keyed by their positions in the plan."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
     def reduced(self, bucket_s: Sequence[float]) -> None:
-        """A pass's gradients are reduced, on all ranks.
+        """Record the reduction of a pass's gradients on all ranks.
 
         Args:
             bucket_s: from the beginning of each bucket's reduction to its end [s].
@@ -389,7 +380,7 @@ class StrategyInForce:
             self.tuner.reduced()
 
     def stepped(self) -> None:
-        """The optimizer was asked to step."""
+        """Record when the optimizer was asked to step."""
         now_s, steps = time.perf_counter(), self._context.states.progress.steps
         if self._stepped is not None and steps == self._stepped[0] + 1:
             self._step_s.append(now_s - self._stepped[1])
@@ -407,13 +398,13 @@ class StrategyInForce:
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
     def remember(self) -> None:
-        """A step begins."""
+        """Remember the request at the start of a step."""
         self._asked_before, self._entering = self._asked, False
         if self.tuner is not None:
             self.tuner.remember()
 
     def roll_back(self) -> None:
-        """It was lost, and with it what its body has asked for."""
+        """Restore the request from before the lost step."""
         self._stepped, self._asked = None, self._asked_before
         if self.tuner is not None:
             self.tuner.roll_back()
@@ -426,11 +417,7 @@ class StrategyInForce:
         tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
-        return {
-            "given": self._given,
-            "strategy": strategy,
-            "tuner": tuner.capture() if tuner is not None else None,
-        }
+        return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Take over a captured state; whether buckets are to be laid out anew.
@@ -455,7 +442,7 @@ class StrategyInForce:
         return tuner
 
     def explain(self) -> StrategyTable:
-        """What is done, and why."""
+        """Return a table of the synchronisation of each parameter, and why."""
         times: dict[int, float] = {}
         if self._bucket_s:
             times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}

@@ -1,1 +1,1 @@
-"""How do the gradients of tables travel of which a step touches few rows? (torch)"""
+"""Gradients of tables of which a step touches few rows (torch)."""

@@ -1,9 +1,10 @@
-"""One table's gradient on its way from ``.grad`` and back to it, as touched rows (torch)."""
+"""Gradient of one table as touched rows, on its way from ``.grad`` and back (torch)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from elastic_ray.sync.tables.touched_rows import (
 
 
 class RowBucket:
-    """See ``GradientBucket``, which this is, of one table.
+    """Gradient of one table as rows, on its way from ``.grad`` and back to it; used as a ``Bucket`` is.
 
     Args:
         index: position in the order of reduction.
@@ -29,8 +30,6 @@ class RowBucket:
 
     Attributes:
         index, group: as given.
-        params: the table alone.
-        table: as given.
         complete: whether the pass has reached it.
         held: what the bucket holds.
         is_sparse: whether ``.grad`` is to be sparse; None while no rank and no micro-step had a gradient.
@@ -55,70 +54,70 @@ class RowBucket:
         self._preconditioner: RowPreconditioner | None = None
 
     def begin_step(self) -> None:
-        """Nothing of an earlier step counts any more."""
+        """Discard what an earlier step has left."""
         self._used = []
         self._written = None
         self.is_sparse = None
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self.complete, self._additions = True, 1
 
     def begin_filling(self, *, alone: bool) -> None:
-        """The table's gradient stays where it is."""
+        """Do nothing: the table's gradient stays where it is."""
 
     def reach(self, place: int) -> None:
-        """The table's gradient stays where it is."""
+        """Do nothing: the table's gradient stays where it is."""
 
     def add_again(self, param: torch.Tensor) -> None:
-        """The pass adds to the gradient once more, by a backward pass within it."""
+        """Note that a nested backward pass adds to the gradient once more."""
         self._additions += 1
 
     def mark_incomplete(self) -> None:
-        """The backward pass has ended without having reached the table."""
+        """Mark that the backward pass has ended without having reached the table."""
         self.complete = False
 
     def carry(self) -> None:
-        """Another micro-step begins: keep what the ones before have left in the bucket."""
+        """Start another micro-step and keep what earlier ones have left in the bucket."""
         self._carried = self._kept()
 
     def drop_carried(self) -> None:
-        """What :meth:`carry` has kept is not needed any more."""
+        """Discard what :meth:`carry` has kept."""
         self._carried = None
 
     @property
     def sliced(self) -> bool:
-        """Whether each rank receives a part of the mean."""
+        """False: every rank receives the whole mean."""
         return False
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the gradient."""
+        """Dtype of the gradient."""
         return self.table.param.dtype
 
     @property
     def used(self) -> Sequence[bool]:
-        """Whether the table had a gradient in any micro-step of an accumulation."""
+        """Flag of the table: True if it had a gradient in any micro-step of an accumulation."""
         return self._used
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """Whether it had one on this rank when the bucket was filled."""
+        """Flag of the table: True if it had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
-    def share(self, factor: float) -> TouchedRows:
-        """What it holds times ``factor``, for :meth:`add`."""
+    def share(self, factor: float) -> Any:
+        """Return the held rows times ``factor``, for :meth:`add`."""
         return self.held.scaled(factor)
 
-    def carried_share(self, factor: float = 1.0) -> TouchedRows | None:
-        """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
+    def carried_share(self, factor: float = 1.0) -> Any:
+        """Return the rows kept by :meth:`carry` times ``factor``, for :meth:`add`."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
-        """What it holds as one vector of the whole table's size."""
+        """Return the gradient as one vector of the whole table's size."""
         return self.held.to_dense().reshape(-1)
 
-    def add(self, share: TouchedRows) -> None:
+    def add(self, share: Any) -> None:
         """Add a share to what it holds."""
         self.held = added_up([self.held, share])
 
@@ -127,12 +126,12 @@ class RowBucket:
         self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
-        """What the optimizer multiplies rows with."""
+        """Return the optimizer's factors for rows."""
         self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
         return self._preconditioner
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Of what it holds, each element times the preconditioner's."""
+        """Return the squared norm of the held rows, each element multiplied by the preconditioner's."""
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
@@ -140,11 +139,11 @@ class RowBucket:
         return self.held.values.sum().to(torch.float32)
 
     def is_finite(self) -> bool:
-        """Whether all that it holds is finite."""
+        """True if all held values are finite."""
         return bool(self.held.values.isfinite().all())
 
     def sum_up(self) -> None:
-        """The table's gradient stays what it is while it is reduced."""
+        """Do nothing: the table's gradient does not change while it is reduced."""
 
     @property
     def is_summed_up(self) -> bool:
@@ -152,7 +151,7 @@ class RowBucket:
         return False
 
     def own_is_finite(self) -> bool:
-        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
         grad = self.table.param.grad
         tensors = [] if grad is None else [grad._values() if grad.is_sparse else grad]
         if self._carried is not None:
@@ -160,10 +159,9 @@ class RowBucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float) -> None:
-        """The gradient's rows, weighted; none where there is no gradient.
+        """Put the gradient's weighted rows into the bucket; none where there is no gradient.
 
-        Raises:
-            RuntimeError: a hook has taken the gradient away.
+        Raises RuntimeError: a hook has taken the gradient away.
         """
         param = self.table.param
         self._has_gradient = param.grad is not None
@@ -202,7 +200,7 @@ class RowBucket:
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:
-        """What it holds as a whole table, to be reduced in place."""
+        """Return the gradient as a whole table, to be reduced in place."""
         if self.held.ids is not None:
             flat = self._memory().zero_()
             flat.index_copy_(0, self.held.ids, self.held.values)
@@ -210,7 +208,7 @@ class RowBucket:
         return self.held.values
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """What it holds into ``.grad``; ``used`` tells whether the table had a gradient on any rank."""
+        """Copy the held rows into ``.grad``; ``used`` returns whether the table had a gradient on any rank."""
         param = self.table.param
         if param.grad is None and not any(used()):
             return
@@ -221,7 +219,7 @@ class RowBucket:
 
     @property
     def goes_on(self) -> bool:
-        """Whether ``.grad`` still holds what was reduced: this backward pass has added to it, and nothing zeroed it."""
+        """True if ``.grad`` still holds the reduced gradient: this pass has added to it and nothing zeroed it."""
         grad = self.table.param.grad
         if self._written is None or grad is None:
             return False
@@ -234,11 +232,11 @@ class RowBucket:
         self._flat = None
 
     def _kept(self) -> TouchedRows:
-        """What it holds, in memory that nothing writes to."""
+        """Return the held rows in memory that nothing writes to."""
         return self.held if self.held.ids is not None else self.held.scaled(1.0)
 
     def _memory(self) -> torch.Tensor:
-        """Of a whole table, kept: fresh memory costs a third of a reduction's time."""
+        """Return the kept memory of a whole table; fresh memory costs a third of a reduction's time."""
         if self._flat is None:
             self._flat = torch.empty_like(self.table.param.detach(), memory_format=torch.contiguous_format)
         return self._flat

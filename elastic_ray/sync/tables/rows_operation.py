@@ -1,4 +1,4 @@
-"""Only the rows of a table travel that a step has touched: Parallax (EuroSys 2019) in collectives (torch).
+"""Exchange of a table's touched rows only: Parallax (EuroSys 2019) with collectives (torch).
 
 Every rank tells how many rows it has, and sends them with that where they fit into the room that all expect from
 the step before. Rows that do not fit are gathered in a second round, padded to the most that one rank has; and where
@@ -26,7 +26,7 @@ _HEAD_BYTES = 16  # the number of rows, and their layout
 
 
 class RowsOperation:
-    """See the module's text, and ``BucketOperation``, which this is.
+    """Exchanges the touched rows of one table; implements ``BucketOperation``.
 
     What it keeps is how much room the next step's rows are given, which follows from what all ranks have told in this
     group's steps: in another group it begins anew.
@@ -41,7 +41,7 @@ class RowsOperation:
         self._sparse: bool | None = None
 
     def launch(self, bucket: RowBucket, group: GradientCollectives) -> Sequence[Any]:
-        """How many rows each rank has, in which layout, and the rows where there is room for them."""
+        """Launch the gather of each rank's row count and layout, with the rows that fit."""
         if self._group is None or self._group() is not group:
             self._group, self._room = weakref.ref(group), 0
         return self._gather(bucket, group, self._room)
@@ -59,7 +59,7 @@ class RowsOperation:
         return ()
 
     def _look(self, bucket: RowBucket, group: GradientCollectives) -> Sequence[Any]:
-        """After the first round: what all ranks have told decides, alike on all of them, how to go on."""
+        """Decide the next round from the counts and layouts of all ranks; the same on each of them."""
         assert self._gathered is not None
         heads = self._gathered.view(group.world_size, -1)[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
         self._counts = [count for count, _ in heads]
@@ -105,7 +105,7 @@ class RowsOperation:
         self._gathered = None
 
     def commit(self) -> None:
-        """What it keeps counts at once: it is no part of the training's state."""
+        """Do nothing: what the operation keeps is no part of the training's state."""
 
     def void(self) -> None:
         """Leave all memory to works that were given up."""
@@ -113,7 +113,7 @@ class RowsOperation:
 
 
 def pays(most: int, table: int, world_size: int) -> bool:
-    """Whether rows are gathered: together, padded to ``most`` of each rank, they are no more than the table has.
+    """True if gathering rows pays: padded to ``most`` for each rank, they are no more than the table has.
 
     By bytes the all-gather would win up to twice as many, but adding them up takes time too: measured, the two are
     equal at some 50 % of the rows with 2 ranks, and at 25 % with 4.
@@ -128,7 +128,7 @@ def _nbytes(count: int, values: torch.Tensor) -> int:
 
 
 def _cut(packed: torch.Tensor, count: int, like: TouchedRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the numbers and the rows lie."""
+    """Split a packed buffer into row ids and row values."""
     width = like.values.shape[1]
     first = _HEAD_BYTES + count * _ID_BYTES
     last = first + count * width * like.values.element_size()

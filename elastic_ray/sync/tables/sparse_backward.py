@@ -14,7 +14,6 @@ class SparseBackward:
 
     Args:
         layer: an ``Embedding`` or ``EmbeddingBag``; others are left alone.
-        param: its table.
     """
 
     def __init__(self, layer: torch.nn.Module, param: torch.nn.Parameter) -> None:
@@ -62,7 +61,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _accumulates(param: torch.Tensor) -> bool:
-    """Whether the backward pass in progress adds to ``.grad``."""
+    """True if the backward pass in progress adds to the parameter's ``.grad``."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -120,7 +119,7 @@ class _Switch:
 
 
 def _has_strange_hooks(param: torch.nn.Parameter) -> bool:
-    """Whether user code looks at gradients before they have the layout that it expects."""
+    """True if user hooks see gradients before they have the expected layout."""
     hooks = [*(param._backward_hooks or {}).values(), *_after_accumulation(param)]
     return any(not _is_ours(hook) for hook in hooks)
 
@@ -130,6 +129,6 @@ def _after_accumulation(param: torch.nn.Parameter) -> list[Any]:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook is of this package; one that was registered after ours sees the layout that it expects."""
+    """True if a hook belongs to this package; hooks registered after ours see the expected layout."""
     function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", "")).startswith("elastic_ray.sync.")

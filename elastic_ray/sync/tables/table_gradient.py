@@ -21,10 +21,9 @@ _LONGEST_PAUSE = 64
 
 
 class TableGradient:
-    """See the module's text.
+    """Tracks which rows of a table's ``.grad`` are touched, and in which layout user code sees it.
 
     Args:
-        param: the table.
         update: the layout that ``.grad`` is to have: ``"sparse"``, ``"dense"``, or ``"auto"`` for that which the
             layers are set to.
     """
@@ -43,7 +42,7 @@ class TableGradient:
         self._pause, self._left = 0, 0
 
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Be told of all layers that use the table, as far as the module tree tells."""
+        """Take all layers that use the table, as far as the module tree tells."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
         if self._shows == "auto":
@@ -67,7 +66,7 @@ class TableGradient:
 
     @property
     def gives_sparse(self) -> bool | None:
-        """Whether what is in ``.grad`` has to be sparse; None if there is nothing."""
+        """True if ``.grad`` has to be sparse; None if there is none."""
         if self.param.grad is None:
             return None
         return self.param.grad.is_sparse if self._shows == "auto" else self._shows == "sparse"
@@ -86,7 +85,7 @@ class TableGradient:
             self.param.grad, self._aside = self._aside, None
 
     def rows(self) -> TouchedRows:
-        """Of ``.grad``, which there must be. Its tensors may be those of ``.grad``."""
+        """Return the touched rows of ``.grad``, which must exist; the result may share its tensors."""
         grad = self.param.grad
         assert grad is not None
         if grad.is_sparse:
@@ -120,12 +119,12 @@ class TableGradient:
             self._know(grad, rows.ids)
 
     def _before(self, grad: torch.Tensor) -> None:
-        """A gradient has come, and will be added to ``.grad``."""
+        """Note the rows of a gradient that autograd will add to ``.grad``."""
         self._incoming = grad._indices()[0] if grad.is_sparse else None
 
     @torch.no_grad()
     def _after(self, param: torch.Tensor) -> None:
-        """It was added: let ``.grad`` have the layout that it should."""
+        """Give ``.grad`` its expected layout, after autograd has added to it."""
         incoming, self._incoming = self._incoming, None
         grad = param.grad
         if grad is None:
@@ -141,7 +140,7 @@ class TableGradient:
                 self._know(grad, torch.unique(torch.cat([ids, incoming])))
 
     def _show(self, rows: TouchedRows) -> None:
-        """Rows as a dense gradient, in the memory of the one before where nothing else has a hold of that."""
+        """Show rows as a dense gradient, in the memory of the one before unless something else uses that."""
         own = self._own
         if own is None or _users(own) > 1 or own.shape != self.param.shape or own.device != self.param.device:
             self._own = own = torch.zeros_like(self.param, memory_format=torch.contiguous_format)
@@ -173,7 +172,7 @@ class TableGradient:
 
 
 def _users(tensor: torch.Tensor) -> int:
-    """How many tensors lie in the memory of this one, itself included."""
+    """Return the number of tensors that use this one's memory, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 

@@ -15,7 +15,7 @@ _SAMPLED_ROWS = 4096
 
 
 class RowPreconditioner:
-    """As ``batch.statistics.preconditioner``, for some rows at a time. It stays as it is while the optimizer goes on.
+    """Row-wise form of ``batch.statistics.preconditioner``. It stays as it is while the optimizer continues.
 
     Its floor is a thousandth of the root mean square of all denominators; of a large table, of every n-th row's.
     """
@@ -56,7 +56,7 @@ _USED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "exp_inf", "s
 
 
 def _cut(state: Mapping[str, Any], rows: Any) -> dict[str, Any]:
-    """The same with some rows of each table."""
+    """Select rows of each table in an optimizer state."""
     return {k: rows(v) if isinstance(v, torch.Tensor) and v.ndim == 2 else v for k, v in state.items()}
 
 
@@ -70,10 +70,11 @@ def _copied(value: Any, memory: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TouchedRows:
-    """See the module's text. Nothing changes its tensors: what is computed from it lies in memory of its own.
+    """Gradient of a table as its touched rows.
+
+    Nothing changes its tensors: what is computed from it lies in memory of its own.
 
     Attributes:
-        table: rows of the whole table.
         ids: [k] numbers of the rows, ascending and each once; None where they are all.
         values: [k, d] the rows.
     """
@@ -97,14 +98,14 @@ class TouchedRows:
         return marks.index_fill_(0, self.at(), 1)
 
     def only(self, marks: torch.Tensor) -> TouchedRows:
-        """Of a whole table, the rows whose mark is not 0."""
+        """Return the rows whose mark is not 0; `self` must be a whole table."""
         ids = marks.nonzero().squeeze(1)
         if ids.numel() == self.table:
             return self
         return dataclasses.replace(self, ids=ids, values=self.values.index_select(0, ids))
 
     def scaled(self, factor: float) -> TouchedRows:
-        """All of it times ``factor``."""
+        """Return all rows times ``factor``."""
         return dataclasses.replace(self, values=self.values * factor)
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
@@ -116,13 +117,13 @@ class TouchedRows:
         return None if weights is None else weights.of(self.ids).reshape(-1)
 
     def to_dense(self) -> torch.Tensor:
-        """As a whole table."""
+        """Return the gradient as a whole table."""
         if self.ids is None:
             return self.values.clone()
         return self.values.new_zeros(self.table, self.values.shape[1]).index_copy_(0, self.ids, self.values)
 
     def to_sparse(self) -> torch.Tensor:
-        """As a coalesced sparse tensor, in memory of its own."""
+        """Return the gradient as a coalesced sparse tensor with memory of its own."""
         shape = (self.table, self.values.shape[1])
         return torch.sparse_coo_tensor(
             self.at()[None].clone(), self.values.clone(), shape, is_coalesced=True, check_invariants=False
@@ -130,19 +131,19 @@ class TouchedRows:
 
 
 def no_rows(param: torch.Tensor) -> TouchedRows:
-    """Of a table that was not used."""
+    """Return an empty gradient for a table that was not used."""
     none = torch.empty(0, dtype=torch.int64, device=param.device)
     return TouchedRows(table=param.shape[0], ids=none, values=param.detach().new_empty(0, param.shape[1]))
 
 
 def rows_of_sparse(grad: torch.Tensor) -> TouchedRows:
-    """Of a sparse gradient; rows that it names several times are added up."""
+    """Return the rows of a sparse gradient; rows that it names several times are summed."""
     grad = grad.detach().coalesce()
     return TouchedRows(table=grad.shape[0], ids=grad._indices()[0], values=grad._values())
 
 
 def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
-    """Of a dense gradient, by a look at all of it: the rows that are not zero, NaN included."""
+    """Return the rows of a dense gradient that are not zero, NaN included; scans all of it."""
     ids = ((grad.amax(1) != 0) | (grad.amin(1) != 0)).nonzero().squeeze(1)
     if ids.numel() == grad.shape[0]:
         return TouchedRows(table=grad.shape[0], ids=None, values=grad)
@@ -170,7 +171,7 @@ def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
 
 
 def _added_up_in_bags(parts: Sequence[TouchedRows], all_ids: torch.Tensor) -> TouchedRows:
-    """The same in less than half the time: each row is a bag of those of the parts that have it, in their order."""
+    """Sum the parts with ``embedding_bag``: each row is a bag of its parts, in order; takes less than half the time."""
     ids, order = torch.sort(all_ids, stable=True)
     ids, counts = torch.unique_consecutive(ids, return_counts=True)
     bags = torch.cumsum(counts, 0).sub_(counts)

@@ -1,4 +1,4 @@
-"""What every objective is, and what it may know: each job's speed and cost on each node type by size."""
+"""Base of objectives, and their input: each job's speed and cost on each node type by size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from placement.goodput.table import Ints
 from placement.policies.goodput.tables import useful
 
 UNKNOWN_S = 3600.0
-"""A job that does not say how long it is, is taken to go on for so long."""
+"""A job that does not say how long it is, is taken to continue for so long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTypeOption:
-    """One job on one node type, at every size.
+    """Speed and cost of one job on one node type, at every size.
 
     Attributes:
         kind: the node type.
@@ -46,7 +46,7 @@ class NodeTypeOption:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedSize:
-    """How many workers a job should have, if the nodes are to be had.
+    """Number of workers that a job should have, if the nodes are available.
 
     Attributes:
         job: name.
@@ -65,7 +65,7 @@ class WantedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What all nodes have cost, and for how many jobs, fading with time.
+    """Cost of all nodes and number of jobs, fading with time.
 
     Attributes:
         hours: that are counted [h].
@@ -78,7 +78,7 @@ class Account:
     job_hours: float = 0.0
 
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """So much later, at such a price: what lies ``memory_h`` hours back counts 1/e."""
+        """Return the account after `hours` at a price; what lies ``memory_h`` hours back counts 1/e."""
         kept = math.exp(-hours / memory_h)
         fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while
         return Account(
@@ -108,7 +108,7 @@ class Demand:
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one job, which pays for whole nodes."""
+        """True if there is only one job, which pays for whole nodes."""
         return len(self.jobs) == 1
 
 
@@ -124,19 +124,18 @@ class Objective(Protocol):
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """What each job should have; jobs that are left out have no use for a node that is to be had."""
+        """Return the size that each job should have; jobs left out have no use for an available node."""
         ...
 
 
 def offers(
     view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], cache: GoodputCache
 ) -> tuple[NodeTypeOption, ...]:
-    """What the job could do on each node type, cheapest per useful sample at its smallest size first.
+    """Return the job's options on all node types; the cheapest per useful sample at its smallest size is first.
 
     A mixed job on spot nodes has its minimum on the cheapest on-demand nodes of the same GPU type.
 
     Args:
-        view: the job.
         types: node types of which some node may be there.
         lasts_h: mean time until a node is taken away, by type [h].
         cache: of what was computed before.

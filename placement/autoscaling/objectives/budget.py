@@ -65,7 +65,7 @@ class Budget:
         }
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
-        """What an hour less is worth now, for each job [USD/h].
+        """Return what saving one hour is worth now, for each job [USD/h].
 
         Args:
             account: what was spent, and for how many jobs.

@@ -1,4 +1,4 @@
-"""Or, Zhang and Freedman's rules for the size of a cluster: what a frugal policy would use of all nodes on offer."""
+"""Cluster sizes by Or, Zhang and Freedman's rules: what a frugal policy would use of all nodes on offer."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class BySize:
 
 
 def throughput_efficiency() -> BySize:
-    """Or et al.'s throughput rule."""
+    """Return the objective of Or et al.'s throughput rule."""
     return BySize(policy=ThroughputEfficiencyPolicy())
 
 
 def utility_cost() -> BySize:
-    """Or et al.'s utility-versus-cost rule."""
+    """Return the objective of Or et al.'s utility-versus-cost rule."""
     return BySize(policy=UtilityCostPolicy())

@@ -23,7 +23,6 @@ class CompletionForecast:
     """A job on one node type until its end, at every size from 1.
 
     Attributes:
-        offer: the node type.
         time_s: until its end [s], infinity where it does not run.
         usd: for the nodes until then [USD].
         score: what is minimised [USD].
@@ -75,7 +74,7 @@ class CostPerProgress:
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
-        """Its best size and GPU type within deadline and budget; of a job held, or not known yet, see ``_blind``."""
+        """Return the job's best size and GPU type within its limits; see ``_blind`` for held or unknown jobs."""
         gpu = demand.gpus[view.job]
         options = demand.offers[view.job]
         if not options[0].known or view.held_at is not None:
@@ -94,7 +93,7 @@ class CostPerProgress:
         return WantedSize(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
     def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand) -> CompletionForecast:
-        """Its end at every size; unknown work is ``UNKNOWN_S`` at the present goodput, or at the smallest size's."""
+        """Forecast the end at every size; unknown work is ``UNKNOWN_S`` at the present or smallest goodput."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
         here = demand.gpus[view.job] == offer.kind.gpu_type
@@ -117,7 +116,7 @@ class CostPerProgress:
     def _best(
         self, forecasts: list[CompletionForecast], view: JobView, gpu: str | None
     ) -> tuple[CompletionForecast, int]:
-        """Where and at which size its score is lowest, within what exploration allows; where it is, if hardly worse."""
+        """Return the explored forecast and size of lowest score; the present type if it is hardly worse."""
         ranked: list[tuple[float, int, int]] = []
         for i, forecast in enumerate(forecasts):
             score = forecast.score[: forecast.offer.limit]
@@ -185,7 +184,7 @@ def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float |
 
 
 def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
-    """Scores with those that miss the target behind all others, the fastest first: exploration may allow no other."""
+    """Scores with those that miss the target after all others, the fastest first: exploration may allow no other."""
     behind = 1e12 * (1.0 + forecast.time_s)
     finite: Floats = np.where(np.isfinite(score), score, behind)
     return finite

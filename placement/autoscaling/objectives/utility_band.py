@@ -82,10 +82,9 @@ def _speeds(offer: NodeTypeOption, least: int) -> Floats:
 
 
 def _climb(speeds: Mapping[str, Floats], least: Mapping[str, int]) -> tuple[list[tuple[str, int]], Floats]:
-    """One worker after the other to where speed rises most, looking past sizes at which it dips.
+    """Add one worker at a time where speed rises most, skipping sizes at which it dips.
 
-    Returns:
-        (job, its workers then) for each worker beyond the minimums, and the sum of speed-ups from the minimums on.
+    Returns (job, its workers then) for each worker beyond the minimums, and the sum of speed-ups from the minimums on.
     """
     hulls = {job: _hull(speed[least[job] :]) for job, speed in speeds.items()}
     heap = [(-float(hull[1] - hull[0]), job, 1) for job, hull in hulls.items() if len(hull) > 1]

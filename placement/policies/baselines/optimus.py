@@ -108,7 +108,7 @@ def _remaining_s(view: JobView) -> float | None:
 
 
 def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster) -> dict[str, Mapping[str, int]]:
-    """Who keeps its count keeps its nodes; the others are placed smallest first, on the roomiest nodes."""
+    """Return nodes for the counts: unchanged jobs keep theirs, others are placed smallest first on the roomiest."""
     placer = WorstFitPlacer(cluster)
     placed: dict[str, Mapping[str, int]] = {}
     waiting: list[JobView] = []

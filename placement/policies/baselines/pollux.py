@@ -141,7 +141,7 @@ def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOptions:
-    """What one job may have.
+    """Sizes that one job may have, with their worth.
 
     Attributes:
         sizes: workers of each option, 1 or more.
@@ -165,8 +165,7 @@ def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
 
     f_j(g) = max over options o of worth_j(o) + f_{j-1}(g - size_j(o)); every job gets an option.
 
-    Raises:
-        ValueError: even the smallest options do not fit together.
+    Raises ValueError: even the smallest options do not fit together.
     """
     if sum(min(choice.sizes) for choice in choices) > slots:
         raise ValueError(f"slots must hold the smallest sizes of all {len(choices)} jobs, but got {slots}")

@@ -135,7 +135,7 @@ class SiaPolicy:
         return targets
 
     def _configurations(self, view: JobView, floor: int, slots: _SlotsByType) -> list[Configuration]:
-        """What the job may have: on each kind of node the powers of two, then whole nodes; its present size too."""
+        """Return the job's configurations: powers of two, then whole nodes of each kind, and its present size."""
         most = max(floor, growth_limit(view))
         found: list[Configuration] = []
         for kind in range(len(slots.types)):
@@ -216,10 +216,7 @@ class _SlotsByType:
 
 
 def _assign(
-    options: Sequence[Sequence[Configuration]],
-    costs: Sequence[Sequence[float]],
-    capacity: Sequence[int],
-    gap: float,
+    options: Sequence[Sequence[Configuration]], costs: Sequence[Sequence[float]], capacity: Sequence[int], gap: float
 ) -> list[int] | None:
     """Index of each job's configuration at the least cost; None if they cannot all have one."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes longer to import than a worker takes to start

@@ -65,7 +65,7 @@ class TiresiasPolicy:
         return sorted(jobs, key=lambda view: (self._entered.get(view.job, 0), view.arrival))
 
     def _share_time(self, order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-        """Who runs is decided on the cluster's sum, then running jobs stay and others are spread."""
+        """Decide which jobs run by the cluster's totals; running jobs stay, and others are spread."""
         totals = FreeResources(cluster)
         runs = [view for view in order if totals.add(view, _asks(view))]
         placer = WorstFitPlacer(cluster)

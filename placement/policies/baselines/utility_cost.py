@@ -57,7 +57,7 @@ class UtilityCostPolicy:
         return "utility_cost"
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
-        """The same policy with these prices of one worker for one hour, by GPU type [USD]."""
+        """Return the policy with these prices of one worker for one hour, by GPU type [USD]."""
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:

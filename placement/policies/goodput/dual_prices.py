@@ -1,4 +1,4 @@
-"""One option for each job so that the sum of values is largest: dual prices instead of an integer program.
+"""Choice of one option for each job so that the sum of values is largest: dual prices instead of an integer program.
 
 Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a price
 on every GPU the jobs no longer depend on each other, each takes argmax of value - price x size, and the price is
@@ -31,7 +31,7 @@ _TINY = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every job may have; J jobs, C options, K GPU types.
+    """Options of every job; J jobs, C options, K GPU types.
 
     Attributes:
         values: worth of each option, (J, C); -inf where it is not possible.
@@ -58,7 +58,7 @@ class Options:
             raise ValueError(f"base must fit into the capacities {self.capacities}, but takes {used}")
 
     def used(self, picks: Ints) -> Floats:
-        """What these options take of each type."""
+        """Return what these options take of each GPU type."""
         rows = np.arange(len(picks))
         sizes = self.sizes[rows, picks].astype(np.float64)
         taken: Floats = np.bincount(self.pool_of[rows, picks], sizes, len(self.capacities)).astype(np.float64)
@@ -113,12 +113,12 @@ def bound(options: Options, multipliers: Floats) -> float:
 
 
 def _spread(options: Options) -> float:
-    """What there is to decide about: the best of every job less its base."""
+    """Return the largest possible gain of the decision: the best option of every job less its base."""
     return float(options.values.max(axis=1).sum() - options.worth(options.base))
 
 
 def _best_responses(options: Options, multipliers: Floats) -> Ints:
-    """What each job takes at these prices."""
+    """Return the best option of each job at these prices."""
     answers: Ints = np.argmax(options.values - multipliers[options.pool_of] * options.sizes, axis=1)
     return answers
 
@@ -181,7 +181,7 @@ def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
 
 
 def _asked(rest: Floats, size: Floats, multiplier: float) -> Floats:
-    """How much of one type each job takes at this price."""
+    """Return how much of one type each job takes at this price."""
     asked: Floats = size[np.arange(len(rest)), np.argmax(rest - multiplier * size, axis=1)]
     return asked
 
@@ -225,7 +225,7 @@ def fill(options: Options, picks: Ints) -> Ints:
 
 
 def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
-    """Whether some job has left room by what it took instead."""
+    """Fill the remaining room once; True if some job has released room by changing its option."""
     rates, steps, needs = _best_steps(options, slice(None), picks, left)
     heap = [(-float(rates[j]), j, int(steps[j])) for j in np.flatnonzero(rates > -np.inf).tolist()]
     heapq.heapify(heap)
@@ -250,11 +250,10 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
 
 
 def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:
-    """Of each job the option that fits and adds most per size.
+    """Return for each job the option that fits and adds most per size.
 
-    Returns:
-        What it adds per size, -inf where none fits and adds anything; the option; and how much of each type is needed
-        for anything to be added, (J, K).
+    Returns what it adds per size, -inf where none fits and adds anything; the option; and how much of each type is
+    needed for anything to be added, (J, K).
     """
     values, sizes, pool_of = options.values[rows], options.sizes[rows], options.pool_of[rows]
     every, own = np.arange(len(values)), picks[rows]

@@ -1,4 +1,4 @@
-"""One step from the present allocation to a better one, if there is a better one after all costs of changing."""
+"""Local search: one step from the present allocation to a better one, if it pays after all costs of changing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEW = 64  # jobs; among more, some job's regular size fits about as well as an 
 
 
 def present_placements(instance: OptionTable) -> tuple[list[Placement], list[bool]]:
-    """Where the jobs are, on nodes that stay, and whether each may remain as it is."""
+    """Return the jobs' present placements on nodes that stay, and a flag for each that may remain unchanged."""
     index = {node: (m, i) for m, pool in enumerate(instance.pools) for i, node in enumerate(pool.node_ids)}
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
     placements, valid = [], []
@@ -121,7 +121,7 @@ def _staying(alternatives: _Alternatives, valid: Sequence[bool], may_wait: Seque
 
 
 def _some_idle(options: Options, picks: Ints) -> bool:
-    """Whether these options leave anything of any type."""
+    """True if these options leave anything of any type."""
     return bool((options.capacities - options.used(picks) > _ROUNDING).any())
 
 
@@ -145,7 +145,7 @@ def _best(
 
 
 def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Placement]) -> list[bool]:
-    """Which jobs may get nothing although their minimum fits."""
+    """Return a flag for each job: True if it may get nothing although its minimum fits."""
     if not utility.crowded:
         return [False] * len(present)
     return [
@@ -200,7 +200,7 @@ def _alternatives(
     valid: Sequence[bool],
     floors: Mapping[int, tuple[int, int]],
 ) -> _Alternatives:
-    """What the admitted jobs may have, and what each of it is worth."""
+    """Return the options of the admitted jobs, and what each of them is worth."""
     jobs = sorted(floors)
     rows = np.array(jobs, dtype=np.int64)
     here = np.array([present[j].workers for j in jobs], dtype=np.int64)
@@ -288,7 +288,7 @@ def pack_placements(
 
 
 class PoolCapacity:
-    """What is promised in each pool: counts where all workers are alike, else room on real nodes."""
+    """Promised room of each pool: counts where all workers are alike, else room on real nodes."""
 
     def __init__(self, instance: OptionTable) -> None:
         self._case = instance
@@ -296,13 +296,13 @@ class PoolCapacity:
         self._rooms = [] if instance.alike else [FreeResources(pool.cluster) for pool in instance.pools]
 
     def left(self, job: int, pool: int) -> int:
-        """How many more of the job's workers fit."""
+        """Return how many more of the job's workers fit."""
         if not self._rooms:
             return int(self._left[pool] + 1e-6)
         return int(self._rooms[pool].slots(self._case.views[job]).sum())
 
     def take(self, job: int, pool: int, workers: int) -> bool:
-        """All of them or nothing."""
+        """Take room for all workers or for none; True if they fit."""
         if not self._rooms:
             fits = workers <= self._left[pool] + 1e-6
             self._left[pool] -= workers if fits else 0
@@ -317,8 +317,7 @@ def admit_into(
 
     Held jobs are then raised to their number, in the order of arrival, as far as that fits.
 
-    Returns:
-        (pool, workers) of each admitted job, and why each other one waits.
+    Returns (pool, workers) of each admitted job, and why each other one waits.
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}

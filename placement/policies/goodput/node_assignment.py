@@ -1,4 +1,4 @@
-"""From sizes to nodes for equal workers: whole nodes first, and who keeps its size keeps its place."""
+"""Node assignment for equal workers: whole nodes first, and a job that keeps its size keeps its place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WorkersByIndex = Mapping[int, int]
 def assign_nodes(
     slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[WorkersByIndex]
 ) -> list[dict[int, int]]:
-    """Where each job's workers go.
+    """Assign nodes to each job's workers.
 
     A job that keeps its size stays; one that shrinks keeps its fullest nodes. The others are placed largest first:
     within a node on the tightest one that takes the whole job (its own, if it can), beyond that on whole nodes, its
@@ -28,8 +28,7 @@ def assign_nodes(
         sizes: workers of each job; their sum is at most that of the slots.
         present: where each job's workers are now; empty if it has none.
 
-    Returns:
-        Workers by node index, one a job; all workers are placed.
+    Returns workers by node index, one a job; all workers are placed.
     """
     assignment = _Assignment(slots, sizes)
     waiting: list[int] = []
@@ -54,15 +53,14 @@ def assign_nodes(
 def grow_in_place(
     slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[WorkersByIndex]
 ) -> list[dict[int, int]]:
-    """Where each job's workers go if those of all jobs stay: who lacks some gets them on its own nodes first.
+    """Assign nodes to each job's workers while all present ones stay; growth goes to a job's own nodes first.
 
     Args:
         slots: workers that each node can hold.
         sizes: workers of each job; one that is to have fewer than it has keeps what it has.
         present: where each job's workers are now; they fit together.
 
-    Returns:
-        Workers by node index, one a job; fewer than its size where no room is left.
+    Returns workers by node index, one a job; fewer than its size where no room is left.
     """
     free = slots.copy()
     places = [dict(here) for here in present]
@@ -105,7 +103,7 @@ class _Assignment:
         self._node = int(slots.max(initial=1))
 
     def holds(self, place: WorkersByIndex) -> bool:
-        """Whether all of a place is still free."""
+        """True if all of a place is still free."""
         free = self.occupied.slots(0)
         return all(free[i] >= workers for i, workers in place.items())
 
@@ -154,7 +152,7 @@ class _Assignment:
 
 
 def _tightest(free: NDArray[np.int64], chunk: int, here: WorkersByIndex) -> int | None:
-    """Its own node that takes the chunk whole, else the tightest."""
+    """Return the job's own node that takes the whole chunk, else the tightest one."""
     own = [i for i in here if free[i] >= chunk]
     if own:
         return min(own, key=lambda i: (-here[i], int(free[i]), i))

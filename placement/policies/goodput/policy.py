@@ -144,7 +144,7 @@ class GoodputPolicy:
         return targets
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
-        """What each job's speed is worth now."""
+        """Return what each job's speed is worth now."""
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
         untold = np.array([view.progress is None for view in views], dtype=np.bool_)
@@ -183,7 +183,7 @@ class GoodputPolicy:
 
 
 def _target(instance: OptionTable, placement: Placement, reason: str) -> Target:
-    """What a job is to have, and where."""
+    """Return the target of a job: its number of workers and their nodes."""
     if not placement.place:
         return Target(workers=0, reason=reason)
     pool = instance.pools[placement.pool]
@@ -227,10 +227,9 @@ def _best(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedTypes:
-    """One decision about workers on other types.
+    """Decision about workers on GPU types other than a job's own.
 
     Attributes:
-        cluster: its nodes.
         horizon_s: time within which a change must pay back [s].
         hysteresis: relative gain that is worth taking a worker away for.
         cache: of what was computed before.
@@ -305,7 +304,10 @@ class MixedTypes:
     def _choices(
         self, view: JobView, own: _Places, gpu: str, present: _Places, room: FreeResources
     ) -> Iterator[_Places]:
-        """What it could have besides: what it has; one, two, four... and all free slots of a type; those of all."""
+        """Yield what the job could have besides: what it has; 1, 2, 4...
+
+        and all free slots of a type; those of all types.
+        """
         free = dict(zip(room.node_ids, room.slots(view).tolist(), strict=True))
         fits = all(workers <= free.get(node_id, 0) for node_id, workers in present.items())
         # Its own type may have grown meanwhile, up to all that the job can use.
@@ -370,7 +372,7 @@ class MixedTypes:
 
 
 def _first(node_ids: Sequence[str], free: Mapping[str, int], workers: int) -> _Places:
-    """So many workers on the first nodes that have room."""
+    """Place workers on the first nodes that have room."""
     place = _Places()
     for node_id in node_ids:
         here = min(free[node_id], workers - sum(place.values()))

@@ -18,7 +18,6 @@ class SpeedValue:
     """Per job, (J,), and for all.
 
     Attributes:
-        weight: of the job.
         left_s: remaining time at speed 1 [s]; NaN where unknown.
         cost_s: time without progress that a change costs [s].
         power: exponent p of phi.
@@ -40,11 +39,11 @@ class SpeedValue:
     growth_hysteresis: float = 0.0
 
     def where_gpus_idle(self) -> SpeedValue:
-        """The same for GPUs that nobody else has a use for: a job's pause counts for the job alone, and must pay."""
+        """Return the value where no other job has use for the GPUs: a pause counts for the job alone, and must pay."""
         return dataclasses.replace(self, charge=0.0, growth_hysteresis=self.hysteresis)
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
-        """The same for some of the jobs."""
+        """Return the value for some of the jobs."""
         parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "horizon_s")}
         return dataclasses.replace(self, **parts)
 
@@ -77,7 +76,6 @@ def worth_of(
 
     Args:
         instance: the jobs and pools.
-        utility: what speeds are worth.
         present: where jobs are now.
         placements: where they would be.
         valid: per job, whether ``placements`` is something it may have; else it counts as not running.

@@ -1,4 +1,4 @@
-"""One decision's problem in arrays: J jobs, C options (a size in a pool of GPUs), and how fast each job is in each."""
+"""Arrays of one decision: J jobs, C options (a size in a pool of GPUs), and each job's speed in each option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FEW_NODES = 16  # beyond so many nodes, sizes grow by a fifth each instead of b
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a job is.
+    """Placement of a job: its pool and its nodes.
 
     Attributes:
         pool: index; -1 is nowhere.
@@ -45,7 +45,7 @@ UNPLACED = Placement()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptionTable:
-    """Everything about a decision that does not depend on where the jobs are now.
+    """Table of a decision's options, without what depends on where the jobs are now.
 
     Attributes:
         views: the jobs, in the order of arrival.
@@ -80,7 +80,7 @@ class OptionTable:
     cache: GoodputCache
 
     def slots(self, job: int, pool: int) -> Ints:
-        """How many of the job's workers each node of the pool could hold if it were empty."""
+        """Return how many of the job's workers each node of the pool could hold if it were empty."""
         return self.pools[pool].slots[self.worker_kinds[job]]
 
     def speed_at(self, placements: Sequence[Placement]) -> Floats:
@@ -133,7 +133,7 @@ def useful(view: JobView, gpu: str) -> int:
 
 
 def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
-    """Whether each job can train with each of these sizes, (J, C)."""
+    """Return a mask of the sizes with which each job can train, (J, C)."""
     allowed = np.ones((len(views), len(sizes)), dtype=np.bool_)
     for j, view in enumerate(views):
         if not view.sizes.free and len(sizes):
@@ -245,7 +245,6 @@ class GpuPool:
 
     Attributes:
         gpu: the type, empty where nodes do not say.
-        cluster: its nodes.
         node_ids: their ids, in the order of every array over nodes.
         slots: by kind of worker, how many such workers each node could hold if it were empty.
         shares: by kind of worker, dominant share of one worker: the largest part of any resource of the pool that it
@@ -282,7 +281,7 @@ class SizeGrid:
     Attributes:
         sizes: workers.
         regular: powers of two within a node, whole nodes, and whatever some job must have: sizes that leave no
-            scattered room behind. The others are for filling up.
+            scattered room. The others are for filling up.
     """
 
     sizes: Ints

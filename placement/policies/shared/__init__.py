@@ -1,1 +1,1 @@
-"""What policies share: the protocol, who is admitted, how sizes grow and where they fit."""
+"""Shared parts of policies: the protocol, the admission, the growth of sizes, and where they fit."""

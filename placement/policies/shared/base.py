@@ -1,4 +1,4 @@
-"""What every allocation policy is, and the admission that they share."""
+"""Base of every allocation policy, and the admission that policies share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placement.cluster.jobs import JobView, speeds
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How many workers a job is to have, and why; 0 lets it wait.
+    """Target of a job: its number of workers, with a reason; 0 lets it wait.
 
     Attributes:
         workers: how many.
@@ -32,8 +32,7 @@ class Target:
 def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
     """A policy's answer with plain numbers of workers made targets; what is no number is for the core to refuse.
 
-    Raises:
-        AllocationError: it is no mapping (rule ``mapping``).
+    Raises AllocationError: it is no mapping (rule ``mapping``).
     """
     if not isinstance(answer, Mapping):
         raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")
@@ -72,7 +71,7 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Admission:
-    """Which jobs run at all, before any of them grows.
+    """Jobs that are admitted to run, before any of them grows.
 
     Attributes:
         empty: the cluster's room without any of the jobs.
@@ -138,7 +137,7 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def held_reason(view: JobView, workers: int) -> str:
-    """Why a held job has what it has."""
+    """Return the reason for a held job's workers."""
     wanted = count(view.held_at or 0)
     return f"held at {wanted}" if workers == view.held_at else f"held at {wanted}, of which {workers} fit now"
 

@@ -1,4 +1,4 @@
-"""One worker at a time to the job that scores highest."""
+"""Greedy growth: one worker at a time to the job that scores highest."""
 
 from __future__ import annotations
 
@@ -60,8 +60,6 @@ def decide_by_worth(
 
     Args:
         name: of the policy, for the reasons.
-        jobs: the jobs.
-        cluster: the nodes.
         worth: of one worker more.
         say: the reason of a job's number: (its workers, the worth of one more).
         slow_factor: nodes on which a step takes so many times longer, or more, are left; None ignores them.
@@ -102,7 +100,7 @@ def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cl
 
 
 def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-    """The same targets with nodes of this cluster, since the core would use the others too."""
+    """Return the targets with nodes of this cluster, because the core would use other nodes too."""
     allocation = pack({job: target.workers for job, target in targets.items()}, jobs, cluster).allocation
     placed = {}
     for job, target in targets.items():

@@ -1,4 +1,4 @@
-"""From sizes to nodes for equal workers: whole nodes first, moving as few running jobs as possible."""
+"""Stable placement of equal workers: whole nodes first, moving as few running jobs as possible."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StablePlacer:
             self._multi_node_nodes.update(place)
 
     def _find(self, job: int, size: int, reserved: NDArray[np.int64], alike: NDArray[np.bool_]) -> dict[int, int]:
-        """Where fewest workers of jobs that may stay are in the way; less than the size where there is no more."""
+        """Return the place that displaces the fewest workers of jobs that may stay; it may be smaller than the size."""
         free = self._occupied.slots(job)
         fits = np.flatnonzero((free >= size) & alike)
         if len(fits):

@@ -16,8 +16,7 @@ def parse_cluster(text: str) -> Cluster:
 
     Node ids are ``<gpu type>-<three digits>``, so that their order is the order of the string within a type.
 
-    Raises:
-        InputError: the string does not parse, names a type twice, or holds a zero.
+    Raises InputError: the string does not parse, names a type twice, or holds a zero.
     """
     nodes: list[Node] = []
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated cluster: failures, spot nodes, slow nodes, shared links, noise; all from one seed."""
+"""Disturbances of a simulated cluster: failures, spot nodes, slow nodes, shared links, noise; all from one seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["down", "up", "slow", "well"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
-    """How much goes wrong; nothing by default. Only live rules know of more than noise.
+    """Rates of disturbances; none by default. Only live rules know of more than noise.
 
     Attributes:
         node_mtbf_h: mean hours between failures of one node; 0 for none.
@@ -56,7 +56,7 @@ class Disturbances:
             raise InputError("spot must be one trace for all nodes, or one a GPU type, but got both")
 
     def check(self, rules: Rules, cluster: Cluster) -> None:
-        """Whether these rules and this cluster know of such things.
+        """Check that these rules and this cluster support the disturbances.
 
         Raises:
             InputError: they do not.
@@ -74,7 +74,7 @@ class Disturbances:
             raise InputError(f"spot must name GPU types of the cluster ({types}), but got {', '.join(missing)}")
 
     def spot_types(self, types: Collection[str]) -> tuple[str, ...]:
-        """Those of these GPU types whose nodes are spot nodes."""
+        """Return those of the GPU types whose nodes are spot nodes."""
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:

@@ -22,10 +22,9 @@ _HORIZON_S = 60 * 86400.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaledCluster:
-    """How the cluster's size follows the jobs; the cluster string is then the most nodes of each type.
+    """Autoscaling of a simulated cluster by its jobs; the cluster string gives the most nodes of each type.
 
     Attributes:
-        objective: name of one, or one.
         config: times of the autoscaler.
         startup_s: from asking for a node until it can take a worker [s].
         notice_s: time between a spot node's notice and its end [s]; the clouds give 30 to 120.
@@ -44,15 +43,14 @@ class AutoscaledCluster:
         check_number("expected_h", self.expected_h, above=0, unit="hours", error=InputError)
 
     def __str__(self) -> str:
-        """As reports of simulations have it, from the first on."""
+        """Return the text in the form that reports of simulations have always had."""
         fields = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
         return f"Autoscaling({fields})"
 
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
-        """Whether these rules know of such things.
+        """Check that these rules and disturbances support autoscaling.
 
-        Raises:
-            InputError: they do not, or something is to happen to nodes that are there all the time.
+        Raises InputError: they do not, or something is to happen to nodes that are there all the time.
         """
         if rules.round_s is not None:
             raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")
@@ -88,7 +86,6 @@ class Machine:
 
     Attributes:
         node: it, as the allocator sees it.
-        kind: its type.
         since_s: rented since [s].
         ready_s: can take workers from then on [s].
         gone_s: is taken away then [s]; infinity if never.
@@ -110,7 +107,6 @@ class Provider:
     time and not in use here; it is taken away when the record loses it. Without a free place the request waits.
 
     Args:
-        types: node types.
         spot: recorded markets, by GPU type; the empty type stands for all.
         offset_s: where in the records the simulation starts [s].
         seed: of how places are dealt.
@@ -131,7 +127,7 @@ class Provider:
 
     @property
     def usd(self) -> float:
-        """What has been paid [USD]."""
+        """Money paid so far [USD]."""
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
@@ -155,7 +151,7 @@ class Provider:
         self.rented_h[machine.kind.name] += (now_s - machine.since_s) / 3600.0
 
     def close(self, now_s: float) -> None:
-        """All is over."""
+        """Return all machines at the end."""
         for node_id in list(self.machines):
             self.give_back(node_id, now_s)
 
@@ -179,7 +175,7 @@ class Provider:
         return machine
 
     def _until(self, kind: NodeType, place: int, now_s: float) -> float:
-        """When the place will be lost; 0 if it is empty now."""
+        """Return when the place will be lost; 0 if it is empty now."""
         for gone_s, back_s in self._gone[kind.name][place]:
             if gone_s > now_s:
                 return gone_s

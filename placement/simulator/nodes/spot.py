@@ -1,4 +1,4 @@
-"""What really happened to spot machines: recorded traces, dealt to the nodes of a simulated cluster.
+"""Recorded traces of spot machines, dealt to the nodes of a simulated cluster.
 
 Two formats are read: counts at every tick (JSON, skypilot-org/spot-traces) and machines that came and went (CSV,
 uclasystem/bamboo). Either becomes a number of places, each of which is at times taken by a machine and at times
@@ -27,7 +27,6 @@ class SpotTrace:
     """A recorded spot market.
 
     Attributes:
-        source: the file.
         length_s: when the record ends [s]; it is then played again from its start.
         places: for each place, when it was taken, in the order of time.
     """
@@ -49,7 +48,7 @@ class SpotTrace:
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """When a place is empty, in simulated time: second 0 is ``offset_s`` of the record; the last may not end."""
+        """Yield when a place is empty in simulated time; second 0 is ``offset_s`` of the record."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf
@@ -69,8 +68,8 @@ class SpotTrace:
 def read_spot(path: str | Path) -> SpotTrace:
     """Read a trace: JSON with ``metadata.gap_seconds`` and ``data``, or CSV lines ``milliseconds,add|remove,name``.
 
-    Raises:
-        InputError: the file cannot be read, is of neither kind, or makes no sense; names the file and the place in it.
+    Raises InputError: the file cannot be read, is of neither kind, or makes no sense; names the file and the place in
+    it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What a simulation has shown."""
+"""Results of simulations."""

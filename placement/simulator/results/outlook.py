@@ -1,4 +1,4 @@
-"""What jobs that run now would have on other nodes, and when they would be done, by the models they have fitted."""
+"""Outlook of running jobs on other nodes: their workers and ends, by the models they have fitted."""
 
 from __future__ import annotations
 
@@ -33,15 +33,12 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """One job.
+    """Outlook of one job.
 
     Attributes:
-        job: name.
         workers: that it would have at first.
-        nodes: of these, by node id.
         goodput: useful samples per second with these; None while the job has no model.
         ends_s: seconds from now until it would be done; None if its length is not known, or it would never run.
-        reason: of the decision.
     """
 
     job: str
@@ -55,8 +52,7 @@ class Outlook:
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
     """Nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
 
-    Raises:
-        InputError: the string does not parse.
+    Raises InputError: the string does not parse.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
@@ -87,18 +83,14 @@ def outlook(
     their workers to the end.
 
     Args:
-        views: the jobs.
-        cluster: the nodes.
         policy: who shares them out.
         now_s: present time [s since the epoch].
         stay: the jobs are on these nodes, and their first row is what they have; else they all start anew.
         constraints: the cluster's rules, tenants among them.
 
-    Returns:
-        One for each job, in the order of the views.
+    Returns one for each job, in the order of the views.
 
-    Raises:
-        InputError: unknown policy, or one that breaks a rule.
+    Raises InputError: unknown policy, or one that breaks a rule.
     """
     try:
         core = AllocatorCore(make_policy(policy), _config(constraints))

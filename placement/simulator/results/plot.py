@@ -49,8 +49,7 @@ def plot(reports: Sequence[SimulationReport], path: Path) -> None:
     A bar is a job's stay on a node, as high as its GPUs there. Jobs of one application have one hue and differ in
     shade; where there is room a bar carries its job's number. The strip beneath shows GPUs in use and jobs waiting.
 
-    Raises:
-        InputError: Matplotlib is missing, or the file cannot be written.
+    Raises InputError: Matplotlib is missing, or the file cannot be written.
     """
     check_picture(path)
     import matplotlib as mpl
@@ -130,7 +129,7 @@ def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple
 
 
 def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
-    """GPUs in use, and jobs that have arrived and hold nothing."""
+    """Draw GPUs in use, and jobs that have arrived and hold nothing."""
     held: dict[str, int] = {}
     hours, used = [0.0], [0]
     for placed in report.placed:

@@ -1,4 +1,4 @@
-"""What a simulation reports, as plain values."""
+"""Report of a simulation, as plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placement.simulator.world.state import Placed
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobReport:
-    """One job.
+    """Report of one job.
 
     Attributes:
         job: name.
@@ -46,11 +46,10 @@ class JobReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
-    """What the nodes cost, whether or not jobs used them.
+    """Cost of the nodes, whether or not jobs used them.
 
     Attributes:
         node_hours: hours for which nodes were paid for, by node type.
-        usd: for these.
     """
 
     node_hours: Mapping[str, float]
@@ -59,8 +58,9 @@ class Rented:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """One trace under one policy. Times in seconds; decision times are CPU time and the only part that differs
-    between two runs with the same seed.
+    """Report of one trace under one policy.
+
+    Times in seconds; decision times are CPU time and the only part that differs between two runs with the same seed.
 
     Attributes:
         trace: the trace's file.
@@ -110,7 +110,7 @@ class SimulationReport:
 
     @property
     def makespan_s(self) -> float:
-        """From the first submission to the last completion [s]."""
+        """Time from the first submission to the last completion [s]."""
         return max(job.finish_s for job in self.jobs) - min(job.arrival_s for job in self.jobs)
 
     @property
@@ -129,7 +129,7 @@ class SimulationReport:
         return float(np.mean([job.rho > 2.0 for job in self.jobs]))
 
     def record(self) -> dict[str, Any]:
-        """One record of the JSON file."""
+        """Return one record of the JSON file."""
         jct_s = self.jct_s
         decision_ms = 1e3 * np.array(self.decision_s or (0.0,))
         rho = np.array([job.rho for job in self.jobs])
@@ -166,7 +166,7 @@ class SimulationReport:
         }
 
     def history(self) -> dict[str, Any]:
-        """Who was where and why, for pictures: ``placed`` and ``decisions``, in the order of time."""
+        """Return the placements and decisions in order of time, for pictures: ``placed`` and ``decisions``."""
         return {
             "placed": [(placed.time_s, placed.job, dict(placed.nodes)) for placed in self.placed],
             "decisions": [

@@ -1,4 +1,4 @@
-"""How long jobs really are, and what they say about it."""
+"""True lengths of jobs, and the lengths they declare."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lengths:
             check_number(f"epochs of job {job!r}", epochs, least=1, error=InputError)
 
     def application(self, application: Application, job: str, seed: int) -> Application:
-        """What is true of this job: its application, with more or fewer epochs."""
+        """Return the true application of a job, with more or fewer epochs."""
         if job in self.epochs:
             return application.stretched(self.epochs[job])
         if not self.spread:

@@ -1,4 +1,4 @@
-"""What is true of an application: step times per GPU type, gradient statistics and progress per epoch."""
+"""True profile of an application: step times per GPU type, gradient statistics and progress per epoch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Application:
         noise: NoiseScale,
         step_times: Mapping[str, Times],
     ) -> Application:
-        """One whose epochs all take ``epoch`` iterations at the initial batch, with this noise."""
+        """Return an application whose epochs all take ``epoch`` iterations at the initial batch, with this noise."""
         ends = epoch * np.arange(1, epochs + 1)
         rows = np.ones((len(batch_sizes), 1))
         gains = np.array([[noise.gain(size / batch_sizes[0])] for size in batch_sizes])
@@ -79,7 +79,7 @@ class Application:
         var: Floats,
         step_times: Mapping[str, Times],
     ) -> None:
-        """Curves have a row for each batch size and a column for each epoch."""
+        """Store curves with a row for each batch size and a column for each epoch."""
         self.name, self.batch_sizes, self.epochs = name, batch_sizes, progress.shape[1]
         self._sizes = np.array(batch_sizes, dtype=np.float64)
         self._sqr, self._var, self._iterations = sqr, var, iterations
@@ -90,7 +90,7 @@ class Application:
         self._stretched: dict[int, Application] = {self.epochs: self}
 
     def stretched(self, epochs: int) -> Application:
-        """The same training in another number of epochs: as long each, going through the same phases."""
+        """Return the same training in another number of epochs of the same length, with the same phases."""
         if epochs not in self._stretched:
             twin = copy.copy(self)
             twin.epochs, factor = epochs, epochs / self.epochs
@@ -158,10 +158,9 @@ class Application:
 
 
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """All applications of a folder that were profiled on all of these GPU types, by name.
+    """Load all applications of a folder that were profiled on all of these GPU types, by name.
 
-    Raises:
-        InputError: no such folder, no application in it, or a file lacks a column or holds no numbers.
+    Raises InputError: no such folder, no application in it, or a file lacks a column or holds no numbers.
     """
     return dict(_load(Path(folder).resolve(), tuple(gpus)))
 

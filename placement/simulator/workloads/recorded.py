@@ -1,4 +1,4 @@
-"""What was recorded of a real cluster as input of the simulator: its jobs, their lengths, and their fitted profiles."""
+"""Recorded workload of a real cluster as input of the simulator: its jobs, their lengths, and fitted profiles."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class FittedTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJob:
-    """One job as it really was.
+    """Recorded job of a real cluster.
 
     Attributes:
-        job: name.
         application: fingerprint of its model.
         arrival_s: when the allocator first heard of it [s from the first arrival].
         granted_s: when it was first given workers [s from the first arrival]; None if it never was.
@@ -68,7 +67,6 @@ class RecordedWorkload:
 
     Attributes:
         jobs: in the order of their arrival.
-        applications: profiles by fingerprint.
         cluster: as a string, all nodes with as many workers as fit.
         most_workers: the most that any of the jobs may have.
         started_s: the first arrival [s since the epoch].
@@ -105,11 +103,9 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
     """The jobs of a recording, with profiles fitted to all that they have measured.
 
     Args:
-        life: what was recorded.
         gpu: what nodes that name no type of GPU are called.
 
-    Raises:
-        InputError: it holds no job, one without a model, measurements or length, or workers of several kinds.
+    Raises InputError: it holds no job, one without a model, measurements or length, or workers of several kinds.
     """
     beats = [(now_s, event.view) for now_s, event in life.events if isinstance(event, JobHeartbeat)]
     if not beats:

@@ -23,8 +23,7 @@ MOST_NODES = 16
 def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
     """Columns of a CSV file by their header, whatever their order.
 
-    Raises:
-        InputError: the file is missing or empty, or lacks a column.
+    Raises InputError: the file is missing or empty, or lacks a column.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -45,8 +44,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
 def numbers(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
     """``read_columns`` of columns that hold finite numbers.
 
-    Raises:
-        InputError: as ``read_columns``, or a value is not a finite number.
+    Raises InputError: as ``read_columns``, or a value is not a finite number.
     """
     return {column: _numbers(path, column, texts) for column, texts in read_columns(path, columns).items()}
 

@@ -17,7 +17,7 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """One line of a trace.
+    """Job of a trace.
 
     Attributes:
         name: unique within the trace.
@@ -50,8 +50,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
         path: a file with the columns of ``COLUMNS``, in any order.
         applications: names that have a profile.
 
-    Raises:
-        InputError: the file is missing or empty, lacks a column, or a line is wrong; names the file and the line.
+    Raises InputError: the file is missing or empty, lacks a column, or a line is wrong; names the file and the line.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -84,8 +83,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
     """The jobs in the order of their submission.
 
-    Raises:
-        InputError: a name occurs twice, or an application has no profile.
+    Raises InputError: a name occurs twice, or an application has no profile.
     """
     if not jobs:
         raise InputError(f"trace {where} must hold one job or more, but is empty")

@@ -1,4 +1,4 @@
-"""One simulated job: it trains by the true tables, and knows only what it has measured itself."""
+"""Simulated job: trains by the true tables, and knows only what it has measured itself."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ class SimulatedJob:
         requested: run at the trace's batch and count (rigid) instead of adapting the batch.
         gpus_per_node: by GPU type, for the oracle's packed placements.
         sigma: standard deviation of the logarithm of measured step times; 0 measures exactly.
-        seed: of that noise.
         declared: epochs that it says it runs; None if it does not say.
         statistical: whether it knows of statistical efficiency; if not, its batch and its speeds are those of most
             samples per second, whatever they are worth.
@@ -151,7 +150,7 @@ class SimulatedJob:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the job."""
         return self.trace.name
 
     @property
@@ -160,11 +159,11 @@ class SimulatedJob:
         return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
-        """It comes, or its clock starts with the round before it was seen."""
+        """Set the clock at the job's arrival, or to the round before it was seen."""
         self.now_s = now_s
 
     def share(self, models: Mapping[str, GoodputModel]) -> None:
-        """What jobs of the same application know together, by GPU type."""
+        """Share what jobs of the same application know together, by GPU type."""
         self.shared = models
 
     def place(self, location: Location | None) -> None:
@@ -205,7 +204,7 @@ class SimulatedJob:
             self.now_s = end_s
 
     def next_s(self) -> float:
-        """When something happens to it by itself [s]: its epoch ends, or new workers join; infinity if it waits."""
+        """Return the time of the job's next own event [s]: an epoch's end, or new workers; infinity if it waits."""
         if self.training is None or self.finished_s is not None:
             return math.inf
         missing = self.app.progress_at(self.epoch + 1) - self.progress
@@ -213,17 +212,17 @@ class SimulatedJob:
         return max(own_s, self.now_s + _SOON_S)
 
     def leave(self) -> None:
-        """It is done, and gives its GPUs back."""
+        """Release the GPUs of the finished job."""
         self.location = None
 
     def lose_workers(self) -> None:
-        """All its workers died at once: it goes on from the end of the last epoch."""
+        """Lose all workers at once: the job continues from the end of the last epoch."""
         self.progress = self.app.progress_at(self.epoch)
         self.location = self.training = None
         self.joined_s = math.inf
 
     def see_slow(self, nodes: Mapping[str, float]) -> None:
-        """From now on steps take so many times longer on these of its nodes; the slowest sets the pace.
+        """Slow down steps by the factors of these nodes; the slowest sets the pace.
 
         The job remembers a slow node for a while after it has left it: it measures nothing there any more.
         """
@@ -233,7 +232,7 @@ class SimulatedJob:
         self.slowdown = max(nodes.values(), default=1.0)
 
     def see_shared_link(self, loss: float) -> None:
-        """Another job on its nodes takes this part of its speed."""
+        """Lose a part of the speed to another job on the same nodes."""
         self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
@@ -247,7 +246,7 @@ class SimulatedJob:
         return {node: factor for node, (factor, _) in sorted(self._slow.items())}
 
     def _join(self) -> None:
-        """The new workers have started; the group takes them in between two steps."""
+        """Join the new workers, which have started, to the group between two steps."""
         self.training, self.joined_s = self.location, math.inf
         self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
         self._choose_batch()
@@ -298,7 +297,7 @@ class SimulatedJob:
         return gain / (step_s + self.accum_steps * (step_s - sync_s)) / self.rules.divisor(self.app.name)
 
     def _mixed_rate(self, steps: MixedSteps, counts: tuple[int, ...]) -> float:
-        """The same on GPUs of several types."""
+        """Return the rate on GPUs of several types."""
         step_s, seen = steps.measure(self.app, counts)
         batch = steps.batch_size
         self._noise, gain = self.app.noise(batch, self.epoch), self.app.gain(batch, self.epoch)
@@ -365,7 +364,7 @@ class SimulatedJob:
         self.atomic_bsz, self.accum_steps = rigid_batch(batch, replicas, self.app, most)
 
     def _model(self, gpu: str) -> GoodputModel | None:
-        """What it knows of itself on this GPU type."""
+        """Return the model that the job has fitted on this GPU type."""
         known = self._measured.get(gpu)
         if not known or self._noise is None or self.requested:
             return None  # nothing known, or nothing to decide: a rigid job's batch is given
@@ -376,7 +375,7 @@ class SimulatedJob:
         return GoodputModel(fitted(tuple(known.values()), fixed), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
-        """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""
+        """Return the heartbeat; nothing in it is true data except the oracle of rigid simulations."""
         gpu = self._last_gpu or next(iter(self.app.step_times))
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
@@ -425,7 +424,7 @@ class SimulatedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSteps:
-    """How a batch is shared out among types.
+    """Division of a batch among GPU types.
 
     Attributes:
         shares: samples of each worker in a micro-step, by type, from the largest on.

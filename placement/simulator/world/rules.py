@@ -1,4 +1,4 @@
-"""How time, rounds and the cost of a change work in a simulation: the published simulators' ways, and ours."""
+"""Rules of time, rounds and the cost of a change in a simulation: those of published simulators, and ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIA_DIVISOR: Mapping[str, float] = MappingProxyType({"cifar10": 1.8, "ncf": 1.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where a job's workers are.
+    """Location of a job's workers.
 
     Attributes:
         nodes: workers per node id, in the order in which the policy named them.
@@ -50,7 +50,7 @@ class Location:
         return found
 
     def only(self, nodes: Mapping[str, int]) -> Location:
-        """With these of its workers."""
+        """Return the location with only these workers."""
         types = {node: self.types[node] for node in nodes if node in self.types}
         gpu = self.gpu if self.gpu in types.values() or not types else min(types.values())
         return Location(nodes=nodes, gpu=gpu, types=types)
@@ -58,7 +58,7 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeCost:
-    """What a new place costs.
+    """Cost of a new location.
 
     Attributes:
         pause_s: seconds without progress, now.
@@ -73,7 +73,9 @@ class ChangeCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast news travel where decisions follow events. The defaults are coarse, for traces of hours and days.
+    """Pace of reports and decisions where decisions follow events.
+
+    The defaults are coarse, for traces of hours and days. The defaults are coarse, for traces of hours and days.
 
     Attributes:
         heartbeat_s: time between two heartbeats of a job [s].
@@ -105,7 +107,7 @@ LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(abc.ABC):
-    """What differs between the simulators.
+    """Rules that differ between simulators.
 
     Attributes:
         name: as on the command line.
@@ -132,18 +134,18 @@ class Rules(abc.ABC):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """What it costs to hold ``after``; ``before`` is None at the first start or after a wait."""
+        """Return the cost of moving to ``after``; ``before`` is None at the first start or after a wait."""
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
-        """What a job says that a change costs it [s]."""
+        """Return the cost of a change that a job reports [s]."""
 
     def expected_stop_s(self, application: str) -> float | None:
-        """What a job says that being stopped and started again costs it [s]; None if it must not be stopped."""
+        """Return the cost of a stop and a restart that a job reports [s]; None if it must not be stopped."""
         return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
-        """By what true progress is divided."""
+        """Return the divisor of true progress."""
         return 1.0
 
 
@@ -157,12 +159,10 @@ class PolluxRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         same = before is not None and dict(before.nodes) == dict(after.nodes)
         return ChangeCost(pause_s=0.0 if same else self.restart)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return self.restart
 
 
@@ -186,22 +186,19 @@ class SiaRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         same = before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts)
         return ChangeCost(pause_s=0.0 if same else self.expected_restart_s(application))
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_RESTART_S.get(application, 60.0) * self.factor
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRules(Rules):
-    """Ours: decisions follow events, and a running job changes its size between two steps.
+    """Rules of this project: decisions follow events, and a running job changes its size between two steps.
 
     New workers start beside the training ones and then join; leaving workers leave at once. Only a job of which no
     worker stays (another GPU type, all nodes changed, the first start) stands still while workers start. Which
@@ -230,13 +227,11 @@ class LiveRules(Rules):
 
     @property
     def join_s(self) -> float:
-        """See ``Rules``."""
         return self.pause
 
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         trained = {} if training is None else training.nodes
         stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
         if not stay or training is None or (training.gpu != after.gpu and not after.types):
@@ -247,7 +242,6 @@ class LiveRules(Rules):
         return ChangeCost(pause_s=leaves, meanwhile=training.only(stay), joins_after_s=self.start)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
@@ -255,7 +249,6 @@ class LiveRules(Rules):
         return self.start + self.pause
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2) if self.slow_sia else 1.0
 
 
@@ -264,11 +257,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """The rules of that name, or the rules themselves.
-
-    Raises:
-        InputError: no rules have that name.
-    """
+    """The rules of that name, or the rules themselves. Raises InputError: no rules have that name."""
     if not isinstance(rules, str):
         return rules
     if rules not in RULES:

@@ -31,7 +31,7 @@ _SHARE = 0.25  # of what its GPUs do on average, below which a further one costs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """From this moment on, the job has these workers per node id (none: it waits, or is over)."""
+    """Workers of a job per node id from one moment on (none: it waits, or has ended)."""
 
     time_s: float
     job: str
@@ -39,13 +39,12 @@ class Placed:
 
 
 class World:
-    """Everything that a driver moves through time.
+    """State that a driver moves through time: the allocator core and the simulated jobs.
 
     Args:
         jobs: all jobs of the trace.
         cluster: the nodes at the start.
         policy: decides.
-        config: of the core.
         knowledge: what jobs of one application share; None if each knows only what it has measured itself.
 
     Attributes:
@@ -76,7 +75,7 @@ class World:
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
-        """The job's heartbeat."""
+        """Send the job's heartbeat."""
         view = job.view()
         if job.rules.pace.silent_start and not job.progress:
             view = dataclasses.replace(view, progress=None, stop_cost_s=None)
@@ -85,7 +84,7 @@ class World:
         self.send(JobHeartbeat(view=view), now_s)
 
     def end(self, job: SimulatedJob, now_s: float) -> None:
-        """The job is over and its GPUs are free."""
+        """End the job and free its GPUs."""
         if job.location is not None:
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes={}))
             job.leave()
@@ -110,7 +109,7 @@ class World:
             self._carry_out(instruction, now_s)
 
     def lose_nodes(self, lost: Collection[str], now_s: float) -> None:
-        """The workers of these nodes are dead; what is left of their jobs trains on."""
+        """Kill the workers of these nodes; what is left of their jobs trains on."""
         for job in self.jobs.values():
             if (
                 job.location is None
@@ -145,13 +144,13 @@ class World:
         job.place(self._location(job, nodes) if nodes else None)
 
     def _location(self, job: SimulatedJob, nodes: dict[str, int]) -> Location:
-        """These workers; of a job that does not share by speed, the first type by name stands for all."""
+        """Return the location of these workers; a job that does not share by speed counts as its first type by name."""
         types = {node_id: self._gpu[node_id] for node_id in nodes}
         return Location(nodes=nodes, gpu=min(types.values()), types=types if job.mixed_gpu_types else {})
 
 
 class IdleWatch:
-    """How long GPUs were idle that a job could have used, by what is known of it.
+    """Watch of how long GPUs were idle that a job could have used, by what is known of it.
 
     A waiting job can use them if its smallest size fits; a running one if with some of them, on its own nodes first, it
     would be faster by 5 % after the pause of the change, each of them bringing at least a quarter of what its own do
@@ -171,7 +170,7 @@ class IdleWatch:
         self._idle = 0
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """A decision was made: these jobs are where they are to be."""
+        """Look at the jobs after a decision."""
         self.longest_s = max([self.longest_s, *(now_s - since_s for since_s in self._since_s.values())])
         self.gpu_s += self._idle * (now_s - self._looked_s)
         could: dict[str, None] = {}
@@ -223,7 +222,7 @@ def _grown(view: JobView, slots: Ints, room: FreeResources) -> Ints:
 
 
 def _pays(views: Sequence[JobView], workers: Ints, rates: Floats, now_s: float) -> list[bool]:
-    """Of each job whether any of its larger sizes pays; the first column is what it has."""
+    """Return for each job whether any larger size pays; the first column is its present size."""
     rate, size = rates[:, :1], np.maximum(workers[:, :1], 1)
     speed = np.divide(rates, rate, out=np.zeros_like(rates), where=rate > 0)
     lasted_s = np.array([max(now_s - view.submitted_s, 0.0) / (view.restarts + 1) for view in views])

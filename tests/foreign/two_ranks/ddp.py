@@ -304,7 +304,7 @@ def trained(**given: Any) -> Any:
 
 
 def resumed(elastic: bool, folder: Path) -> dict[str, Any]:
-    """A checkpoint of each side, written and read as torch's tutorial does, is gone on with by the other."""
+    """A checkpoint of each side, written and read as torch's tutorial does, is continued by the other."""
     first = Run(elastic, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), per_epoch=True)
     state = {"model": first.model.state_dict(), "optimizer": first.optimizer.state_dict()}
     if er_rank() == 0:

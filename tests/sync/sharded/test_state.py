@@ -65,7 +65,7 @@ def saved(case: Case) -> tuple[Any, Any, Any]:
 
 
 def resumed(case: Case, states: Any) -> dict[str, Tensor]:
-    """Go on from an automatic checkpoint to the end of the second epoch."""
+    """Continue from an automatic checkpoint to the end of the second epoch."""
     trainee = Trainee(case, states)
     trainee.train(2)
     return {**trainee.rows, "bias": trainee.model.net.bias.detach()}
@@ -257,7 +257,7 @@ def test_optimizers_without_row_rules_are_refused_unless_chosen(make: Any, text:
 def test_what_cannot_be_served_is_refused_when_wrapping() -> None:
     with pytest.raises(StrategyError, match="strategy 'local_sgd' averages models"):
         wrap(ShardedEmbedding(9, 2), strategy="local_sgd")
-    with pytest.raises(StrategyError, match="grad_scaler is not served"):
+    with pytest.raises(StrategyError, match="grad_scaler is not supported"):
         wrap(ShardedEmbedding(9, 2), grad_scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(StrategyError, match=r"follows parameter group 2, but SGD has 1"):
         wrap(ShardedEmbedding(9, 2, optimizer=RowSGD(group=2)))
@@ -283,8 +283,8 @@ def test_what_cannot_be_served_is_refused_when_wrapping() -> None:
         ({"std": -1.0}, "std must be 0 or more"),
         ({"optimizer": "lamb"}, "one of sgd, adagrad, adam, but got 'lamb'"),
         ({"optimizer": torch.optim.SGD}, "must be a rule for rows"),
-        ({"max_norm": 1.0}, "max_norm=1.0 is not served"),
-        ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True is not served"),
+        ({"max_norm": 1.0}, "max_norm=1.0 is not supported"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True is not supported"),
         ({"width": 3}, "no argument 'width'"),
     ],
 )

@@ -55,7 +55,7 @@ class Found:
 
 
 def train(case: Case) -> Found:
-    """Two epochs; the average is evaluated behind each."""
+    """Two epochs; the average is evaluated after each."""
     averaged = Averaged(Net())
     if case.sharded:
         for part in (*averaged.net.blocks, averaged.net, *averaged.average.blocks, averaged.average, averaged):

@@ -153,7 +153,7 @@ def _good(optimizer: Any = torch.optim.SGD) -> tuple[Any, Any]:
             lambda: _with(lambda model: model.blocks[0].set_gradient_divide_factor(1.0)),
             {},
             StrategyError,
-            r"set_gradient_divide_factor\(\) is not served .*scale the loss",
+            r"set_gradient_divide_factor\(\) is not supported .*scale the loss",
         ),
         (lambda: _good(torch.optim.Adafactor), {}, StrategyError, "Adafactor cannot step a sharded model"),
     ],
@@ -200,7 +200,7 @@ def test_a_sharded_model_has_no_strategy_to_change() -> None:
 def test_how_gradients_are_reduced_is_not_to_be_changed(setter: str, value: Any) -> None:
     model, optimizer = _good()
     er.AdaptiveDataParallel(model, optimizer)
-    with pytest.raises(StrategyError, match=rf"{setter}\(\) is not served .* Leave it out"):
+    with pytest.raises(StrategyError, match=rf"{setter}\(\) is not supported .* Leave it out"):
         getattr(model.blocks[0], setter)(value)
 
 
@@ -306,7 +306,7 @@ def test_one_rank_that_does_otherwise_is_found_out(do: Any, error: type[Exceptio
 
 
 def test_weights_loaded_by_one_rank_are_found_before_updates() -> None:
-    """Also where the group changes behind it, and one worker is left."""
+    """Also where the group changes after it, and one worker is left."""
     do = _on_one(lambda run: run.model.load_state_dict({k: v + 1 for k, v in Net().state_dict().items()}))
     with pytest.raises((ReplicasDifferError, CommunicationFailedError), match=r"rank \d owns differ"):
         run(Case(clip=False, between=do), [Change(3, (1,))], (1, 2))
@@ -345,7 +345,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         x = torch.ones(2, 13, requires_grad=True)
         torch.autograd.grad(run.wrapped(x).sum(), x, create_graph=True)
 
-    with pytest.raises(RuntimeError, match="create_graph=True is not served for a sharded model"):
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported for a sharded model"):
         run(Case(between=between), [], (1,))
 
 

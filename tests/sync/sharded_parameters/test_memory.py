@@ -78,7 +78,7 @@ def test_a_worker_holds_no_more_than_was_counted(
 
 
 def _resumed(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any]]) -> float:
-    """The most bytes that a worker holds until its first step, in whole parameters; it goes on from a checkpoint."""
+    """The most bytes that a worker holds until its first step, in whole parameters; it continues from a checkpoint."""
     storage = RunStorage(str(folder))
 
     def train() -> float:

@@ -141,7 +141,7 @@ Look = Callable[[Net, Any, int], Any]
 
 
 def _two_passes(meta: bool, behind: Look, *, first: Look = lambda model, optimizer, rank: None) -> Callable[[], Any]:
-    """A train function that calls something behind the first of two passes of each epoch; what it gave last.
+    """A train function that calls something after the first of two passes of each epoch; what it gave last.
 
     Args:
         meta: whether the model is built without memory.

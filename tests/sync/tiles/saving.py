@@ -28,7 +28,7 @@ from tests.sync.tiles.trained import OPTIMIZERS, Net, data
 
 
 def go_on_from(states: dict[str, Any] | Callable[[str], dict[str, Any] | None] | None) -> Session:
-    """This worker's session, which goes on from these states, or from what gives each worker its own."""
+    """This worker's session, which continues from these states, or from what gives each worker its own."""
     session = session_of_thread()
     assert session is not None
     own = states(session.worker) if callable(states) else states
@@ -48,7 +48,7 @@ class Job:
 
     Attributes:
         folder: of the run; ``elsewhere``: of workers whose node has a disk of its own.
-        states: that all workers go on from, or what gives each worker its own.
+        states: that all workers continue from, or what gives each worker its own.
         at: steps in which rank 0 asks for a checkpoint. The first is saved after 4 more, when all have made ready for
             it, others after 2 more.
         settles_to: a rank that writes is waited for in steps up to this.
@@ -145,7 +145,7 @@ class Job:
             saver.close()
 
     def preempt_at(self, step: int) -> None:
-        """The job is to stop after this step, and to go on another time."""
+        """The job is to stop after this step, and to continue another time."""
 
         def between(session: Session, saver: StateSaver, at: int) -> None:
             if at == step and session.rank == 0:

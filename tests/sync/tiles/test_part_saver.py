@@ -49,7 +49,7 @@ class Rank:
         return self.saver._buffers
 
     def ask(self) -> Readiness:
-        """Whether it is ready; it then goes on until what it has begun is there."""
+        """Whether it is ready; it then continues until what it has begun is there."""
         answer = self.saver.readiness(0, 2, now=False)
         calls = (self.saver._looking, self.saver._making)
         wait_until(lambda: all(call is None or call.answer.done() for call in calls))

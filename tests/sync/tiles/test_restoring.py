@@ -1,4 +1,4 @@
-"""After a change of the group the next step waits for few tiles; the others move to their owners behind later steps."""
+"""After a change of the group the next step waits for few tiles; the others move to their owners after later steps."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_a_pause_moves() -> None:
         _, third, fourth, *killed = sent_in_pauses(strategy, kills, (1, 2))
         names = 0.35  # of tiles and of what an optimizer keeps, beside a model as small as this one
         assert 1 + 2 / 3 <= third < 1 + 2 / 3 + names and 1 + 2 / 4 <= fourth < 1 + 2 / 4 + names
-        assert not any(each > 0.1 for each in killed), "owners that are left go on from what they hold"  # type: ignore[attr-defined]
+        assert not any(each > 0.1 for each in killed), "owners that are left continue from what they hold"  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -273,7 +273,7 @@ READS: dict[str, Between] = {
 
 
 def test_no_rank_gives_a_number_that_is_wrong() -> None:
-    """An error on every rank; user code that goes on from it trains as before."""
+    """An error on every rank; user code that continues from it trains as before."""
 
     def between(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
         texts = {}

@@ -27,7 +27,7 @@ class WithAverage(nn.Module):
 
 
 class Run:
-    """One worker's: gradients are clipped before the step, and the average moves behind it, both in hooks."""
+    """One worker's: gradients are clipped before the step, and the average moves after it, both in hooks."""
 
     def __init__(self, strategy: str) -> None:
         module = WithAverage()

@@ -1,4 +1,4 @@
-"""Optimizer state in tiles that goes on from a checkpoint of all ranks: each rank reads what it is to hold."""
+"""Optimizer state in tiles that continues from a checkpoint of all ranks: each rank reads what it is to hold."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BY_NAME = Strategy(rules=(Rule(pattern="last.*", sync=Reduce()),), default=Owner
 
 @dataclasses.dataclass
 class Resumed:
-    """Workers that go on from a checkpoint, to the end of the second epoch.
+    """Workers that continue from a checkpoint, to the end of the second epoch.
 
     Attributes:
         states: of the checkpoint, or what gives each worker its own.
@@ -338,7 +338,7 @@ def _model() -> nn.Module:
 
 
 def _peak(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any]]) -> float:
-    """The most bytes that a worker holds until its first step, in whole models; it goes on from a checkpoint."""
+    """The most bytes that a worker holds until its first step, in whole models; it continues from a checkpoint."""
     job = Job(folder)
 
     def train() -> float:

@@ -1,1 +1,1 @@
-"""Where a page takes its facts from: a cluster that runs, the files of runs, a report of the simulator."""
+"""Sources of a page: a cluster that runs, the files of runs, a report of the simulator."""

@@ -22,7 +22,7 @@ _NOT_RUNS = re.compile(r"checkpoint_\d+|automatic|reports|tensorboard|\..*")
 
 
 class RunFiles(StoredPage):
-    """All runs under a path, or the one that it is the directory of.
+    """Page of all runs under a path, or of the run whose directory it is.
 
     Args:
         path: a URI or a local path, as ``RunConfig(storage_path)`` has it.
@@ -77,7 +77,7 @@ def _subfolders(entries: Sequence[pyarrow.fs.FileInfo]) -> Iterator[str]:
 
 
 def _read_all(filesystem: pyarrow.fs.FileSystem, folders: Sequence[str], root: str) -> tuple[list[StoredRun], str]:
-    """Those that can be read, and what is to be said of the others; raises what the only one has raised."""
+    """Read the runs that are readable, and a text on the others; raises if none is."""
     runs: list[StoredRun] = []
     failed: list[Exception] = []
     for folder in folders:

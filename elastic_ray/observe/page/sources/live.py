@@ -125,7 +125,7 @@ class LiveCluster:
         return self._page.snapshot(now_s, problem)
 
     def _ask_allocator(self) -> AllocatorLook | None:
-        """Its answer; None while there is none, or it is being made again."""
+        """Ask the allocator; None while there is none, or it is being restarted."""
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
             return None
@@ -139,7 +139,7 @@ class LiveCluster:
         return look
 
     def _find_controllers(self) -> None:
-        """Controllers that live; of those that do not, nothing is kept."""
+        """Find the living controllers; nothing is kept of others."""
         there = names_of_actors(_PREFIX)
         known = {name: self._controllers[name] for name in there if name in self._controllers}
         found = {name: find_actor(name) for name in there if name not in known}
@@ -165,7 +165,7 @@ class LiveCluster:
         return tuple(look for look in looks if look is not None)
 
     def _call(self, actor: str) -> list[Any]:
-        """What is asked of a controller: its status, its new events, and once what does not change."""
+        """Ask a controller for its status, its new events, and once for what does not change."""
         controller, job = self._controllers[actor], self._jobs.get(actor)
         calls = [controller.status.remote(), controller.events.remote(self._told.get(job, 0) if job else 0)]
         return calls if job in self._facts else [*calls, controller.spec.remote()]
@@ -188,11 +188,11 @@ class LiveCluster:
         return JobLook(job=job, status=answer, facts=self._facts.get(job), events=tuple(new))
 
     def detail(self, job: str) -> JobDetail | None:
-        """One job, with what only its controller and the allocator know of it."""
+        """Return the detail of a job, with what only its controller and the allocator know."""
         return self._page.detail(job, self._answer(job), time.time())
 
     def _answer(self, job: str) -> JobAnswer:
-        """What is asked of one job only; not more often than every few seconds, however many look at it.
+        """Ask for one job's answers, at most every few seconds, however many look at it.
 
         To explain a job, the allocator decides once more.
         """
@@ -262,7 +262,7 @@ def _nodes() -> tuple[NodeLook, ...]:
 
 
 def _facts(spec: JobSpec) -> JobFacts:
-    """What its specification says of a job."""
+    """Return the facts in a job's specification."""
     return JobFacts(min_workers=spec.min_workers, max_workers=spec.max_workers, storage=spec.storage_path)
 
 

@@ -30,7 +30,7 @@ _MOST_DECISIONS = 2000
 
 
 class SimulatedCluster(StoredPage):
-    """One trace under one policy.
+    """Page of one trace under one policy.
 
     Args:
         path: the file; of several records in it ``out.json#2`` is the second.
@@ -67,7 +67,7 @@ def _record(file: str, number: str) -> Mapping[str, Any]:
 
 
 def _page(record: Mapping[str, Any]) -> tuple[PageSnapshot, dict[str, JobDetail]]:
-    """What is shown of a record."""
+    """Return the page of a record."""
     history, held = History(), dict[str, int]()
     arrivals = sorted(float(job["arrival_s"]) for job in record["per_job"])
     ends = sorted(float(job["finish_s"]) for job in record["per_job"])
@@ -142,7 +142,7 @@ def _jobs(record: Mapping[str, Any]) -> tuple[PageJob, ...]:
 
 
 def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]]) -> JobDetail:
-    """One job: its decisions as events, and where its time went."""
+    """Return the detail of a job: its decisions as events, and where its time went."""
     waited, paused = float(own["start_s"]) - float(own["arrival_s"]), float(own["paused_s"])
     return JobDetail(
         job=job.job,

@@ -1,0 +1,172 @@
+"""All-reduces whose way through the group is chosen: who sends which part to whom, round by round (torch).
+
+KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. A topology here is a
+schedule of rounds, the same on all ranks; each round is one ``all_to_all``, which every backend has, and in which ranks
+that have nothing to send or receive take part with nothing. A sum is made once, by one rank, and then copied, so that
+all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives
+from elastic_ray.sync.operations.buckets import Bucket
+
+Span = tuple[int, int]
+"""Part of a vector: its first element, and the one after its last."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Transfers that take place together.
+
+    Attributes:
+        transfers: the part that each pair of source and destination moves; ranks differ within a pair.
+        adds: what comes is added to what the destination holds there, in the order of sources; else it replaces that.
+    """
+
+    transfers: Mapping[tuple[int, int], Span]
+    adds: bool
+
+
+def cut(span: Span, parts: int) -> list[Span]:
+    """Divide a span into ``parts`` consecutive ones whose lengths differ by one at most."""
+    begin, end = span
+    edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def ring(nodes: Sequence[int], size: int) -> list[Round]:
+    """Each rank sends to the next one alone: 2 (W - 1) rounds, the fewest bytes a link.
+
+    Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009. Ranks of one node are neighbours.
+    """
+    order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
+    world, pieces = len(order), cut((0, size), len(order))
+    rounds = []
+    for adds, first in ((True, 0), (False, 1)):
+        for number in range(world - 1):
+            moved = {(order[i], order[(i + 1) % world]): pieces[(i + first - number) % world] for i in range(world)}
+            rounds.append(Round(transfers=moved, adds=adds))
+    return rounds
+
+
+def tree(nodes: Sequence[int], size: int) -> list[Round]:
+    """Up a binomial tree to the first rank, and down again: 2 ceil(log2 W) rounds, for small buckets.
+
+    Ranks of one node meet first.
+    """
+    order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
+    up, stride = [], 1
+    while stride < len(order):
+        up.append([(order[i + stride], order[i]) for i in range(0, len(order) - stride, 2 * stride)])
+        stride *= 2
+    down = [[(parent, child) for child, parent in level] for level in reversed(up)]
+    return [
+        Round(transfers=dict.fromkeys(pairs, (0, size)), adds=adds)
+        for adds, levels in ((True, up), (False, down))
+        for pairs in levels
+    ]
+
+
+def star(nodes: Sequence[int], size: int) -> list[Round]:
+    """All send to the first rank, which sends the sum back: two rounds, W buckets through one link."""
+    others = range(1, len(nodes))
+    return [
+        Round(transfers={(rank, 0): (0, size) for rank in others}, adds=True),
+        Round(transfers={(0, rank): (0, size) for rank in others}, adds=False),
+    ]
+
+
+def two_level(nodes: Sequence[int], size: int) -> list[Round]:
+    """Inside each node, between nodes, inside again: each bucket crosses the network once for each node.
+
+    Of each node as many ranks carry a slice each as the smallest node has ranks. In four rounds they add up their
+    slice within the node, scatter its sum over their counterparts on other nodes, gather the sums of these, and hand
+    the slice to the ranks of their node.
+    """
+    members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
+    slices = cut((0, size), min(map(len, members)))
+    inside = {
+        (rank, carrier): span
+        for ranks in members
+        for carrier, span in zip(ranks, slices, strict=False)
+        for rank in ranks
+        if rank != carrier
+    }
+    between = {
+        (source[at], destination[at]): part
+        for at, span in enumerate(slices)
+        for destination, part in zip(members, cut(span, len(members)), strict=True)
+        for source in members
+        if source is not destination
+    }
+    rounds = (Round(transfers=inside, adds=True), Round(transfers=between, adds=True))
+    backwards = [
+        Round(transfers={(to, by): span for (by, to), span in each.transfers.items()}, adds=False)
+        for each in reversed(rounds)
+    ]
+    return [each for each in (*rounds, *backwards) if each.transfers]
+
+
+SCHEDULES: Mapping[str, Callable[[Sequence[int], int], list[Round]]] = MappingProxyType(
+    {"two_level": two_level, "ring": ring, "tree": tree, "star": star}
+)
+"""By name: from the node of each rank, as numbers, and the elements of a bucket to the rounds of its sum."""
+
+
+class RoutedReduceOperation:
+    """The sum of a flat bucket, with what rides on it, by a schedule: a ``BucketOperation`` that keeps nothing.
+
+    Args:
+        topology: a name of :data:`SCHEDULES`.
+        nodes: the node of each rank, as a number.
+    """
+
+    def __init__(self, topology: str, nodes: Sequence[int]) -> None:
+        self._schedule, self._nodes = SCHEDULES[topology], tuple(nodes)
+        self._rounds: list[Round] = []
+        self._size = -1
+        self._coming: list[tuple[Span, torch.Tensor]] = []
+
+    def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
+        """The first round."""
+        if self._size != bucket.flat.numel():
+            self._size = bucket.flat.numel()
+            self._rounds = self._schedule(self._nodes, self._size)
+        return self._start(0, bucket, group)
+
+    def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """What the last round has brought in its place, and the next round."""
+        for (begin, end), part in self._coming:
+            mine = bucket.flat[begin:end]
+            mine.add_(part) if self._rounds[finished - 1].adds else mine.copy_(part)
+        self._coming = []
+        return self._start(finished, bucket, group) if finished < len(self._rounds) else ()
+
+    def _start(self, number: int, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
+        """Begin a round; returns its only work."""
+        flat, moved = bucket.flat, self._rounds[number].transfers
+        out = [moved.get((group.rank, peer), (0, 0)) for peer in range(group.world_size)]
+        into = [moved.get((peer, group.rank), (0, 0)) for peer in range(group.world_size)]
+        sizes = [end - begin for begin, end in into]
+        received = flat.new_empty(sum(sizes))
+        pieces = torch.split(received, sizes)
+        self._coming = [(span, piece) for span, piece in zip(into, pieces, strict=True) if piece.numel()]
+        sent = [flat[begin:end] for begin, end in out if end > begin]
+        given = sent[0] if len(sent) == 1 else torch.cat([flat[:0], *sent])
+        return (group.all_to_all(received, given, sizes, [end - begin for begin, end in out]),)
+
+    def commit(self) -> None:
+        """Nothing is kept."""
+
+    def void(self) -> None:
+        """Nothing is kept but what a reduction that was given up may still write to."""
+        self._coming = []

@@ -1,0 +1,160 @@
+"""Ways of an all-reduce through the group: every part is added once, and what crosses between nodes is little."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.sync import AllReduce, ModelProfile, ParamInfo, Reduce, Strategy, StrategyError, Topology, Wire
+from elastic_ray.sync.choosing.explanation import explain
+from elastic_ray.sync.engine.factory import carries_tail, make_operation
+from elastic_ray.sync.naming import resolve_strategy
+from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.operations.topologies import SCHEDULES, Round
+from elastic_ray.sync.plan import BucketPlan, lower
+from tests.membership.groups import on_ranks
+
+nodes_of_ranks = st.lists(st.integers(0, 3), min_size=2, max_size=9)
+TWO_NODES = (0, 1, 0, 1, 0)
+
+
+def carried_out(rounds: Sequence[Round], nodes: Sequence[int], size: int) -> list[list[frozenset[int]]]:
+    """Whose numbers each rank's sum holds, element by element; a number that is added twice fails."""
+    held = [[frozenset([rank])] * size for rank in range(len(nodes))]
+    for each in rounds:
+        before = [list(row) for row in held]
+        for (source, destination), (begin, end) in each.transfers.items():
+            assert source != destination and 0 <= begin <= end <= size
+            for at in range(begin, end):
+                if each.adds:
+                    assert not held[destination][at] & before[source][at], "added twice"
+                    held[destination][at] |= before[source][at]
+                else:
+                    held[destination][at] = before[source][at]
+    return held
+
+
+@pytest.mark.parametrize("topology", list(SCHEDULES))
+@given(nodes=nodes_of_ranks, size=st.integers(0, 17))
+def test_each_ranks_part_is_added_exactly_once(topology: str, nodes: list[int], size: int) -> None:
+    everybody = [[frozenset(range(len(nodes)))] * size] * len(nodes)
+    assert carried_out(SCHEDULES[topology](nodes, size), nodes, size) == everybody
+
+
+@given(nodes=st.lists(st.integers(0, 3), min_size=2, max_size=12), size=st.integers(0, 40))
+def test_a_node_sends_at_most_two_shares_to_others(nodes: list[int], size: int) -> None:
+    size *= 12  # so that all parts are whole
+    there = len(set(nodes))
+    for node in set(nodes):
+        sent = sum(
+            end - begin
+            for each in SCHEDULES["two_level"](nodes, size)
+            for (source, destination), (begin, end) in each.transfers.items()
+            if nodes[source] == node != nodes[destination]
+        )
+        assert sent <= 2 * size * (there - 1) / there + 4 * there * there
+
+
+@given(nodes=nodes_of_ranks)
+def test_rounds_are_as_many_as_said(nodes: list[int]) -> None:
+    world = len(nodes)
+    assert len(SCHEDULES["ring"](nodes, 64)) == 2 * (world - 1)
+    assert len(SCHEDULES["tree"](nodes, 64)) == 2 * (world - 1).bit_length()
+    assert len(SCHEDULES["star"](nodes, 64)) == 2
+    assert len(SCHEDULES["two_level"](nodes, 64)) <= 4
+
+
+@given(nodes=nodes_of_ranks)
+def test_neighbours_in_the_ring_share_a_node(nodes: list[int]) -> None:
+    pairs = SCHEDULES["ring"](nodes, 64)[0].transfers
+    crossing = sum(nodes[source] != nodes[destination] for source, destination in pairs)
+    there = len(set(nodes))
+    assert crossing == (there if there > 1 else 0)
+
+
+def plan(topology: str, nodes: tuple[int, ...]) -> BucketPlan:
+    return BucketPlan(params=(0, 1), group=0, sync=Reduce(topology=topology), nodes=nodes)
+
+
+def own(rank: int) -> torch.Tensor:
+    return torch.randn(38, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("topology", list(SCHEDULES))
+def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype) -> None:
+    def work(communicator: Communicator) -> tuple[torch.Tensor, int]:
+        params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,))]
+        bucket, operation = Bucket(0, 0, params, 0), make_operation(plan(topology, TWO_NODES))
+        for step in (1, 2):
+            with torch.no_grad():
+                bucket.flat.copy_(step * own(communicator.rank))
+                works, finished = operation.launch(bucket, communicator.gradients), 1
+                while works:
+                    for each in works:
+                        communicator.wait(each)
+                    works = operation.go_on(bucket, communicator.gradients, finished)
+                    finished += 1
+        return bucket.flat.clone(), communicator.traffic["all_reduce"]
+
+    results = on_ranks(len(TWO_NODES), work)
+    wanted = 2 * torch.stack([own(rank) for rank in range(len(TWO_NODES))]).sum(0)
+    for each in results:
+        if isinstance(each, Exception):
+            raise each
+    for flat, reduced in results:
+        assert torch.equal(flat, results[0][0]), "not the same bits"
+        torch.testing.assert_close(flat.float(), wanted, rtol=0.02, atol=0.1)
+        assert not reduced, "the backend's own way was taken"
+
+
+def test_control_values_ride_on_any_way() -> None:
+    assert carries_tail(plan("two_level", TWO_NODES), torch.float32)
+
+
+def model() -> ModelProfile:
+    return ModelProfile(params=(ParamInfo(names=("w",), shape=(64, 64)),))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "way"), [("aab", "two_level"), ("aaa", "native"), ("abc", "native"), ("a", "native")]
+)
+def test_two_levels_need_two_nodes_one_of_them_shared(nodes: str, way: str) -> None:
+    made = resolve_strategy("two_level").build(model(), Topology(nodes=tuple(nodes)))
+    found = lower(made, model(), Topology(nodes=tuple(nodes)))
+    (bucket,) = found.buckets
+    assert isinstance(bucket.sync, Reduce) and bucket.sync.topology == way
+    assert ("two_level" in explain(found, model(), Topology(nodes=tuple(nodes))).rows[0].what) == (way != "native")
+
+
+def test_plans_differ_where_ranks_are_elsewhere() -> None:
+    ring = Strategy(default=Reduce(topology="ring"))
+    digests = {lower(ring, model(), Topology(nodes=nodes)).digest for nodes in itertools.permutations("aab")}
+    assert len(digests) == 3
+    native = {lower(Strategy(), model(), Topology(nodes=nodes)).digest for nodes in itertools.permutations("aab")}
+    assert len(native) == 1
+
+
+def test_a_topology_travels_as_json() -> None:
+    made = AllReduce(topology="ring").build(model(), Topology())
+    assert Strategy.from_json(made.to_json()) == made and json.loads(made.to_json())["default"]["topology"] == "ring"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": "mesh"}, r"topology must be one of .*two_level.*'mesh'"),
+        ({"topology": "ring", "parts": 2}, r"Reduce\.topology must be 'native' where parts is above 1"),
+        ({"topology": "tree", "wire": Wire(dtype="bf16")}, r"use one part and the native wire"),
+    ],
+)
+def test_what_no_way_can_do_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        Reduce(**options)
