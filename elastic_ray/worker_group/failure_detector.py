@@ -35,7 +35,7 @@ class FailureDetector:
         self._excused.difference_update(workers)
 
     def forget(self, *workers: str) -> None:
-        """Forget a worker, of which nothing is expected any more."""
+        """Expect nothing from these any more."""
         for worker in workers:
             self._heard_s.pop(worker, None)
         self._questioned.difference_update(workers)
