@@ -234,7 +234,7 @@ class SchedulingConfig(NamesArguments):
             check_size("unit", self.unit)
         if self.unit_size > 1 and (self.mixed_gpu_types or self.memory is not None):
             asked = "mixed_gpu_types" if self.mixed_gpu_types else "memory"
-            raise ValueError(f"{asked} is not served with unit={self.unit}: all units are alike; leave it out")
+            raise ValueError(f"{asked} is not supported with unit={self.unit}: all units are alike; leave it out")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority must be a whole number, but got {self.priority!r}")
         if not isinstance(self.tenant, str):

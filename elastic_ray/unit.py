@@ -41,7 +41,7 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Its workers."""
+        """Number of workers."""
         return math.prod(self.sizes)
 
     @property
@@ -50,7 +50,7 @@ class Unit:
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:
-        """Which of these the worker at a position of the unit reads."""
+        """Return the part that the worker at a position of the unit reads."""
         found, stride = 0, 1
         for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
             position, place = divmod(position, size)
@@ -69,7 +69,7 @@ def check_size(name: str, size: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlace:
-    """Where a worker process stands in its unit.
+    """Place of a worker process in its unit.
 
     Attributes:
         names, sizes: dimensions of the unit's mesh.
@@ -89,9 +89,34 @@ class UnitPlace:
         """Workers of the unit."""
         return math.prod(self.sizes)
 
+    def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
+        """Return the part of the unit's samples that the worker reads, and the number of parts.
+
+        Args:
+            batch_size: samples of a step.
+            samples: of the dataset; None where it has no length, or comes in whole batches.
+            drop_last: steps of fewer samples are left out.
+
+        Raises:
+            ValueError: the unit's workers cannot share them out equally.
+        """
+        if samples is None:
+            raise ValueError(
+                "an iterable dataset, or whole_batches=True, is not supported in units whose workers read parts of "
+                f"their samples (Unit(shard={self.shards})): use a dataset with a length and equal parts, or a unit "
+                "whose workers read the same (tp, pp, cp, ep)"
+            )
+        for what, count in (("the dataset", 0 if drop_last else samples), ("batch_size", batch_size)):
+            if count % self.shards:
+                raise ValueError(
+                    f"{what} must be a multiple of the {self.shards} workers of Unit(shard={self.shards}), which take "
+                    f"equal parts of each step, but got {count}; choose another, or drop_last=True"
+                )
+        return self.shard, self.shards
+
 
 def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
-    """Where the worker at a position of such a unit stands."""
+    """Return the place of the worker at a position of such a unit."""
     if isinstance(unit, int):
         return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
     return UnitPlace(
@@ -105,10 +130,10 @@ def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
 
 
 def process_names(worker: str, unit: int) -> tuple[str, ...]:
-    """What the processes of a worker are called by the one who watches them: of a unit, several."""
+    """Return the names of a worker's processes for the one who watches them; of a unit, several."""
     return (worker, *(f"{worker}.{position}" for position in range(1, unit)))
 
 
 def worker_of(process: str) -> str:
-    """Whose process it is."""
+    """Return the worker whose process it is."""
     return process.partition(".")[0]

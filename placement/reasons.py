@@ -1,4 +1,4 @@
-"""Why a job has what it has: a cause with its figures, and the one place that turns it into words (pure)."""
+"""Reasons of decisions: a cause with its figures, and the one place that turns it into words (pure)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MOST_WORDS = 15
 
 
 class Cause(str, enum.Enum):
-    """What decided a job's size: the name that recordings keep, and the words, with places for the facts."""
+    """Cause of a job's size: the name that recordings keep, and the words, with places for the facts."""
 
     words: str
 
     def __new__(cls, kind: str, words: str) -> Cause:
-        """See the class."""
+        """Make a member whose value is the name."""
         member = str.__new__(cls, kind)
         member._value_, member.words = kind, words
         return member
@@ -70,7 +70,7 @@ class Cause(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a job has what it has; ``str`` of it is at most ``MOST_WORDS`` words."""
+    """Reason of a job's workers; ``str`` of it is at most ``MOST_WORDS`` words."""
 
     cause: Cause
     # what its words have places for
@@ -92,7 +92,7 @@ class Reason:
         return "; ".join(each for each in (self.words, self.figures) if each)
 
     def because(self, cause: Reason | None) -> Reason:
-        """The same decision with what limits or forces it as its cause; what was its cause becomes a figure."""
+        """Return the decision with what limits or forces it as its cause; the former cause becomes a figure."""
         if cause is None:
             return self
         figures = "; ".join(each for each in (cause.figures, self.explained) if each)

@@ -224,7 +224,7 @@ def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
 
 
 def no_metric(rows: Sequence[JobRow], metric: str) -> str:
-    """Why there is no number of this name in any of the rows; empty where there is one."""
+    """Explain that no row has a number of this name; empty where one has."""
     told = [row for row in rows if row.metrics]
     if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
         return ""

@@ -33,7 +33,7 @@ class UnitLostError(RuntimeError):
 
 
 class UnitGroup:
-    """See the module's text. Its workers are on one node, and find each other through a file of their user's.
+    """Fixed group of the workers of one unit, on one node; they find each other through a file of their user's.
 
     Args:
         place: where this worker stands in it.
@@ -83,7 +83,7 @@ class UnitGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this worker speaks for its unit."""
+        """True if this worker speaks for its unit."""
         return self.place.position == 0
 
     @property
@@ -108,7 +108,7 @@ class UnitGroup:
         return found
 
     def agree(self, well: bool) -> bool:
-        """Whether all is well on every worker of the unit."""
+        """Return True if all is well on every worker of the unit."""
         return all(bool(row[0]) for row in self.gather([float(well)]))
 
 
@@ -130,7 +130,7 @@ class UnitCommunicator(Communicator):
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
-        """What is done within is done on all workers of the unit, or on none."""
+        """Have what is done within done on all workers of the unit, or on none."""
         if self._alone or torch._C._current_graph_task_id() != -1:
             yield
             return
@@ -146,12 +146,12 @@ class UnitCommunicator(Communicator):
             raise CommunicationFailedError(_OTHERS_FAILED)
 
     def wait(self, work: Any, *, patience_s: float = 0.0, since_s: float | None = None) -> bool:
-        """As of any communicator, without impatience: what a worker does must not hang on the clock."""
+        """Wait for a started operation, without impatience: what a worker does must not hang on the clock."""
         with self._agreeing():
             return super().wait(work, since_s=since_s)
 
     def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
-        """As of any communicator."""
+        """Wait for sends and receives."""
         with self._agreeing():
             super().wait_all(works, batched)
 

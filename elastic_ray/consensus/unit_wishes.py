@@ -1,4 +1,4 @@
-"""What the controller wants of a unit, once all of its workers know it: a unit votes as one rank of the job."""
+"""Wishes of the controller for a unit, once all of its workers know them: a unit votes as one rank of the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKEN_BITS = 32
 
 
 class UnitWishes:
-    """See the module's text; it stands for the worker's membership where that votes.
+    """Wishes that all workers of a unit know; stands for the worker's membership where that votes.
 
     Args:
         membership: this worker's, which may have heard more than those of the others.
@@ -80,7 +80,7 @@ class UnitWishes:
         return token
 
     def agree(self, well: bool) -> bool:
-        """Whether all is well on all workers of the unit."""
+        """Return True if all is well on all workers of the unit."""
         return self._unit.agree(well)
 
     def alike(self, value: float) -> list[float]:

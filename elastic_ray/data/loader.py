@@ -551,28 +551,12 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def _shard_of_unit(self) -> tuple[int, int]:
-        """Which part of its unit's samples this worker reads, and of how many.
-
-        Raises:
-            ValueError: the unit's workers cannot share them out equally.
-        """
+        """Part of its unit's samples that this worker reads, and the number of parts."""
         unit = self._session.run.unit
         if unit is None or unit.place.shards == 1:
             return 0, 1
-        shards, batch, total = unit.place.shards, self.current_batch_size, self.dataset_size
-        if total is None or self._given.whole_batches:
-            what = "an iterable dataset" if total is None else "whole_batches=True"
-            raise ValueError(
-                f"{what} is not served in units whose workers read parts of their samples (Unit(shard={shards})): use "
-                "a dataset with a length and equal parts, or a unit whose workers read the same (tp, pp, cp, ep)"
-            )
-        uneven = "the dataset" if total % shards and not self._drop_last else "batch_size" if batch % shards else ""
-        if uneven:
-            raise ValueError(
-                f"{uneven} must be a multiple of the {shards} workers of Unit(shard={shards}), which take equal parts "
-                f"of each step, but got {batch if uneven == 'batch_size' else total}; choose another, or drop_last=True"
-            )
-        return unit.place.shard, shards
+        total = None if self._given.whole_batches else self.dataset_size
+        return unit.place.share(self.current_batch_size, total, drop_last=self._drop_last)
 
     def _least_share(self) -> int:
         """Return the fewest samples that the run's models are to be trained with at once, where this loader leads."""

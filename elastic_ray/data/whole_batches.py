@@ -33,7 +33,10 @@ class BatchSamplerOrder:
         self.ends: list[int] = []
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """See ``EpochOrder``; sets ``ends``. Raises ValueError: an empty batch, or an index outside the dataset."""
+        """Return the batches of an epoch in order; sets ``ends``.
+
+        Raises ValueError: an empty batch, or an index outside the dataset.
+        """
         for told in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             if callable(set_epoch := getattr(told, "set_epoch", None)):
                 set_epoch(epoch)

@@ -55,7 +55,7 @@ class Window:
 
     @property
     def steps(self) -> str:
-        """Which steps, in words."""
+        """Return which steps, in words."""
         return f"steps {0 if self.before is None else self.before.steps} to {self.after.steps}"
 
     @property
@@ -77,18 +77,18 @@ class Window:
         if storage.filesystem.get_file_info(storage.path).type.name == "Directory":
             storage.filesystem.delete_dir(storage.path)
 
-    def compare(self) -> Replay | None:
+    def compare(self) -> ReplayResult | None:
         """Compare the models at the window's end; None while the other job has not stored its own."""
         stored = next((each for each in state_files(self.replayed) if each.steps == self.after.steps), None)
         if stored is None:
             return None
         found = differences((self.run, self.after), (self.replayed, stored))
-        return Replay(steps=self.steps, differences=found)
+        return ReplayResult(steps=self.steps, differences=found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """What has come of a replay."""
+class ReplayResult:
+    """Outcome of a replay."""
 
     steps: str  # which steps, in words
     differences: Mapping[str, float]  # by tensor, the largest difference over the largest value
@@ -116,14 +116,12 @@ def replay(
     adaptation: Policy | Sequence[Policy] = (),
     timeout_s: float = 3600.0,
     **options: Any,
-) -> Replay:
+) -> ReplayResult:
     """Train a part of a run again on another number of workers, and compare the models at its end.
 
     It begins at the run's last automatic checkpoint before ``step``, or at the beginning of training, and ends at the
-    next one. The run's own files are not touched.
-
-    >>> replay(train, "/runs/digits", step=120, workers=3).equal  # doctest: +SKIP
-    True
+    next one. The run's own files are not touched. For example, ``replay(train, "/runs/digits", step=120,
+    workers=3).equal`` is True if three workers come to the same model.
 
     Args:
         train_loop_per_worker: the run's train function.

@@ -250,7 +250,7 @@ class ElasticTrainer:
         return JobHandle(controller, spec)
 
     def _kept(self, spec: JobSpec) -> SubmittedJob:
-        """What the run's directory keeps of the submission."""
+        """Return what the run's directory keeps of the submission."""
         context = ray.get_runtime_context()
         return SubmittedJob(
             job=spec.job,
@@ -345,15 +345,15 @@ def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
 
 
 def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig, *, datasets: bool) -> None:
-    """Raise ValueError for what is not served with units."""
+    """Raise ValueError for what is not supported with units."""
     if scheduling.unit_size > 1 and datasets:
         raise ValueError(
-            f"datasets= is not served with SchedulingConfig(unit={scheduling.unit}), whose workers read the same "
+            f"datasets= is not supported with SchedulingConfig(unit={scheduling.unit}), whose workers read the same "
             "samples: give an AdaptiveDataLoader a dataset with a length"
         )
     if scheduling.unit_size > 1 and elastic.stragglers in ("share", "replace"):
         raise ValueError(
-            f"ElasticConfig(stragglers={elastic.stragglers!r}) is not served with SchedulingConfig(unit="
+            f"ElasticConfig(stragglers={elastic.stragglers!r}) is not supported with SchedulingConfig(unit="
             f"{scheduling.unit}): all units take equal shares; use 'tell' or 'ignore'"
         )
 

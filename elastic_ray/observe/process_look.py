@@ -55,7 +55,7 @@ def _logs(pid: int) -> tuple[str, str]:
 
 
 def read_logs(folder: Path, pid: int) -> tuple[str, str]:
-    """See ``_logs``."""
+    """Read the last output of a worker's process."""
     found: Mapping[str, list[Path]] = {end: sorted(folder.glob(f"worker-*-{pid}.{end}")) for end in ("out", "err")}
     parts = []
     for end, paths in found.items():

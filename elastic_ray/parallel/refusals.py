@@ -55,7 +55,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 
 
 def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
-    """Raise ValueError for models and arguments of ``AdaptiveDataParallel`` that are not served in a job of units."""
+    """Raise ValueError for models and arguments that ``AdaptiveDataParallel`` does not support in a job of units."""
     for name, param in module.named_parameters():
         mesh = getattr(param, "device_mesh", None)
         if mesh is not None and mesh.mesh_dim_names == ALONE:
@@ -68,7 +68,7 @@ def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
         if value is not None and value != [] and not (name == "grad_scaler" and not value.is_enabled()):
             way_out = "; train in bfloat16, which needs none" if name == "grad_scaler" else ""
             raise ValueError(
-                f"AdaptiveDataParallel({name}=) is not served in a job of units (SchedulingConfig(unit=)): leave it "
+                f"AdaptiveDataParallel({name}=) is not supported in a job of units (SchedulingConfig(unit=)): leave it "
                 f"out{way_out}"
             )
 

@@ -1,4 +1,4 @@
-"""What a run's directory keeps of its submission, so that another cluster can submit the job again (pure)."""
+"""Submission of a run as its directory keeps it, so that another cluster can submit the job again (pure)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SubmittedJob:
 
     @property
     def by_hand(self) -> str:
-        """How a user continues the job."""
+        """Return how a user continues the job."""
         script = self.script or "its script"
         return f"run {script} with RunConfig(name={self.job!r}) and the same storage_path"
 

@@ -1,4 +1,4 @@
-"""What takes part in a run for one model: its gradients, in the moments of a step and of a change of group (pure)."""
+"""Participants of a run: a model's gradients, in the moments of a step and of a change of group (pure)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Participant:
         """The optimizer was asked to step."""
 
     def applied(self) -> None:
-        """It steps."""
+        """The optimizer steps."""
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time.
@@ -48,7 +48,7 @@ class Participant:
         """
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: take part in what the others have announced of the model."""
+        """Take part in what others have announced of the model, because this rank has no sample in the step."""
 
     def remember(self) -> Any:
         """A step begins: what it takes to undo it."""
@@ -61,37 +61,37 @@ class Participant:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for an update."""
+        """True if gradients wait for an update."""
         return False
 
     @property
     def local(self) -> bool:
-        """Whether they differ from rank to rank, so that a planned change had better wait."""
+        """True if accumulated gradients differ from rank to rank, so that a planned change should wait."""
         return False
 
     @property
     def drifts(self) -> bool:
-        """Whether models differ from rank to rank by design, until they are averaged."""
+        """True while replicas intentionally diverge, until they are averaged."""
         return False
 
     @property
     def settled(self) -> bool:
-        """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
+        """True if replicas are identical after the committed steps, and this rank holds everything to be saved."""
         return True
 
     @property
     def divided(self) -> bool:
-        """Whether optimizer state lies with several ranks; the same on all."""
+        """True if optimizer state is divided among ranks; the same on all of them."""
         return False
 
     @property
     def tabled(self) -> bool:
-        """Whether rows of tables do, which only rank 0 saves."""
+        """True if the model has sharded tables, which only rank 0 saves."""
         return False
 
     @property
     def meets_in_passes(self) -> bool:
-        """Whether forward and backward passes wait for other ranks, besides reductions of gradients."""
+        """True if forward and backward passes wait for other ranks, besides reductions of gradients."""
         return False
 
     @property
@@ -101,7 +101,7 @@ class Participant:
 
     @property
     def marker(self) -> int:
-        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+        """Marker of the last average that ended on this rank: larger is later, 0 before the first."""
         return 0
 
     @property
@@ -111,7 +111,7 @@ class Participant:
 
     @property
     def strategy_name(self) -> str:
-        """Of the strategy in force."""
+        """Name of the strategy in force."""
         return ""
 
     @property
@@ -123,7 +123,7 @@ class Participant:
         """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
 
     def fix_drift(self) -> int:
-        """What comes after the step that ranks agree on is settled here; a digest of it, equal on all ranks."""
+        """Fix what happens after the step that ranks agree on; returns a digest of it, equal on all ranks."""
         return 0
 
     # -- the group -----------------------------------------------------------------------------------------------------

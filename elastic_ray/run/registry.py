@@ -211,12 +211,12 @@ class Registry:
         self._hooks[point].append(hook)
 
     def save_when(self, due: Callable[[], bool]) -> None:
-        """Whether this worker has something to save, as it sees it by itself."""
+        """Set how this worker sees whether it has something to save."""
         self._saves = due
 
     @property
     def saving_is_due(self) -> bool:
-        """As :meth:`save_when` was told."""
+        """True if this worker has something to save."""
         return self._saves()
 
     def has_hook(self, point: HookPoint) -> bool:

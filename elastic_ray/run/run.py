@@ -126,12 +126,12 @@ class Run:
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker speaks for its unit, or is one by itself."""
+        """True if this worker speaks for its unit, or is one by itself."""
         return self.unit is None or self.unit.leads
 
     @property
     def voided(self) -> bool:
-        """Whether the present group was called off, as all workers of a unit know."""
+        """True if the present group was called off, as all workers of a unit know."""
         return self.membership.voided if self.wishes is None else self.wishes.voided
 
     def agree_in_unit(self, failure: str | None, *, saves: bool = False) -> str | None:

@@ -181,7 +181,7 @@ class GroupChanges:
             raise
 
     def _taken_by_unit(self, wishes: UnitWishes, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """The same on all workers of a unit: one may have missed a group that was called off meanwhile."""
+        """Take a group on all workers of a unit alike: one may have missed that it was called off meanwhile."""
         taken, ended = None, None
         newest = 1
         while True:

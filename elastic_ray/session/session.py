@@ -371,7 +371,7 @@ class Session:
         return step_report(self.run, self.adaptation)
 
     def _announce_finished(self, wait_s: float, left: int) -> list[int]:
-        """This rank needs no other any more; their fingerprints, where they have come here within ``wait_s``."""
+        """Announce that this rank is done; returns the others' fingerprints if they came within ``wait_s``."""
         if self.run.wishes is None:
             return self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
         with contextlib.suppress(CommunicationFailedError):  # a rank that is gone needs no answer

@@ -122,7 +122,7 @@ class RunProgress:
         self.done += gain
 
     def count_weights(self, weight: float, samples: int) -> None:
-        """That step's samples were weighed by so much in all."""
+        """Count the weight of a step's samples."""
         self.weighed += weight
         self.weighed_samples += samples
         mean = self.weighed / self.weighed_samples

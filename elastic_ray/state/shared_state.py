@@ -205,7 +205,7 @@ class SharedState:
         return {**trees, **self._position()} if rank == 0 else trees
 
     def _capture_position(self, position: int) -> dict[str, Any]:
-        """What the worker at this position of a unit writes: under names of its own, for each has another part."""
+        """Return what the worker at this position of a unit writes, under names of its own: each has another part."""
         trees = {_of_position(key, position): unpack(*pack(each.capture())) for key, each in self._states.items()}
         return {**trees, **self._position()} if position == 0 else trees
 

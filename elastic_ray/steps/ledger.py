@@ -457,7 +457,7 @@ class StepSums:
 
 
 class SampleTally:
-    """Which samples a step has used, added up over the ranks by what rides on its sums: a ``ControlPart``.
+    """Tally of the samples that a step has used, added up over the ranks with its sums: a ``ControlPart``.
 
     Each rank tells the hashes of the samples that its loader has handed out for the step.
 
@@ -475,7 +475,7 @@ class SampleTally:
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """How many numbers; as many of a rank that is alone, whose buckets stay as they are when others come."""
+        """Number of values; the same for a rank alone, whose buckets stay as they are when others come."""
         return _PARTS
 
     def end(self, step: LoaderStep) -> None:
@@ -483,7 +483,7 @@ class SampleTally:
         self._ended = step
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's sum, in parts."""
+        """Return this rank's sum, in parts."""
         step = self._ledger.outermost or self._ended
         own = 0 if step is None or step.hashed is None else step.hashed()
         return [float(own & _MASK), float(own >> _WIDTH & _MASK), float(own >> 2 * _WIDTH)]

@@ -103,7 +103,7 @@ class LoaderStep:
 
     @property
     def counted(self) -> float | None:
-        """What the loop has given on all ranks together; None where they have not exchanged it."""
+        """Weight that the loop has given on all ranks together; None where they have not exchanged it."""
         if len(self.sizes) == 1:
             return sum(self.own_counts)
         known = self.counts is not None and len(self.counts) == len(self.sizes)

@@ -91,7 +91,7 @@ def _reduction(sync: Sync, *, divided: bool) -> Sync:
 
 
 def _is_routed(sync: Sync) -> bool:
-    """Whether gradients take a way of their own through the group."""
+    """Return True if gradients take a way of their own through the group."""
     return isinstance(sync, Reduce) and sync.topology != "native"
 
 

@@ -111,5 +111,5 @@ class Topology:
 
     @property
     def has_levels(self) -> bool:
-        """Whether there are several nodes, and several ranks on one of them."""
+        """True if there are several nodes, and several ranks on one of them."""
         return 1 < len(set(self.nodes)) < len(self.nodes)

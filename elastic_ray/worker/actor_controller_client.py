@@ -90,7 +90,7 @@ class ActorControllerClient:
 
     @property
     def follows(self) -> bool:
-        """Whether another process speaks for this one's unit."""
+        """True if another process speaks for this one's unit."""
         return bool(self._position)
 
     def leave_controller(self, why: str) -> None:
@@ -119,7 +119,7 @@ class ActorControllerClient:
         return self._controller.push.remote(message)
 
     def _is_mute(self, message: WorkerMessage) -> bool:
-        """Whether another process of the worker's unit says it for all."""
+        """Return True if another process of the worker's unit says it for all."""
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:

@@ -105,7 +105,7 @@ class StateSaver:
         self._begin(None)
 
     def _unit_order(self, *, ends: bool = False) -> SaveOrder | None:
-        """What the workers of the first rank's unit write together, each its position's; None where nothing is due."""
+        """Return what the first rank's unit writes together, each worker its part; None where nothing is due."""
         run = self._session.run
         if run.wishes is None or run.unit is None or self._off or self._session.rank != 0:
             return None
@@ -116,7 +116,7 @@ class StateSaver:
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
     def is_due(self) -> bool:
-        """As this worker sees it, for its unit."""
+        """Return True if this worker has something to save, for its unit."""
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         return due and not self._busy()
 

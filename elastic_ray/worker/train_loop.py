@@ -187,7 +187,7 @@ def _name(train_loop: Any) -> str:
 
 
 def _large(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, size: int) -> str:
-    """What of a train function takes most of its room, and the way out."""
+    """Describe what takes most of a train function's room, and the way out."""
     captured = {repr(name): value for name, value in _captured(train_loop)}
     values = {**captured, **{f"train_loop_config[{name!r}]": value for name, value in (config or {}).items()}}
     largest = max(values, key=lambda name: _room(values[name]), default="its code")

@@ -177,7 +177,7 @@ class WorkerActors:
         self._tell_end(worker, await self._outcome(actor, token, worker, running))
 
     async def _outcome(self, actor: Any, token: str, worker: str, running: Any) -> RunResult | str:
-        """How a run has ended; or why its process is gone."""
+        """Return how a run has ended, or why its process is gone."""
         try:
             while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
@@ -190,7 +190,7 @@ class WorkerActors:
         return found
 
     def _in_unit(self, assignment: Assignment) -> list[Assignment]:
-        """What each process of the worker is told."""
+        """Return the setup of each process of the worker."""
         if self._unit == 1:
             return [assignment]
         store = f"{tempfile.gettempdir()}/elastic-ray-{secrets.token_hex(8)}/unit"

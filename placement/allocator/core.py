@@ -422,7 +422,7 @@ class AllocatorCore:
         return [Allocate(job=name, nodes=target, reason=job.reason, draining=goes)]
 
     def _loss(self, change: Change) -> Reason | None:
-        """Why a job leaves nodes that drain or are gone; None where it leaves none of these."""
+        """Return why a job leaves nodes that drain or are gone; None where it leaves none of these."""
         left = {node for node, workers in change.before.items() if change.after.get(node, 0) < workers}
         if gone := left - self._node_ids:
             return Reason(Cause.GONE, nodes_of(gone))

@@ -32,7 +32,7 @@ class Parts:
         self.spec = SimpleNamespace(scheduling=SchedulingConfig(), min_workers=1)
         self.heartbeats = 0
         machine = SimpleNamespace(current=None)
-        self.group = SimpleNamespace(heard=lambda worker: True, beat=lambda message: None, machine=machine)
+        self.group = SimpleNamespace(heard=lambda worker, position: True, beat=lambda message: None, machine=machine)
 
     def soon(self) -> None:
         self.heartbeats += 1
@@ -99,6 +99,8 @@ def test_the_allocator_hears_at_once_of_a_changed_wish() -> None:
 
 class Link:
     """What a heartbeat goes to."""
+
+    follows = False
 
     def __init__(self) -> None:
         self.wanted, self.came = threading.Event(), threading.Event()

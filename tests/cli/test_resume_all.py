@@ -62,7 +62,7 @@ def test_what_ran_is_told_from_what_did_not(happened: tuple[EventKind, ...], fir
     assert found == why if not why else found is not None and found.startswith(why)
 
 
-def test_a_job_whose_code_is_not_known_is_named_with_the_way_out() -> None:
+def test_jobs_of_unknown_code_are_named_with_ways_out() -> None:
     by_hand = dataclasses.replace(JOB, command=(), submission="").why_not(())
     assert by_hand is not None and "run /home/u/train.py with RunConfig(name='digits')" in by_hand
     unnamed = dataclasses.replace(JOB, named=False).why_not(())

@@ -133,7 +133,7 @@ def test_a_submitted_run_is_replayed(cluster: Any, tmp_path: Path) -> None:
     while "rank 0" not in run_any(cluster, "status", "named").stdout:
         assert time.monotonic() < deadline
         time.sleep(0.5)
-    time.sleep(3.0)
+    time.sleep(3.0)  # some checkpoints are to be there
     run(cluster, "stop", "named")
     (last,) = [each.steps for each in state_files(RunStorage(str(runs / "named")))][:1]
     events = (runs / "named" / "events.jsonl").read_text()

@@ -60,7 +60,7 @@ def test_help_names_every_command_without_loading_ray_or_torch() -> None:
         (["drain", "10.0.0.7", "--label", "rack=a"], "and not both"),
         (["drain", "--label", "rack"], "must be KEY=VALUE, but got 'rack'"),
         (["drain", "a", "--deadline", "0"], "x>=1"),
-        (["allocator", "set", "frob"], "policy must be one of fair_share, fifo"),
+        (["allocator", "set", "frob"], "policy must be one of boa, fair_share"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_told(arguments: list[str], message: str) -> None:

@@ -39,4 +39,4 @@ def test_it_is_listed_until_its_name_is_taken_again() -> None:
     (row,) = job_rows((), None, (), [ended])
     assert row == ended_row(ended) and row.failed and row.submitted_s == 940.0
     cells = dict(zip(JOB_COLUMNS, job_cells(row, 1065.0), strict=True))
-    assert (cells["AGE"], cells["WHY"], cells["LOSS"]) == ("1m05s ago", "KeyError: 'x'", "0.5")
+    assert (cells["AGE"], cells["WHY"], cells["METRIC"]) == ("1m05s ago", "KeyError: 'x'", "loss 0.5")

@@ -28,7 +28,7 @@ def train(config: dict[str, Any]) -> None:
     loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1).sin()), batch_size=24)
     for _ in er.remaining_epochs_until(100_000):
         for x, y in loader:
-            time.sleep(0.02)
+            time.sleep(0.02)  # a step takes some time
             optimizer.zero_grad()
             (config["scale"] * (model(x).squeeze(1) - y).square().mean()).backward()
             optimizer.step()

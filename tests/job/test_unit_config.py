@@ -45,11 +45,11 @@ def test_workers_that_make_no_whole_units_are_refused() -> None:
         (lambda: Unit(tp=True), TypeError, "got True"),
         (lambda: er.SchedulingConfig(unit=0), ValueError, "unit must be 1 or more"),
         (lambda: er.SchedulingConfig(unit="2"), TypeError, "unit must be a whole number"),
-        (lambda: er.SchedulingConfig(unit=2, mixed_gpu_types=True), ValueError, "mixed_gpu_types is not served"),
+        (lambda: er.SchedulingConfig(unit=2, mixed_gpu_types=True), ValueError, "mixed_gpu_types is not supported"),
         (
             lambda: trainer(2, 2, elastic_config=er.ElasticConfig(stragglers="share")),
             ValueError,
-            "stragglers='share'. is not served with",
+            "stragglers='share'. is not supported with",
         ),
     ],
 )
@@ -70,7 +70,7 @@ class Scaler:
 
 def test_what_a_model_cannot_have_in_units_is_named() -> None:
     refuse_in_unit(torch.nn.Linear(1, 1), policy=None, grad_scaler=Scaler(False), monitor=None)
-    with pytest.raises(ValueError, match=r"grad_scaler=. is not served.*bfloat16"):
+    with pytest.raises(ValueError, match=r"grad_scaler=. is not supported.*bfloat16"):
         refuse_in_unit(torch.nn.Linear(1, 1), grad_scaler=Scaler(True))
     sharded = torch.nn.Sequential(torch.nn.Linear(4, 4))
     er.fully_shard(sharded)

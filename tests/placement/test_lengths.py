@@ -74,7 +74,7 @@ def test_a_declaration_that_kept_proving_wrong_is_believed_less() -> None:
     assert likely_left(beyond) == remaining(beyond)
 
 
-def test_a_job_beyond_its_declared_end_counts_by_the_models_lengths() -> None:
+def test_beyond_its_declared_end_the_models_lengths_count() -> None:
     beyond = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=3.0, usual_ends=(900.0,) * 4)
     assert remaining(beyond) == 1.0, "what it declares"
     assert likely_left(beyond) == 600.0

@@ -42,7 +42,7 @@ class Run:
     """A run, and the model of which it consists."""
 
     def __init__(self, nodes: tuple[str, ...] = ("a", "b")) -> None:
-        self.group = self.ledger = self.consensus = self
+        self.group = self.ledger = self.consensus = self.state = self.progress = self
         self.communicator = Collectives()
         self.nodes, self.step, self.steps = nodes, object(), 0
         self.device = torch.device("cpu")

@@ -43,7 +43,7 @@ class Seesaw(ReadyPolicy):
         self.asked = 0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The initial batch, which the job is not to choose from here on.
+        """Hold the initial batch, which the job is not to choose from here on.
 
         Raises ValueError: the loader's batch may not grow.
         """
@@ -52,11 +52,12 @@ class Seesaw(ReadyPolicy):
                 f"schedule='seesaw' grows the batch, but the loader's is fixed at {view.initial_batch_size}: call "
                 "loader.autoscale_batch_size(max_batch_size=...) before the first epoch, or give it max_batch_tokens"
             )
+        self._decay(view.learning_rates)  # the highest so far
         self.asked = view.initial_batch_size
         return SetBatch(self.asked)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """The batch of the step after the next one, where it is worth a change."""
+        """Ask for the batch of the step after the next one, where it is worth a change."""
         if not self.asked:
             return self.before_train(view)
         target = self.target(view)

@@ -240,7 +240,7 @@ class PageServer:
         return web.Response(body=to_json(plain(found)), content_type="application/json")
 
     async def _process(self, request: web.Request) -> web.StreamResponse:
-        """What one worker prints, or where its threads are: one question at a time, for it starts a process there."""
+        """Answer with one worker's output or stack: one question at a time, for it starts a process there."""
         job, rank, what = (request.match_info[name] for name in ("job", "rank", "what"))
         if what not in LOOKS:
             return _error(404, f"there is no {what[:40]!r} of a worker: it must be one of {', '.join(LOOKS)}")

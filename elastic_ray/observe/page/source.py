@@ -88,7 +88,7 @@ class Source(Protocol):
         """Return the detail of a job; None if it is unknown."""
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """What a worker has printed last (``logs``), or where its threads are (``stack``); not one at a time.
+        """Return a worker's last output (``logs``), or where its threads are (``stack``); not one at a time.
 
         Raises ActionRefusedError: there is no such worker, or it cannot be looked at.
         """

@@ -200,8 +200,8 @@ class GradientEngine(Participant):
         if self._sharded or not all(is_plain(each) for each in plan.buckets):
             what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
             raise StrategyError(
-                f"{what} is not served in a job of units (SchedulingConfig(unit=)), whose gradients are averaged over "
-                "units as they are: leave strategy= out, and divide the model within the unit, over "
+                f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
+                "over units as they are: leave strategy= out, and divide the model within the unit, over "
                 "elastic_ray.unit_mesh()"
             )
 

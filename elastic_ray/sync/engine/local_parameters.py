@@ -12,7 +12,7 @@ import torch
 
 
 def local(tensor: Any) -> Any:
-    """This worker's part of a tensor; the tensor itself where it is whole."""
+    """Return this worker's part of a tensor; the tensor itself where it is whole."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -36,13 +36,13 @@ class LocalParameter:
 
     @property
     def part(self) -> torch.Tensor:
-        """This worker's part."""
+        """Part of the tensor that this worker holds."""
         found: torch.Tensor = local(self._param)
         return found
 
     @property
     def shape(self) -> torch.Size:
-        """Of the local part."""
+        """Shape of the local part."""
         return self.part.shape
 
     def numel(self) -> int:
@@ -78,7 +78,7 @@ def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
 
 
 def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter, as local parts; of one that the unit has divided, divided as it is."""
+    """Return an optimizer's state of a parameter as local parts, divided as the parameter is."""
     part = getattr(param, "_local_tensor", None)
     if part is None:
         return values

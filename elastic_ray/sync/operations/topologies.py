@@ -144,7 +144,7 @@ class RoutedReduceOperation:
         return self._start(0, bucket, group)
 
     def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """What the last round has brought in its place, and the next round."""
+        """Put what the last round has brought in its place, and start the next round."""
         for (begin, end), part in self._coming:
             mine = bucket.flat[begin:end]
             mine.add_(part) if self._rounds[finished - 1].adds else mine.copy_(part)

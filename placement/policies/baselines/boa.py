@@ -107,21 +107,21 @@ class BoaPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "boa"
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """The same policy with the price of the only, or cheapest, GPU type [USD/h]."""
+        """Return the policy with the price of the only, or cheapest, GPU type [USD/h]."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
-        """The same policy with the widths for these arrivals. Raises ValueError: the budget is too small."""
+        """Return the policy with the widths for these arrivals. Raises ValueError: the budget is too small."""
         least = sum(each.per_h * _hull(each)[0][0] for each in classes.values()) / 3600.0
         budget = max(gpus, least) if self.budget_usd_per_h is None else self.budget_usd_per_h / self.usd
         return dataclasses.replace(self, widths=boa_widths(classes, budget))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Give each job workers up to its width, one at a time to the job with the fewest."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             width = self.widths.get(view.fingerprint or "")

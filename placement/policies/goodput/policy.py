@@ -205,7 +205,7 @@ class Decided:
             object.__setattr__(self, name, self.instance.speed_at(placements).tolist())
 
     def reason(self, j: int) -> Reason:
-        """Why a job has what it has: who has what it lost, or what its own change brings."""
+        """Return why a job has its workers: who has what it lost, or what its own change brings."""
         view, was, here = self.instance.views[j], self.before[j], self.after[j]
         if here.place and (why := held(view, here.workers)) is not None:
             return why
@@ -225,7 +225,7 @@ class Decided:
         return Reason(cause, facts, self._figures(j))
 
     def _lost(self, j: int, gain: float) -> tuple[Cause, tuple[str | float, ...]]:
-        """Of a job that has less than before, or waits: who has it."""
+        """Return the cause for a job that has less than before, or waits: who has it."""
         views, left_s = self.instance.views, self.utility.left_s
         more = [k for k, here in enumerate(self.after) if here.workers > views[k].workers]
         ahead = [k for k in more or range(len(views)) if k != j and self.after[k].place]
@@ -242,7 +242,7 @@ class Decided:
         return Cause.TAKEN, (who, count(won), what)
 
     def _stays(self, j: int) -> Cause:
-        """Of a job that keeps what it has: why it gets no more."""
+        """Return the cause for a job that keeps its workers: why it gets no more."""
         case, here = self.instance, self.after[j]
         if not (case.possible[j] & (case.pool_of == here.pool) & (case.sizes > here.workers)).any():
             return Cause.MOST

@@ -131,14 +131,14 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def no_room(view: JobView, fits: int, others: int) -> Reason:
-    """Of a job whose minimum finds no room beside those of so many others."""
+    """Return the reason of a job whose minimum finds no room beside those of so many others."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
     return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
 
 
 def held(view: JobView, workers: int) -> Reason | None:
-    """Of a job that its user holds at a size; None of another."""
+    """Return the reason of a job that its user holds at a size; None of another."""
     if view.held_at is None:
         return None
     whole = workers == view.held_at

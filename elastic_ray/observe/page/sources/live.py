@@ -206,7 +206,7 @@ class LiveCluster:
         return next((self._controllers[actor] for actor, name in self._jobs.items() if name == job), None)
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """What a worker prints, or where its threads are; see ``Source``."""
+        """Return a worker's output or stack; see ``Source``."""
         controller = self._controller(job)
         workers = (_get(controller.workers.remote()) if controller is not None else None) or ()
         worker = next((each for each in workers if each.rank == rank), None)
