@@ -66,9 +66,10 @@ class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
     Raises:
         TypeError, ValueError: an argument that cannot be right.
 
-    >>> packed = PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]], length=4)
-    >>> [row.tolist() for row in packed[1]]
-    [[8, 9, 10, 0], [1, 2, 2, 0]]
+    Examples:
+        >>> packed = PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]], length=4)
+        >>> [row.tolist() for row in packed[1]]
+        [[8, 9, 10, 0], [1, 2, 2, 0]]
     """
 
     def __init__(self, documents: Sequence[Any], length: int, *, seed: int = 0, padding: int = 0) -> None:
