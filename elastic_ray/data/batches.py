@@ -36,6 +36,7 @@ class StepSplit:
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
         least: fewest samples of a rank's micro-batch, where the step has as many for each rank.
+        owed: samples of the first step from here, if its update is in the model and only its end was lost; else 0.
         shard, shards: which part of the rank's samples this worker reads, and of how many equal ones, in a unit whose
             workers share them out.
     """
@@ -49,6 +50,7 @@ class StepSplit:
         "halving",
         "least",
         "micro_steps",
+        "owed",
         "rank",
         "shard",
         "shards",
@@ -67,20 +69,23 @@ class StepSplit:
         shares: Shares | None = None,
         halving: Halving | None = None,
         least: int = 1,
+        owed: int = 0,
         shard: int = 0,
         shards: int = 1,
     ) -> None:
         self.shard, self.shards = shard, shards
         self.batch_size, self.micro_steps, self.world_size = batch_size, micro_steps, world_size
         self.rank, self.drop_last, self.shares, self.halving = rank, drop_last, shares, halving
-        self.least = least
-        self._first = (0, 0)  # position, and committed steps there
+        self.least, self.owed = least, owed
+        self._first = (-1, 0)  # position, and committed steps there
         # By samples and micro-steps of the step: nearly all steps have as many.
         self._sizes: dict[tuple[int, int], list[list[int]]] = {}
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def begin(self, position: int, steps: int) -> None:
         """Count steps from here: at ``position`` of the pass so many are committed. What comes is read ahead by it."""
+        if self._first[0] >= 0:  # of another pass, or after a nested one
+            self.owed = 0
         self._first = position, steps
 
     def step_at(self, position: int) -> int:
@@ -96,6 +101,8 @@ class StepSplit:
 
     def count(self, position: int, total: int) -> int:
         """Return the samples of the step at ``position``; 0 at the end. Of fewer than the ranks some have none."""
+        if self.owed and position == self._first[0]:
+            return self.owed
         each = self.shards
         least = self.world_size * each
         if self.batch_size >= least and position <= total - self.batch_size - 2 * least:
@@ -108,6 +115,10 @@ class StepSplit:
             drop_last=self.drop_last,
             least=self.least,
         )
+
+    def owed_at(self, position: int) -> int:
+        """Return the samples that the step at ``position`` must have; 0 for as many as its size gives it."""
+        return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
         """Return the samples of each rank and micro-step in the step at ``position``; not to be changed."""
@@ -427,6 +438,7 @@ class StreamBatches:
             drop_last=cut.drop_last,
             shares=cut.shares,
             least=cut.least,
+            owed=cut.owed_at(position),
         )
         if drawn is None:
             return StepBatches(total=position)

@@ -543,11 +543,17 @@ class AdaptiveDataLoader(ResumableLoader):
                 shares=self._shares,
                 halving=self._halving(shape),
                 least=self._least_share(),
+                owed=self._owed(),
                 shard=self._shard_of_unit[0],
                 shards=self._shard_of_unit[1],
             )
             self._setting = changes, shape, cut, self._leads
         return self._setting[1:]
+
+    def _owed(self) -> int:
+        """Return the samples of an update that is in the model, whose step is drawn again; 0 for none."""
+        run = self._session.run
+        return run.progress.stepped_samples if run.progress.optimizers_stepped and not run.ledger.depth else 0
 
     @property
     def _shard_of_unit(self) -> tuple[int, int]:

@@ -255,18 +255,19 @@ class StreamSharder(Generic[Item]):
         drop_last: bool = False,
         shares: Shares | None = None,
         least: int = 1,
+        owed: int = 0,
     ) -> StreamStep[Item] | None:
         """Draw the step at `position`: None at the end of the epoch. Sizes are those of `sharding.step_size`.
 
-        `micro_steps` may be a function of the step's samples.
+        `micro_steps` may be a function of the step's samples; a step that is `owed` has so many.
 
         Raises ValueError: bad input, or an empty stream.
         """
-        self._read_ahead(batch_size + 2 * world_size)
+        self._read_ahead(max(batch_size, owed) + 2 * world_size)
         known = self._position + len(self._ahead)
         if known == 0:
             raise ValueError(f"a stream must have at least 1 item, but {type(self._source).__name__} gave none")
-        count = sharding.step_size(
+        count = owed or sharding.step_size(
             # with a full look-ahead `known` is not the total, but no tail is near, so the answer is the same
             position=self._position,
             total=known,

@@ -56,6 +56,7 @@ class RunProgress:
     lineage: int = 0  # generation in which the last step was committed
     ended_passes: int = 0  # loader passes that ended, counted when all ranks agreed on the end
     optimizers_stepped: int = 0  # optimizers stepped within the step in progress
+    stepped_samples: int = 0  # samples of the step whose update these made
     # what accumulators hold, by accumulator and name
     sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
     reports: int = 0  # calls of ``report`` that the run has made
@@ -129,9 +130,9 @@ class RunProgress:
         if mean > 0 and abs(mean - self.tokens_per_sample) > MOVED * self.tokens_per_sample:
             self.tokens_per_sample = mean
 
-    def count_optimizers(self, stepped: int) -> None:
-        """Set the number of optimizers that have stepped in the step in progress."""
-        self.optimizers_stepped = stepped
+    def count_optimizers(self, stepped: int, samples: int = 0) -> None:
+        """Set the number of optimizers that have stepped in the step in progress, which has so many samples."""
+        self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:
         """Count the end of a pass that all ranks have agreed on."""

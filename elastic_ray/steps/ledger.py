@@ -408,8 +408,8 @@ class StepLedger:
     def applied(self) -> None:
         """Record that the optimizer step was applied, or left out for good."""
         self._updating = False
-        if self.step is not None:
-            self.state.progress.count_optimizers(self._updates_asked)
+        if (step := self.outermost) is not None:
+            self.state.progress.count_optimizers(self._updates_asked, step.count)
             if self._moment is not None:
                 self._moment("after_step")
 

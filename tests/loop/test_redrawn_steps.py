@@ -1,0 +1,57 @@
+"""A step whose update is in the model, but whose end was lost, is drawn again with the samples of that update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import elastic_ray as er
+from tests.loop.changing import Change, Kill, run_job
+
+SAMPLES, BATCH, WORKERS = 40, 4, (1, 2, 3)
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, one after the other."""
+
+    def __iter__(self) -> Any:
+        return iter([(torch.tensor(index),) for index in range(SAMPLES)])
+
+
+def used(dataset: Dataset[Any], strategy: str) -> tuple[list[float], int]:
+    """Train an epoch with a batch that the group's size decides; a weight for each sample says by how much it was used.
+
+    Returns the weights, and the samples that an accumulator has counted.
+    """
+    model: Any = torch.nn.Embedding(SAMPLES, 1)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
+    loader = er.AdaptiveDataLoader(dataset, batch_size=BATCH)
+    loader.autoscale_batch_size(32, local_bsz_bounds=(1, 16))
+    for _ in er.remaining_epochs_until(1):
+        seen = er.Accumulator()
+        for (index,) in loader:
+            optimizer.zero_grad()
+            wrapped(index).sum().div(len(index)).backward()
+            optimizer.step()
+            seen["samples"] += len(index)
+    return [-float(each) for each in model.weight.detach()[:, 0]], int(seen["samples"])
+
+
+@pytest.mark.parametrize("make", [lambda: TensorDataset(torch.arange(SAMPLES)), Stream], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    ("strategy", "moment"), [("all_reduce", "after_step"), ("zero1", "after_step"), ("zero1", "publish")]
+)
+def test_each_sample_is_in_one_update(make: Any, strategy: str, moment: str) -> None:
+    """Three workers take 6 samples a step, two take 4; one is lost when all have updated, before all agree on it."""
+    script = [Change(1, WORKERS), Kill(3, 3, moment, last=True)]
+    outcome = run_job(lambda: used(make(), strategy), script)
+    assert outcome.groups[-1] == (1, 2)
+    for weights, total in outcome.results.values():
+        counts = {round(1 / weight, 3) for weight in weights}  # the last step has 2
+        assert counts <= {2, 4, 6}, f"used twice, or not at all: {weights}"
+        assert 6 in counts and total == SAMPLES
