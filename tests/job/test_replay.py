@@ -16,7 +16,7 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.replay import Window
 from tests.job.jobs import wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(600), pytest.mark.thorough]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def train(config: dict[str, Any]) -> None:
