@@ -131,7 +131,7 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, re
         job: with a name and a working directory.
         again: arguments that submit it again.
         user: owner of the jobs.
-        replay: steps after which a replay pauses; 0 for none.
+        replay: steps after which a replay ends; 0 for none.
 
     Raises TakenError: there is such an id. ClickException: Ray refuses it.
     """
@@ -167,7 +167,7 @@ def send_again(
     Args:
         user: owner of the jobs.
         workers: limits in place of its own.
-        replay: steps after which a replay pauses; 0 for none.
+        replay: steps after which a replay ends; 0 for none.
 
     Raises TakenError: there is such an id. ClickException: it cannot be submitted, the file is gone say.
     """

@@ -5,7 +5,7 @@
 - ``ELASTIC_RAY_NAME``: name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones;
 - ``ELASTIC_RAY_SCHEDULING`` (``{"tenant": "vision"}``): fields of every trainer's ``SchedulingConfig``;
 - ``ELASTIC_RAY_COMMAND`` (JSON): what ``elastic-ray submit`` was given, which each run keeps for its next cluster;
-- ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and pause after so many steps, for
+- ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and end after so many steps, for
   ``elastic-ray verify --replay``;
 - ``ELASTIC_RAY_USER``: owner of the jobs, in place of the user of the script's process;
 - ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
@@ -76,7 +76,7 @@ class Overrides:
     submission: str = ""  # id of Ray's submission; empty outside of one
     user: str = ""  # owner of the jobs; empty for the user of the script's process
     command: tuple[str, ...] = ()  # arguments of ``elastic-ray submit``; empty outside of a submission
-    replay: int = 0  # steps after which a replay of the script's job pauses; 0 where it is none
+    replay: int = 0  # steps after which a replay of the script's job ends; 0 where it is none
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of these overrides."""

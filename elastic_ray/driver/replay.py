@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 
-from elastic_ray.adaptation.policies.pause_at import PauseAt
+from elastic_ray.adaptation.policies.stop_at import StopAt
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.checkpoints.automatic import StateFile, copy_state, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
@@ -47,7 +47,7 @@ class Window:
                 f"steps: {there}. A job that runs keeps CheckpointConfig(num_to_keep), at least two; one that has "
                 "finished its last one"
             )
-        # Policies are not asked before the first step of a start, so that the pause needs one step more.
+        # Policies are not asked before the first step of a start, so that the stop needs one step more.
         latest = min(step - 1, after.steps - 2)
         before = next((each for each in states if each.steps <= latest), None)
         name = f"{posixpath.basename(storage.path)}-replay-{after.steps}"
@@ -145,7 +145,7 @@ def replay(
         run_config=RunConfig(
             name=window.name, storage_path=posixpath.dirname(window.run.path), storage_filesystem=window.run.filesystem
         ),
-        adaptation=[*policies, PauseAt(window.after.steps)],
+        adaptation=[*policies, StopAt(window.after.steps)],
         **options,
     ).submit()
     deadline_s = time.monotonic() + timeout_s

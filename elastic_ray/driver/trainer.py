@@ -18,7 +18,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
 from elastic_ray.access import join, session_warning
-from elastic_ray.adaptation.policies.pause_at import PauseAt
+from elastic_ray.adaptation.policies.stop_at import StopAt
 from elastic_ray.adaptation.policy import Policy, check_policies
 from elastic_ray.checkpoints.run_directory import RunStorage, resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
@@ -185,7 +185,7 @@ class ElasticTrainer:
         _check_config("scheduling_config", scheduling_config, SchedulingConfig)
         self._datasets = check_datasets(datasets)
         told = read_overrides(os.environ)
-        policies = (*check_policies(adaptation), *([PauseAt(told.replay)] if told.replay else []))
+        policies = (*check_policies(adaptation), *([StopAt(told.replay)] if told.replay else []))
         self._train_loop = pack(train_loop_per_worker, train_loop_config, policies)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
         self._run = read_run(run_config)
