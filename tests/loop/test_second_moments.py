@@ -82,22 +82,19 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
     return found, [scales[step] for step in sorted(scales)], options, [first[step] for step in sorted(first)]
 
 
-def by_hand(scales: list[float], made: list[float] | None = None) -> Tensor:
-    """AdamW whose second moments decay by beta2 for each initial batch, with the product of all as their bias.
-
-    ``made``: the scales of the updates, where one was made of another batch than was counted.
-    """
+def by_hand(scales: list[float]) -> Tensor:
+    """AdamW whose second moments decay by beta2 for each initial batch, with the product of all as their bias."""
     model = net()
     params = list(model.parameters())
     first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
     left, step, x = 1.0, 0, data()
-    (beta1, beta2), at = BETAS, iter(zip(scales, made or scales, strict=True))
+    (beta1, beta2), at = BETAS, iter(scales)
     for epoch in range(EPOCHS):
         order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]), 0
         while position < SAMPLES:
-            counted, scale = next(at)
+            scale = next(at)
             batch = order[position : position + int(scale * FIRST)]
-            position += int(counted * FIRST)
+            position += int(scale * FIRST)
             step, decay = step + 1, beta2**scale
             left *= decay
             rate, eps = RATE * scale**0.5, EPS / scale**0.5
@@ -144,9 +141,9 @@ def test_and_however_the_group_changes(script: list[Any], strategy: str | None) 
     results = run_job(lambda: train(strategy), script, first=first).results
     parameters = [each[0] for each in results.values()]
     _, scales, _, first_scales = max(results.values(), key=lambda each: len(each[1]))  # there from the first step
-    # A step whose update is in the tiles is drawn again, and not made again.
-    made = first_scales if strategy and isinstance(script[0], Kill) else None
-    torch.testing.assert_close(parameters[0], by_hand(scales, made), rtol=1e-9, atol=1e-12)
+    # A step whose update is in the tiles is drawn again with its samples, and not made again.
+    made = first_scales if strategy and isinstance(script[0], Kill) else scales
+    torch.testing.assert_close(parameters[0], by_hand(made), rtol=1e-9, atol=1e-12)
     for other in parameters:
         assert torch.equal(other, parameters[0])
 
