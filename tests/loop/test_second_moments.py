@@ -12,6 +12,7 @@ import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView, SetBatch
 from elastic_ray.batch.scaling_rules import Adam
 from elastic_ray.data.order import IndexOrder
+from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks
@@ -21,7 +22,7 @@ SIZES = {0: 4, 1: 16, 2: 4}
 RATE, BETAS, EPS, DECAY = 0.02, (0.9, 0.95), 1e-3, 0.1
 
 
-Trained: TypeAlias = tuple[Tensor, list[float], Any, list[float]]
+Trained: TypeAlias = tuple[Tensor, list[float], Any, list[tuple[float, int]]]
 
 
 class ThereAndBack(Policy):
@@ -49,7 +50,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 
 
 def train(strategy: str | None = None, scaler: bool = False, several: bool = False) -> Trained:
-    """Parameters, the scale of each step, the optimizer's options at the end, and the scales as first drawn."""
+    """Parameters, the scale of each step, the optimizer's options at the end, and each step as it was drawn first."""
     model = net()
     parts = [list(model[0].parameters()), list(model[2].parameters())] if several else [list(model.parameters())]
     optimizers = [torch.optim.AdamW(part, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY) for part in parts]
@@ -64,12 +65,14 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
     )
     loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(data()), batch_size=FIRST, seed=3)
     loader.autoscale_batch_size(16)
-    scales, first = dict[int, float](), dict[int, float]()
+    scales, first = dict[int, float](), dict[int, tuple[float, int]]()
     for _ in er.remaining_epochs_until(EPOCHS):
         for (x,) in loader:
             at = er.get_context().get_global_step()
             scales[at] = loader.current_batch_size / FIRST
-            first.setdefault(at, scales[at])
+            step = current_session().passes.step
+            assert step is not None
+            first.setdefault(at, (scales[at], step.count))
             wrapped.zero_grad()
             loss = loss_of(wrapped, x)
             (amp.scale(loss) if amp else loss).backward()
@@ -82,19 +85,19 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
     return found, [scales[step] for step in sorted(scales)], options, [first[step] for step in sorted(first)]
 
 
-def by_hand(scales: list[float]) -> Tensor:
+def by_hand(steps: list[tuple[float, int]]) -> Tensor:
     """AdamW whose second moments decay by beta2 for each initial batch, with the product of all as their bias."""
     model = net()
     params = list(model.parameters())
     first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
     left, step, x = 1.0, 0, data()
-    (beta1, beta2), at = BETAS, iter(scales)
+    (beta1, beta2), at = BETAS, iter(steps)
     for epoch in range(EPOCHS):
         order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]), 0
         while position < SAMPLES:
-            scale = next(at)
-            batch = order[position : position + int(scale * FIRST)]
-            position += int(scale * FIRST)
+            scale, count = next(at)
+            batch = order[position : position + count]
+            position += count
             step, decay = step + 1, beta2**scale
             left *= decay
             rate, eps = RATE * scale**0.5, EPS / scale**0.5
@@ -113,9 +116,9 @@ def trained(how: dict[str, Any]) -> Trained:
 
 
 def check(found: Trained) -> None:
-    parameters, scales, options, _ = found
+    parameters, scales, options, steps = found
     assert {1.0, 4.0} == set(scales) and scales[-1] == 1.0
-    torch.testing.assert_close(parameters, by_hand(scales), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(parameters, by_hand(steps), rtol=1e-9, atol=1e-12)
     for group in options:
         assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (RATE, BETAS, EPS, DECAY)
 
@@ -140,9 +143,12 @@ def test_and_however_the_group_changes(script: list[Any], strategy: str | None) 
         script = [Kill(14, 2, "backward")]
     results = run_job(lambda: train(strategy), script, first=first).results
     parameters = [each[0] for each in results.values()]
-    _, scales, _, first_scales = max(results.values(), key=lambda each: len(each[1]))  # there from the first step
-    # A step whose update is in the tiles is drawn again with its samples, and not made again.
-    made = first_scales if strategy and isinstance(script[0], Kill) else scales
+    _, scales, _, first = max(results.values(), key=lambda each: len(each[1]))  # there from the first step
+    # A step whose update is in the tiles is drawn again with its samples, and not made again; others are made anew.
+    anew = {} if strategy and isinstance(script[0], Kill) else dict(enumerate(scales))
+    made = [
+        (anew.get(at, scale), round(count * anew.get(at, scale) / scale)) for at, (scale, count) in enumerate(first)
+    ]
     torch.testing.assert_close(parameters[0], by_hand(made), rtol=1e-9, atol=1e-12)
     for other in parameters:
         assert torch.equal(other, parameters[0])
