@@ -92,7 +92,7 @@ class Demo:
         show(f"{self.now_s:6.1f} s  {name:<5} {text}")
 
     def run(self) -> None:
-        """Until all jobs have ended."""
+        """Wait until all jobs have ended."""
         while len(self.jobs) < len(self.configs) or any(job.ended_s is None for job in self.jobs.values()):
             for name in [name for name in self.configs if name not in self.jobs]:
                 if self.arrives(name):
@@ -111,7 +111,7 @@ class Demo:
             time.sleep(0.25)
 
     def arrives(self, name: str) -> bool:
-        """Whether it is time to submit a job."""
+        """Return True if it is time to submit a job."""
         other, delay_s = (None, 0.0) if self.smoke else ARRIVALS[name]
         begin_s = 0.0 if other is None else self.jobs[other].running_s if other in self.jobs else None
         return begin_s is not None and self.now_s >= begin_s + delay_s
@@ -173,7 +173,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def title(pid: int) -> str:
-    """What a process calls itself."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:

@@ -170,7 +170,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_job(name: str, directory: str, config: dict[str, Any], most: int) -> dict[str, Any]:
-    """What a job reports at its end."""
+    """Run a job; returns what it reports at its end."""
     result = er.ElasticTrainer(
         train,
         train_loop_config=config,

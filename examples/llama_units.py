@@ -189,7 +189,7 @@ class Demo:
         return self.losses(self.submit("undisturbed", 1, 1))
 
     def wait(self, handle: er.JobHandle, units: int, without: int = 0) -> None:
-        """Until so many units train, and one that lost a worker is not among them."""
+        """Wait until so many units train, and one that lost a worker is not among them."""
         while True:
             self.look(handle)
             members = handle.workers()

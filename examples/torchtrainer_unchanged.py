@@ -90,7 +90,7 @@ def make_trainer(folder: str, smoke: bool) -> TorchTrainer:
 
 
 def check(metrics: dict[str, Any], smoke: bool) -> bool:
-    """Whether the last epoch was good. Rank 0 has looked at its share of the held-out digits, as in Ray Train."""
+    """Return True if the last epoch was good; rank 0 looks at its share of the held-out digits, as in Ray Train."""
     return bool(metrics["accuracy"] > (0.5 if smoke else 0.9))
 
 

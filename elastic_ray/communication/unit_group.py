@@ -155,9 +155,16 @@ class UnitCommunicator(Communicator):
         with self._agreeing():
             super().wait_all(works, batched)
 
-    def _guard(self, operation: Callable[[], Any]) -> Any:
+    def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        return self._failing_together(super()._guard, operation, *arguments)
+
+    def _gradient_backend(self, tensor: torch.Tensor) -> Any:
+        return self._failing_together(super()._gradient_backend, tensor)
+
+    def _failing_together(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        """Carry an operation out; returns its result. If it fails, the other workers of the unit hear of it."""
         try:
-            return super()._guard(operation)
+            return operation(*arguments)
         except CommunicationFailedError:
             if not self._alone and torch._C._current_graph_task_id() == -1:
                 self._unit.agree(False)  # the others have come to wait for theirs

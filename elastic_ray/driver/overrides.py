@@ -146,18 +146,7 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
         limits = parse_workers(workers) if workers else None
     except ValueError as error:
         raise ValueError(f"{WORKERS}: {error}") from None
-    try:
-        scheduling = json.loads(environment.get(SCHEDULING) or "{}")
-    except ValueError as error:
-        raise ValueError(f"{SCHEDULING} must be JSON, but got {environment[SCHEDULING]!r}: {error}") from None
-    if not isinstance(scheduling, dict):
-        raise ValueError(f"{SCHEDULING} must be a JSON object, but got {environment[SCHEDULING]!r}")
-    try:
-        command = json.loads(environment.get(COMMAND) or "[]")
-    except ValueError as error:
-        raise ValueError(f"{COMMAND} must be JSON, but got {environment[COMMAND]!r}: {error}") from None
-    if not isinstance(command, list):
-        raise ValueError(f"{COMMAND} must be a JSON list, but got {environment[COMMAND]!r}")
+    scheduling, command = _read(environment, SCHEDULING, dict, "object"), _read(environment, COMMAND, list, "list")
     if not (replay := environment.get(REPLAY, "") or "0").isdecimal():
         raise ValueError(f"{REPLAY} must be a number of steps, but got {replay!r}")
     return Overrides(
@@ -195,3 +184,16 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 def take_name(environment: MutableMapping[str, str]) -> str | None:
     """Return the name that the environment has for a job without one. It is taken: two jobs cannot have the same."""
     return environment.pop(NAME, "") or None
+
+
+def _read(environment: Mapping[str, str], name: str, kind: type[Any], called: str) -> Any:
+    """Return the JSON of a variable, empty if it is not there. Raises ValueError: it is of another kind."""
+    if not (text := environment.get(name)):
+        return kind()
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON, but got {text!r}: {error}") from None
+    if not isinstance(found, kind):
+        raise ValueError(f"{name} must be a JSON {called}, but got {text!r}")
+    return found

@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench_sync import launch
@@ -23,7 +23,7 @@ from network import Namespaces, may_make_namespaces, namespaces
 NODES, RANKS = 2, 4
 OURS = {"fully_shard": None, "shard_size=2": 2}
 THEIRS = {"torch": False, "torch, 2 x 2": True}
-_WARM = 2
+_WARM = 3  # a switched strategy lays its buckets out anew
 
 
 class Nodes(Namespaces):
@@ -134,7 +134,7 @@ def _sharded(shard: Any) -> Any:
     return model
 
 
-def received_bytes() -> int:
+def _received_bytes() -> int:
     """By this node, over its link."""
     with open("/proc/net/dev") as lines:
         return sum(int(line.split(":")[1].split()[0]) for line in lines if ":" in line and "lo:" not in line)
@@ -151,22 +151,31 @@ def _rank(rounds: int, steps: int) -> None:
     chosen = [next(iter(OURS))]
     ours = _our_steps(data, chosen)
     theirs = {name: _their_steps(data, replicated=replicated) for name, replicated in THEIRS.items()}
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*OURS, *THEIRS)}
+    measure({**dict.fromkeys(OURS, ours), **theirs}, chosen, rounds, steps)
+
+
+def measure(steppers: Mapping[str, Iterator[None]], chosen: list[str], rounds: int, steps: int) -> None:
+    """Time blocks of steps by turns, print what rank 0 has measured, and end the process.
+
+    Args:
+        steppers: by name; some may be one, which looks into ``chosen`` for the name whose turn it is.
+    """
+    import torch.distributed as dist
+
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in steppers}
     for number in range(rounds + 1):
         for name in list(found)[:: 1 if number % 2 else -1]:
-            if name in OURS:
-                chosen[0] = name
-            stepper = theirs.get(name, ours)
+            chosen[0] = name
             for _ in range(_WARM):
-                next(stepper)
+                next(steppers[name])
             dist.barrier()
-            before, begin_s = received_bytes(), time.perf_counter()
+            before, begin_s = _received_bytes(), time.perf_counter()
             for _ in range(steps):
-                next(stepper)
+                next(steppers[name])
             dist.barrier()
             if number:  # the first round warms up
                 found[name][0].append((time.perf_counter() - begin_s) / steps)
-                found[name][1].append((received_bytes() - before) / steps / 1e6)
+                found[name][1].append((_received_bytes() - before) / steps / 1e6)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(found), flush=True)
     with contextlib.suppress(RuntimeError):

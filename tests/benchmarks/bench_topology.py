@@ -7,22 +7,17 @@ most 0.6 x the time of the flat reduction.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench_shard_groups import NODES, RANKS, Nodes, received_bytes
+from bench_shard_groups import NODES, RANKS, Nodes, measure
 from bench_sync import launch
 from common import bar, finish, side_parser
 from network import may_make_namespaces, namespaces
 
 WAYS = ("all_reduce", "two_level", "ring", "tree", "star")
 DDP = "torch DDP"
-_WARM = 3
 
 
 def main() -> None:
@@ -108,27 +103,7 @@ def _rank(rounds: int, steps: int) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(2048, 1024), torch.randint(10, (2048,)))
     chosen = [WAYS[0]]
     ours, theirs = _our_steps(data, chosen), _their_steps(data)
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*WAYS, DDP)}
-    for number in range(rounds + 1):
-        for name in list(found)[:: 1 if number % 2 else -1]:
-            if name != DDP:
-                chosen[0] = name
-            stepper = theirs if name == DDP else ours
-            for _ in range(_WARM):
-                next(stepper)
-            dist.barrier()
-            before, begin_s = received_bytes(), time.perf_counter()
-            for _ in range(steps):
-                next(stepper)
-            dist.barrier()
-            if number:  # the first round warms up
-                found[name][0].append((time.perf_counter() - begin_s) / steps)
-                found[name][1].append((received_bytes() - before) / steps / 1e6)
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(found), flush=True)
-    with contextlib.suppress(RuntimeError):
-        dist.barrier()
-    os._exit(0)  # in the middle of an epoch: nothing to finish
+    measure({**dict.fromkeys(WAYS, ours), DDP: theirs}, chosen, rounds, steps)
 
 
 if __name__ == "__main__":

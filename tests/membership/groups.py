@@ -67,12 +67,19 @@ class LocalCaller:
 
 
 def member(
-    controller: LocalController, rank: int, world: int, *, generation: int = 1, form_s: float = 20.0, **options: Any
+    controller: LocalController,
+    rank: int,
+    world: int,
+    *,
+    generation: int = 1,
+    form_s: float = 20.0,
+    make: Callable[..., Communicator] = Communicator,
+    **options: Any,
 ) -> Communicator:
     """One rank's communicator."""
     store = BootstrapStore(LocalCaller(controller, f"w{rank + 1}", generation), form_s, rank=rank, world_size=world)
     fields = {"timeout_s": 20.0, "form_timeout_s": form_s, "host": "127.0.0.1", "secret": controller.secret, **options}
-    return Communicator(store, f"generation/{generation}", rank=rank, world_size=world, **fields)
+    return make(store, f"generation/{generation}", rank=rank, world_size=world, **fields)
 
 
 def on_ranks(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[Any]:

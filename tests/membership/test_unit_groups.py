@@ -1,0 +1,56 @@
+"""Workers of units: what one of a unit cannot complete, none of its unit has completed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.unit_group import UnitCommunicator, UnitGroup
+from elastic_ray.unit import place_in
+from tests.membership.groups import local_controller, member
+
+WORKERS = [(unit, position) for unit in (0, 1) for position in (0, 1)]
+
+
+def in_two_units(folder: Path, work: Callable[[int, int, Communicator], Any]) -> dict[tuple[int, int], Any]:
+    """What ``work`` returns on each worker of two units of two, an exception of it in its place."""
+
+    def run(worker: tuple[int, int]) -> Any:
+        unit, position = worker
+        place = place_in(2, position, str(folder / f"unit-{unit}" / "store"))
+        try:
+            group = UnitGroup(place, cuda=False, timeout_s=20.0)
+            make = functools.partial(UnitCommunicator, group)
+            return work(*worker, member(controller, unit, 2, generation=1 + position, make=make, timeout_s=3.0))
+        except CommunicationFailedError as error:
+            return error
+
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(len(WORKERS)) as pool:
+        return dict(zip(WORKERS, pool.map(run, WORKERS), strict=True))
+
+
+def test_gradients_are_added_up_over_the_same_position(tmp_path: Path) -> None:
+    def work(unit: int, position: int, communicator: Communicator) -> float:
+        tensor = torch.tensor([10.0 * position + unit])
+        communicator.wait(communicator.gradients.all_reduce(tensor))
+        return float(tensor) + sum(row[0] for row in communicator.gather_ints([unit]))
+
+    assert in_two_units(tmp_path, work) == {(unit, position): 20.0 * position + 2 for unit, position in WORKERS}
+
+
+def test_a_group_called_off_on_one_worker_fails_its_unit(tmp_path: Path) -> None:
+    for close in (False, True):
+
+        def work(unit: int, position: int, communicator: Communicator, close: bool = close) -> None:
+            if (unit, position) == (0, 0):
+                communicator.close() if close else communicator.void()
+            communicator.wait(communicator.gradients.all_reduce(torch.ones(1)))
+
+        found = in_two_units(tmp_path / str(close), work)
+        assert all(isinstance(each, CommunicationFailedError) for each in found.values()), found
