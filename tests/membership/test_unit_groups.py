@@ -44,7 +44,7 @@ def test_gradients_are_added_up_over_the_same_position(tmp_path: Path) -> None:
     assert in_two_units(tmp_path, work) == {(unit, position): 20.0 * position + 2 for unit, position in WORKERS}
 
 
-def test_a_group_called_off_on_one_worker_fails_its_unit(tmp_path: Path) -> None:
+def test_group_called_off_on_one_worker_fails_its_unit(tmp_path: Path) -> None:
     for close in (False, True):
 
         def work(unit: int, position: int, communicator: Communicator, close: bool = close) -> None:
