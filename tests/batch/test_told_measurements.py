@@ -13,7 +13,7 @@ ONE = Observation(nodes=1, replicas=2, atomic_bsz=8, accum_steps=0, step_time=0.
 TWO = dataclasses.replace(ONE, replicas=4, count=250.0)
 
 
-def test_counts_are_told_as_powers_of_ten_in_order_of_size() -> None:
+def test_counts_are_told_as_powers_of_ten() -> None:
     assert told((), [TWO, ONE]) == (dataclasses.replace(ONE, count=1.0), dataclasses.replace(TWO, count=100.0))
     assert [each.count for count in (0.5, 9.0, 10.0, 99.0, 5000.0) for each in told((), [counted(count)])] == [
         1.0, 1.0, 10.0, 10.0, 100.0,
@@ -45,7 +45,7 @@ def test_what_has_hardly_changed_is_told_as_before(fields: dict[str, float], sam
     assert (now is before) is same and now[1] is before[1]
 
 
-def test_what_a_larger_count_was_told_of_is_not_told_with_a_smaller() -> None:
+def test_a_smaller_count_is_not_told_after_a_larger() -> None:
     before = told((), [TWO])
     assert told(before, [dataclasses.replace(TWO, count=20.0)]) is before
 
