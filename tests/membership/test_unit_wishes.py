@@ -81,7 +81,7 @@ def test_a_wish_counts_once_a_unit_knows_it(tmp_path: Path, told: Any, expected:
     assert in_unit(tmp_path, told, work) == [expected] * 2
 
 
-def test_all_is_well_only_where_it_is_on_all_workers(tmp_path: Path) -> None:
+def test_all_is_well_if_it_is_on_all_workers(tmp_path: Path) -> None:
     def work(wishes: UnitWishes, position: int) -> list[bool]:
         return [wishes.settle(well=well[position], due=False) for well in ((True, True), (True, False), (False, True))]
 
