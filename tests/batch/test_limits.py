@@ -66,9 +66,7 @@ def test_largest_batch_leaves_each_worker_its_least(
         ({"max_batch_size": 100, "gradient_accumulation": True}, 25, (20, 2)),
     ],
 )
-def test_a_memory_bound_keeps_the_batch_if_allowed(
-    options: dict, bound: int | None, cut: tuple[int, int]
-) -> None:
+def test_a_memory_bound_keeps_the_batch_if_allowed(options: dict, bound: int | None, cut: tuple[int, int]) -> None:
     limits = BatchLimits(init_batch_size=60, **options)
     found = bounded(limits, BatchChoice(atomic_bsz=30, accum_steps=1), bound)
     assert found == BatchChoice(atomic_bsz=cut[0], accum_steps=cut[1])

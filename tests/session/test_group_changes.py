@@ -16,9 +16,12 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import BatchProposal, Cancel, GenerationSpec, StopJob
 from elastic_ray.membership.worker_side import LostGroupError
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.starting_point import SavedState
+from tests.loop.changing import Change, Kill, run_job
+from tests.loop.trainee import Trainee, numbers
 from tests.membership.groups import local_controller, member
 from tests.session.worker import WAIT_S, Worker, group
 
@@ -149,3 +152,35 @@ def test_who_cannot_enter_an_unchanging_group_says_why() -> None:
         worker = Worker(group(1, "0", "another"), form, elastic=False, explain=lambda cause: "rank 1 is gone")
         with pytest.raises(LostGroupError, match=r"^rank 1 is gone$"):
             worker.train()
+
+
+def trained() -> tuple[list[int], float]:
+    """Two epochs of four steps: the number of ranks in each, and the weight in the end."""
+    ranks: list[int] = []
+    session, trainee = session_of_thread(), Trainee()
+    session.registry.add_hook(HookPoint.BETWEEN_STEPS, lambda: session.moment("between"))
+    loader = er.AdaptiveDataLoader(numbers(12), batch_size=3)
+    for _ in er.remaining_epochs_until(2):
+        for (x,) in loader:
+            del ranks[session.progress.steps :]  # a step that is drawn again
+            ranks.append(session.world_size)
+            trainee.train(x)
+    return ranks, trainee.state()[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "first", "ranks"),
+    [
+        ([Change(2, (1, 2, 3)), Kill(3, 2, "between")], (1, 2), [2] * 8),
+        ([Kill(1, 3, "edge"), Kill(2, 2, "receiving")], (1, 2, 3), [3, 3, 1, 1, 1, 1, 1, 1]),
+    ],
+    ids=["when it is agreed on", "while it is entered"],
+)
+def test_a_loss_during_a_change_loses_no_step(script: list[Any], first: tuple[int, ...], ranks: list[int]) -> None:
+    alone = run_job(trained).results[1][1]
+    assert run_job(trained, script, first=first).results[1] == (ranks, pytest.approx(alone, abs=1e-7))
+
+
+def test_a_group_larger_than_the_rest_awaits_the_pass() -> None:
+    ranks, _ = run_job(trained, [Change(3, (1, 2, 3, 4))], first=(1,)).results[1]
+    assert ranks == [1, 1, 1, 1, 4, 4, 4]
