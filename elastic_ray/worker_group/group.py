@@ -27,7 +27,6 @@ from elastic_ray.membership.instructions import (
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage
 from elastic_ray.membership.recovery import SurvivingWorker
-from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.losses import SizeHistory
@@ -135,7 +134,7 @@ class WorkerGroup:
     def others_train(self, worker: str) -> bool:
         """True if other workers hold the state, and none has returned from the train function."""
         others = {each.worker for each in (*self.machine.holders(), *self.machine.entering())}
-        return bool(others - self.returned - {worker}) and not self.machine.in_phase(WorkerPhase.FINISHED)
+        return bool(others - self.returned - {worker}) and not self.machine.returned
 
     def take(self, stimulus: Stimulus) -> None:
         """Let the membership machine decide, and do what it says."""
