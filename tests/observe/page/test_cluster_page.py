@@ -188,7 +188,7 @@ def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     progress = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=10.0)
     world.hear("a", 1001.0, progress=progress, held_at=2, deadline_s=5000.0)
     events = (event(EventKind.STARTED, 1001.0, 0, 2), event(EventKind.RESIZE, 1002.0, 1, 2, pause_s=0.5))
-    seen = world.look(1003.0, answer("a", 10, events, throughput=200.0, goodput=100.0, metrics={"loss": 0.25}))
+    seen = world.look(1003.0, answer("a", 10, events, goodput=100.0, efficiency=0.5, metrics={"loss": 0.25}))
     job = row(seen, "a")
     assert (job.held_at, job.metrics["loss"], job.efficiency, job.deadline_s) == (2, 0.25, 0.5, 5000.0)
     assert job.progress == pytest.approx(0.3) and job.eta_s == pytest.approx(700.0 * 64 / 100.0)
@@ -300,10 +300,10 @@ def test_a_node_without_slots_has_no_lane() -> None:
     )
     trial = TrialFacts(sweep="s", parameters={"lr": 0.1}, metric="eval/accuracy", mode="max")
     metrics = {"eval": {"accuracy": 0.9}, "loss": math.nan}
-    status = answer("a", throughput=100.0, goodput=130.0, metrics=metrics, trial=trial).status
+    status = answer("a", metrics=metrics, trial=trial).status
     look = JobLook(job="a", status=status, facts=JobFacts(min_workers=1, max_workers=2))
     page.take(ClusterLook(now_s=1.0, allocator=None, jobs=(look,), alive=frozenset({"a"}), nodes=nodes))
     seen = page.snapshot(1.0)
     assert [each.node for each in seen.nodes] == ["n0"]
     (row,) = seen.jobs
-    assert (row.efficiency, row.score, row.metrics, row.parameters) == (1.0, 0.9, {"eval/accuracy": 0.9}, {"lr": 0.1})
+    assert (row.score, row.metrics, row.parameters) == (0.9, {"eval/accuracy": 0.9}, {"lr": 0.1})
