@@ -175,7 +175,8 @@ class WantedNodes:
     missing: int
     since_s: float | None  # since when they are missing; None if none is
     jobs: tuple[str, ...]
-    reason: str  # why, or what was refused and when it is asked again
+    reason: str  # why, or what was refused
+    figures: str = ""  # behind it: cost, time, and when it is asked again
 
 
 Bar = tuple[int, str, str, float, "float | None", int, int]

@@ -17,6 +17,7 @@ from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.goodput.step_time import Floats
 from placement.goodput.table import Ints
 from placement.policies.goodput.tables import useful
+from placement.reasons import Reason
 
 UNKNOWN_S = 3600.0
 """A job that does not say how long it is, is taken to continue for so long."""
@@ -52,15 +53,22 @@ class WantedSize:
         job: name.
         workers: 0 if none.
         gpu: type of GPU; all workers of a job are of one.
-        reason: a sentence.
-        note: what must be said at once: a deadline or a budget that cannot be met; empty if there is nothing.
+        reason: its cause, and what it costs.
+        note: what must be said at once: a deadline or a budget that cannot be met; None if there is nothing.
+
+    Raises:
+        TypeError: the reason is of another type.
     """
 
     job: str
     workers: int
     gpu: str
-    reason: str
-    note: str = ""
+    reason: Reason
+    note: Reason | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, Reason):
+            raise TypeError(f"reason must be a placement.reasons.Reason, but got {self.reason!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,10 +54,7 @@ class Budget:
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0
         said = f"budget of {self.usd_per_h:g} USD/h, {spent:.3g} spent so far, an hour is worth {value:.3g} USD"
-        return {
-            job: dataclasses.replace(want, reason=f"{want.reason.replace(CostPerProgress().name, self.name)} ({said})")
-            for job, want in wants.items()
-        }
+        return {job: dataclasses.replace(want, reason=want.reason.with_figures(said)) for job, want in wants.items()}
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
         """Return what saving one hour is worth now, for each job [USD/h].

@@ -28,6 +28,7 @@ from placement.cluster.progress import Progress
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
 from placement.policies import make_policy
+from placement.reasons import Cause, Reason
 from tests.placement.views import cluster, view
 
 
@@ -220,14 +221,16 @@ def test_tenants_are_owed_by_weight_and_lend_the_rest() -> None:
 def test_missing_nodes_are_told_with_since_when_and_whom() -> None:
     world = World(1)
     world.hear("a", 1001.0, min_workers=1)
-    want = {"a": WantedSize(job="a", workers=4, gpu="", reason="more")}
+    want = {"a": WantedSize(job="a", workers=4, gpu="", reason=Reason(Cause.EXPLORES, ("4 workers",)))}
     fields: Mapping[str, Any] = {"release": (), "leaving": (), "notes": {}, "usd_per_h": 2.5, "wants": want}
-    short = ScalingDecision(nodes={"big": 2}, add={"big": 1}, reasons={"big": "asked for"}, **fields)
+    short = ScalingDecision(
+        nodes={"big": 2}, add={"big": 1}, reasons={"big": Reason(Cause.UNUSED, (), "0 -> 2 nodes")}, **fields
+    )
     world.look(1002.0, scaling=short)
     seen = world.look(1010.0, scaling=short)
     (wanted,) = seen.wanted
     assert (wanted.type, wanted.wanted, wanted.missing, wanted.since_s, wanted.jobs) == ("big", 2, 1, 1002.0, ("a",))
-    assert seen.strip.usd_per_h == 2.5
+    assert (wanted.reason, wanted.figures, seen.strip.usd_per_h) == ("no job needs them", "0 -> 2 nodes", 2.5)
     there = dataclasses.replace(short, add={})
     assert world.look(1011.0, scaling=there).wanted[0].since_s is None
 
