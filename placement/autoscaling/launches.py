@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from placement.cluster.cluster import Cluster
 from placement.cluster.node_types import NodeType, type_of
 from placement.reasons import Cause, Reason
+from placement.text import clipped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Launches:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times
             self._failed[name] = _Failed(times=times + 1, fewest=self._present.get(name, 0))
-            self._closed[name] = now_s + self._retry_s * 2 ** min(times, 3), why
+            self._closed[name] = now_s + self._retry_s * 2 ** min(times, 3), clipped(why)
         self._asked.pop(name, None)
 
     def closed(self, name: str, now_s: float) -> Reason | None:
