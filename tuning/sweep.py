@@ -23,7 +23,6 @@ from placement.cluster.free_resources import FreeResources
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head, find_actor
 from placement.text import log_plainly
 from tuning.rung_sizes import Sweep, SweepPlanner
-from tuning.sweep_processes import SweepProcesses
 from tuning.trials import CheckpointCache, Promise, TrialRecord, weights
 
 logger = logging.getLogger("tuning.sweep")
@@ -258,6 +257,7 @@ class SweepActor:
     def __init__(self, name: str, promise: Promise | None) -> None:
         from elastic_ray.job.controller import start  # their imports, which drivers are spared here
         from elastic_ray.job.host import ControllerHosts
+        from tuning.sweep_processes import SweepProcesses
 
         log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
