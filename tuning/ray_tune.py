@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -9,6 +10,7 @@ import logging
 import math
 import os
 import posixpath
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -31,7 +33,15 @@ from elastic_ray.worker.train_loop import PickledTrainLoop, pack, with_config
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
 from tuning.rung_sizes import Sweep
-from tuning.sweep import StopWatch, SweepDriver, SweepStoppedError, claim_sweep, release_sweep, this_driver
+from tuning.sweep import (
+    StopWatch,
+    SweepDriver,
+    SweepStoppedError,
+    claim_sweep,
+    release_sweep,
+    sweep_runs,
+    this_driver,
+)
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise, check_searchable
 
@@ -384,6 +394,7 @@ def _claim_sweeps() -> None:
             trials = getattr(getattr(self, "search_alg", None), "total_samples", None)
             limits = _elastic_of(self)[0]._template.limits
             watch.claim(name, this_driver(self.experiment_path, promise, limits, trials))
+        watch.check()
         add(self)
 
     def clean_and_release(self: TuneController) -> None:
@@ -468,11 +479,32 @@ class _Watch:
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
         self.driver: SweepDriver | None = None
+        self._claiming: concurrent.futures.Future[None] | None = None
 
     def claim(self, name: str, driver: SweepDriver) -> None:
-        """Claim the sweep of this name for the driver; raises SweepRunsError if it has one."""
-        claim_sweep(name, driver)
+        """Claim the sweep of this name for the driver; raises SweepRunsError if it has one.
+
+        A sweep without an actor has no other driver: its actor starts beside the first trial's, see :meth:`check`.
+        """
+        if sweep_runs(name):
+            claim_sweep(name, driver)
+        else:
+            self._claiming = concurrent.futures.Future()
+            threading.Thread(target=self._claim, args=(self._claiming, name, driver), daemon=True).start()
         self.driver = driver
+
+    @staticmethod
+    def _claim(claiming: concurrent.futures.Future[None], name: str, driver: SweepDriver) -> None:
+        try:
+            claiming.set_result(claim_sweep(name, driver))
+        except Exception as error:
+            claiming.set_exception(error)
+
+    def check(self) -> None:
+        """Raise SweepRunsError, or what else a claim in the background has failed with."""
+        if self._claiming is not None and self._claiming.done():
+            claiming, self._claiming = self._claiming, None
+            claiming.result()
 
     def due(self) -> bool:
         """True if it is time to look again; the next look is due after a while."""

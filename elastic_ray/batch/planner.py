@@ -145,7 +145,13 @@ class BatchPlanner:
 
     @property
     def efficiency(self) -> float | None:
-        """Statistical efficiency of the present batch, 0 to 1; None before there is a model."""
+        """Statistical efficiency of the present batch as people see it, at most 1; None before there is a model."""
+        progress = self.progress_per_sample
+        return None if progress is None else min(progress, 1.0)
+
+    @property
+    def progress_per_sample(self) -> float | None:
+        """Progress per sample at the present batch over that at M0, above 1 for a smaller one; None without a model."""
         model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None

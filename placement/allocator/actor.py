@@ -305,7 +305,7 @@ class Allocator:
     def _note(self, view: JobView) -> str:
         if self._scaler is None:
             return "" if view.budget_usd is None else _NO_PRICES.format(view.budget_usd)
-        return self._scaler.decision.notes.get(view.job, "") if self._scaler.decision is not None else ""
+        return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
         """Handle the end of a job; the view is its last state."""
@@ -351,7 +351,11 @@ class Allocator:
 
         Raises KeyError: no such job; names those that there are.
         """
-        return (await self._start()).explain(job)
+        found, decision = (
+            (await self._start()).explain(job),
+            self._scaler.decision if self._scaler is not None else None,
+        )
+        return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
         """Return the last decision about the cluster's size, and what each job has cost so far [USD]."""
