@@ -95,3 +95,23 @@ def test_a_job_resumes_from_parts_of_all_positions(ray_cluster: Any, tmp_path: P
     check_close(parameters(handle), wanted)
     resumed = [event.reason for event in handle.events() if event.kind is EventKind.RESUMED]
     assert resumed and "from the automatic checkpoint at step" in resumed[0]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("kind", "unit"), [("tp", 2), ("shard", er.Unit(shard=2))])
+def test_noise_of_units_is_that_of_whole_workers(
+    ray_cluster: Any, tmp_path: Path, kind: str, unit: Any, optimizer: str
+) -> None:
+    """What a worker holds a part of adds up, and what it holds as others do counts once."""
+    results = [
+        submit(tmp_path / name, *of, epochs=20, still=optimizer).result(timeout=300)
+        for name, of in (("whole", ("plain", 2, 1)), ("units", (kind, 4, unit)))
+    ]
+    wanted, found = (dict(result.metrics or {})["noise"] for result in results)
+    assert found == pytest.approx(wanted, rel=1e-4) and wanted[1] > 0
+
+
+def test_batch_of_units_adapts(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = submit(tmp_path / "units", "tp", 4, 2, epochs=80, largest=48)
+    metrics = handle.result(timeout=300).metrics
+    assert metrics is not None and metrics["noise"] and 12 < metrics["batch"] <= 48

@@ -95,9 +95,15 @@ def train(config: dict[str, Any]) -> None:
             del net.blocks[str(1 - dist.get_rank())]
     else:
         net = KINDS[config["kind"]](Net())
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+    if "still" in config:  # every step is the same one
+        kind, batch = getattr(torch.optim, config["still"]), SAMPLES
+        optimizer: Any = kind(net.parameters(), lr=0.0, foreach=False)
+    else:
+        optimizer, batch = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False), BATCH
     model = er.AdaptiveDataParallel(net, optimizer)
-    loader = er.AdaptiveDataLoader(data(), batch_size=BATCH, shuffle=True)
+    loader = er.AdaptiveDataLoader(data(), batch_size=batch, shuffle="still" not in config)
+    if "largest" in config:
+        loader.autoscale_batch_size(config["largest"], local_bsz_bounds=(4, config["largest"]))
     for epoch in er.remaining_epochs_until(config["epochs"]):
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -114,4 +120,6 @@ def train(config: dict[str, Any]) -> None:
             parts: list[Any] = [None, None]
             dist.all_gather_object(parts, found)
             found = parts[0] | parts[1]
-        er.report({"epoch": epoch, "parameters": found, "unit": dist.get_world_size()})
+        noise = model.noise_scale
+        told = {"noise": [noise.sqr, noise.var] if noise is not None else [], "batch": loader.current_batch_size}
+        er.report({"epoch": epoch, "parameters": found, "unit": dist.get_world_size(), **told})
