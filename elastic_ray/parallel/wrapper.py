@@ -26,6 +26,7 @@ from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output, watch_backward
 from elastic_ray.parallel.patches import (
     after_step,
+    agree_on_overflow,
     check_scaler,
     check_schedule,
     evaluated,
@@ -178,7 +179,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self.module = module
         session = session_of_new_model()
         if session.run.unit is not None:
-            refuse_in_unit(module, policy=policy, grad_scaler=grad_scaler, monitor=monitor)
+            refuse_in_unit(module, policy=policy, monitor=monitor)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
@@ -469,6 +470,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 for each in self._optimizers:
                     after_step(self._scaler, each, saved.mend)
             keep_scale_while_accumulating(self._scaler, self._run.ledger)
+            if self._run.unit is not None and self._scaler.is_enabled():
+                agree_on_overflow(self._scaler, self._run.unit)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
         registry.add_buffers(BufferSync(self.module))
