@@ -49,6 +49,8 @@ def check_close(found: dict[str, list[float]], wanted: dict[str, list[float]]) -
         pytest.param("tp", 2, "plain", marks=pytest.mark.thorough),
         ("shard", er.Unit(shard=2), "plain"),
         ("pp", er.Unit(pp=2), "blocks"),
+        ("cp", er.Unit(cp=2), "context"),
+        ("ep", er.Unit(ep=2), "experts"),
     ],
 )
 def test_two_units_train_as_one_whole_worker(
