@@ -17,7 +17,7 @@ from elastic_ray.batch.scaling_rules import ScalingRule
 from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
-from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
+from elastic_ray.parallel.buffers import BufferSync, SavedBuffers, WrittenTensors
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.flops import ForwardFlops, peak_of
 from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
@@ -461,6 +461,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             Schedulers(self._run, each, *its, schedule)
             for each, its in zip(self._optimizers, zip(names, schedulers, strict=True), strict=True)
         ]
+        written = WrittenTensors(self.module) if not self._sharded else None
+        if written:
+            states.register_rollback(written.remember, written.roll_back, f"written/{index}")
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
