@@ -22,25 +22,31 @@ SAMPLES, FEATURES, EPOCHS = 24, 6, 24
 
 
 class Rows(nn.Module):
-    """Rows of a linear layer behind a scale that all workers hold."""
+    """Rows of a linear layer behind a scale and a shift that all workers hold, the shift without gradients at first."""
+
+    begins = 0
 
     def __init__(self, part: slice, unit: UnitGroup | None) -> None:
         super().__init__()
+        self.steps = 0
+        self.late = nn.Parameter(torch.linspace(0.2, 0.5, FEATURES, dtype=torch.float64))
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FEATURES, dtype=torch.float64))
         weight = torch.linspace(-0.9, 0.8, 8 * FEATURES, dtype=torch.float64).sin().reshape(8, FEATURES)
         self.weight = nn.Parameter(weight[part].clone())
         if unit is not None:
-            self.scale.register_hook(lambda grad: added_in(unit, grad))
+            for param in (self.scale, self.late):
+                param.register_hook(lambda grad: added_in(unit, grad))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.scale) @ self.weight.T
+        self.steps += 1
+        return (x * self.scale + self.late * (self.steps > self.begins)) @ self.weight.T
 
 
 def noise(optimizer: str, part: slice = slice(None), unit: UnitGroup | None = None) -> NoiseScale | None:
     """The noise scale when all steps are the same one, which is measured in all of them or in some."""
     model = Rows(part, unit)
     stepped = getattr(torch.optim, optimizer)(
-        [{"params": [model.scale]}, {"params": [model.weight], "weight_decay": 0.0}], lr=0.0
+        [{"params": [model.scale, model.late]}, {"params": [model.weight], "weight_decay": 0.0}], lr=0.0
     )
     wrapped = er.AdaptiveDataParallel(model, stepped, scaling_rule="adascale")
     generator = torch.Generator().manual_seed(3)
@@ -76,6 +82,15 @@ def test_noise_of_parts_is_that_of_the_whole(optimizer: str, tmp_path: Path) -> 
     assert (found.sqr, found.var) == pytest.approx((wanted.sqr, wanted.var), rel=1e-5)
 
 
+def test_parameter_without_gradients_at_first_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of a unit learn that together, and drop the estimate in which it counted twice."""
+    monkeypatch.setattr(Rows, "begins", 5)
+    wanted = run_job(lambda: noise("SGD"), first=(1, 2)).results[1]
+    assert wanted is not None
+    found = in_units("SGD", tmp_path, (slice(0, 4), slice(4, 8)))
+    assert (found.sqr, found.var) == pytest.approx((wanted.sqr, wanted.var), rel=0.05)
+
+
 def test_unit_alone_measures_in_halves(tmp_path: Path) -> None:
     wanted = run_job(lambda: noise("SGD")).results[1]
     assert wanted is not None
@@ -108,6 +123,7 @@ def scaled(part: slice = slice(None)) -> tuple[list[list[float]], float]:
     """Rows after some steps of which one overflows, in the last row alone, and the loss scale."""
     model = Rows(part, None)
     model.scale.requires_grad_(False)
+    model.late.requires_grad_(False)
     optimizer = torch.optim.SGD([model.weight], lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, scaling_rule="none")

@@ -288,7 +288,7 @@ class GradientEngine(Participant):
         if ledger.step is not None and ledger.step.is_last_micro:
             failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
             if failure is None:
-                statistics.add_up(wishes.measured)
+                statistics.add_up(wishes.measured, self._statistics_for)
             else:
                 ledger.fail(failure)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.batch.device_numbers import local, read
+from elastic_ray.batch.device_numbers import as_real, local, read
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.operations.buckets import Bucket
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _CLOSE = 1e-4
 _SIGNATURE = 4
+_EXACT = torch.float64
 
 
 class UnitStatistics:
@@ -55,25 +56,26 @@ class UnitStatistics:
         """Return the number of parameter groups if this step is measured, else 0."""
         return float(self._statistics.noise.groups if self._statistics.in_units else 0)
 
-    def add_up(self, due: Sequence[float]) -> None:
+    def add_up(self, due: Sequence[float], needed_by: Sequence[str]) -> None:
         """Add up what the workers of the unit have found, once the gradients of a step are averaged.
 
         Args:
             due: what :meth:`due` has returned on each.
+            needed_by: what cannot do without.
 
-        Raises StrategyError: they have different numbers of parameter groups.
+        Raises StrategyError: they have different numbers of parameter groups, and something needs the statistics.
         """
-        if not all(due):
-            self._statistics.noise.drop()
-            return
-        if len(set(due)) > 1:
+        noise, unlike = self._statistics.noise, len(set(due)) > 1
+        if unlike and all(due) and needed_by:
             raise StrategyError(
-                "optimizers on the workers of a unit must have as many parameter groups each, of which the gradient "
-                f"noise scale is measured, but have {[round(each) for each in due]}; add empty groups where a worker "
-                'holds none of their parameters, or use scaling_rule="none", "linear", "sqrt" or "legw" and a fixed '
-                "batch"
+                f"{needed_by[0]} needs the gradient noise scale, for which optimizers on all workers of a unit must "
+                f"have as many parameter groups, but they have {[round(each) for each in due]}; add empty groups where "
+                'a worker holds none of their parameters, or use scaling_rule="none", "linear", "sqrt" or "legw" and a '
+                "fixed batch"
             )
-        noise = self._statistics.noise
+        if unlike or not all(due):
+            noise.drop()
+            return
         rows = self._unit.gather([float(noise.looks), *noise.part()])
         noise.take_parts([row[1:] for row in rows])
         if any(row[0] for row in rows):
@@ -98,9 +100,11 @@ class UnitStatistics:
         if not all(math.isfinite(number) for row in rows for number in row):
             return  # an overflow, of which nothing was estimated
         noise.looks = any(each[1] and not each[2] for signatures in by_worker for each in signatures)
-        if elsewhere != noise.counted_elsewhere:
-            noise.counted_elsewhere = elsewhere
+        known = elsewhere == noise.counted_elsewhere
+        if not self._unit.agree(known):
             noise.drop()
+        if not known:
+            noise.counted_elsewhere = elsewhere
             self.follow(self._buckets)
 
     def _held(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -109,11 +113,11 @@ class UnitStatistics:
         return ((name, p) for name, p in self._module.named_parameters() if id(p) in held)
 
     def _signatures(self) -> Iterator[tuple[float, float, float, float]]:
-        """Yield what stands for each parameter: its name, and the size, squared norm and sum of its mean gradient."""
+        """Yield what stands for each parameter: its name, and the size, norm and sum of its mean gradient."""
         held = list(self._held())
-        grads = [None if p.grad is None else local(p.grad).detach().double() for _, p in held]
-        norms = read([0.0 if grad is None else grad.square().sum() for grad in grads])
-        sums = read([0.0 if grad is None else grad.sum() for grad in grads])
+        grads = [None if p.grad is None else as_real(local(p.grad).detach()) for _, p in held]
+        norms = read([0.0 if grad is None else torch.linalg.vector_norm(grad, dtype=_EXACT) for grad in grads])
+        sums = read([0.0 if grad is None else grad.sum(dtype=_EXACT) for grad in grads])
         for (name, p), norm, total in zip(held, norms, sums, strict=True):
             yield float(digest(name)), float(local(p).numel()), norm, total
 
@@ -121,7 +125,7 @@ class UnitStatistics:
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
     """True if two workers hold the same parameter, as far as size and gradient tell; no gradient tells nothing."""
     (_, size, norm, total), (_, other_size, other_norm, other_total) = one, other
-    near = _CLOSE * math.sqrt(norm * size)
+    near = _CLOSE * norm * math.sqrt(size)
     return (
         size == other_size
         and norm > 0
