@@ -87,11 +87,15 @@ class Reason:
     # what its words have places for
     facts: tuple[Any, ...] = ()  # texts and numbers
     figures: str = ""  # gain, loss and what else was weighed, for ``explain``; empty for none
+    unit: int = 1  # processes of each worker that it counts
 
     @property
     def words(self) -> str:
         """The cause in words, whole."""
-        return self.cause.words.format(*self.facts)
+        if self.unit == 1 or self.cause is Cause.POLICY:
+            return self.cause.words.format(*self.facts)
+        facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
+        return self.cause.words.replace("worker", "unit").format(*facts)
 
     def __str__(self) -> str:
         said = self.words.split()
@@ -100,7 +104,12 @@ class Reason:
     @property
     def explained(self) -> str:
         """The cause with all figures."""
-        return "; ".join(each for each in (self.words, self.figures) if each)
+        whole = f"a unit is {self.unit} workers on one node" if self.unit > 1 else ""
+        return "; ".join(each for each in (self.words, self.figures, whole) if each)
+
+    def of_unit(self, unit: int) -> Reason:
+        """Return the reason of a job whose workers are units of so many."""
+        return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:
         """Return the reason with these figures after its own."""

@@ -373,8 +373,14 @@ class AdaptiveDataLoader(ResumableLoader):
     @property
     def current_batch_size(self) -> int:
         """Global batch size now [samples]."""
-        limits = self._limits
-        return limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.world_size)
+        limits, unit = self._limits, self._session.run.unit
+        if limits.fixed:
+            return limits.init_batch_size
+        size, shards = (
+            limits.size_of(self.shape, self._session.world_size),
+            unit.place.shards if unit is not None else 1,
+        )
+        return max(size - size % shards, shards)  # whose workers take equal parts
 
     @property
     def total_batch_size(self) -> int:

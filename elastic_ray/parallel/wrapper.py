@@ -17,7 +17,7 @@ from elastic_ray.batch.scaling_rules import ScalingRule
 from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
-from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
+from elastic_ray.parallel.buffers import BufferSync, SavedBuffers, WrittenTensors
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.flops import ForwardFlops, peak_of
 from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
@@ -26,6 +26,7 @@ from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output, watch_backward
 from elastic_ray.parallel.patches import (
     after_step,
+    agree_on_overflow,
     check_scaler,
     check_schedule,
     evaluated,
@@ -178,7 +179,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self.module = module
         session = session_of_new_model()
         if session.run.unit is not None:
-            refuse_in_unit(module, policy=policy, grad_scaler=grad_scaler, monitor=monitor)
+            refuse_in_unit(module, policy=policy, monitor=monitor)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
@@ -460,6 +461,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             Schedulers(self._run, each, *its, schedule)
             for each, its in zip(self._optimizers, zip(names, schedulers, strict=True), strict=True)
         ]
+        written = WrittenTensors(self.module) if not self._sharded else None
+        if written:
+            states.register_rollback(written.remember, written.roll_back, f"written/{index}")
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
@@ -469,6 +473,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 for each in self._optimizers:
                     after_step(self._scaler, each, saved.mend)
             keep_scale_while_accumulating(self._scaler, self._run.ledger)
+            if self._run.unit is not None and self._scaler.is_enabled():
+                agree_on_overflow(self._scaler, self._run.unit)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
         registry.add_buffers(BufferSync(self.module))

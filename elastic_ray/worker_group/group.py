@@ -160,14 +160,16 @@ class WorkerGroup:
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
         """Continue with the workers of a controller before this one, which are all that live."""
-        for each in told:
-            self.actors.adopt(each)
-            self._detector.heard(each.worker)
+        speakers = [each for each in told if not each.position]
+        for each in speakers:
+            unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)
+            self.actors.adopt(unit)
+            self._detector.heard(*(other.name for other in unit))
             if each.ready is not None:
                 self._planner.open(each.ready.loader)
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
         instructions = self.machine.take_over(
-            [_survivor(each) for each in told],
+            [_survivor(each) for each in speakers],
             self.goal,
             issued=state.issued,
             world_size=state.world_size,

@@ -101,6 +101,7 @@ class JobView:
             that keep a job on one type, or do not look at types, ignore it.
         sizes: numbers of workers that it can train with, where not all between the least and the most will do
             (``placement.planning.constraints``).
+        unit: processes of one worker, which ``bundle`` holds together on one node; reasons call one of several a unit.
     """
 
     job: str
@@ -145,6 +146,7 @@ class JobView:
     node_failures: tuple[NodeFailure, ...] = ()
     mixed_gpu_types: bool = False
     sizes: AllowedSizes = ANY_SIZE
+    unit: int = 1
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -173,6 +175,7 @@ class JobView:
         if any(workers < 1 for workers in self.allocation.values()):
             raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
         check_number(f"most_workers {where}", self.most_workers, least=0)
+        check_number(f"unit {where}", self.unit, least=1)
         check_number(f"resize_cost_s {where}", self.resize_cost_s, least=0, unit="seconds")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")

@@ -336,6 +336,12 @@ _TORCH = (
         instead="state_dict(), which waits",
     ),
     PrivateNames(
+        home="torch.amp:GradScaler",
+        names=("_unscale_grads_",),
+        why="the workers of a unit agree on overflows",
+        instead="refusing GradScaler in units",
+    ),
+    PrivateNames(
         home="torch.utils.data.dataloader",
         names=("_MultiProcessingDataLoaderIter",),
         why="a forked worker process lets other loaders' workers alone",
