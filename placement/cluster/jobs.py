@@ -20,6 +20,7 @@ from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
+    from placement.goodput.forecast import BatchForecast
     from placement.goodput.model import GoodputModel
 
 SpotUse = Literal["avoid", "prefer", "mixed"]
@@ -67,6 +68,7 @@ class JobView:
         max_batch_size: largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
         held_batch: global batch that a policy of the job's own holds it at [samples], where it fits; None where the
             job takes the best one.
+        forecast: batches that it will be held at later; None where ``held_batch`` stays, as far as known.
         atomic_bsz_range: least and most samples of one worker in one micro-step.
         accumulation: whether the job may accumulate gradients over several micro-steps.
         resize_cost_s: training time lost by one change of size [s], measured or estimated.
@@ -118,6 +120,7 @@ class JobView:
     init_batch_size: int | None = None
     max_batch_size: int | None = None
     held_batch: int | None = None
+    forecast: BatchForecast | None = None
     atomic_bsz_range: tuple[int, int] | None = None
     accumulation: bool = False
     resize_cost_s: float = 0.2
@@ -209,6 +212,8 @@ class JobView:
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=1, unit="sample")
+        if self.forecast is not None and self.held_batch is None:
+            raise ValueError(f"forecast {where} needs a held_batch, which it continues, but got None")
         bounds = self.atomic_bsz_range
         if bounds is not None and not 1 <= bounds[0] <= bounds[1]:
             raise ValueError(

@@ -66,6 +66,7 @@ def simulate(
     mixed_gpu_types: bool = False,
     sizes: AllowedSizes = ANY_SIZE,
     apart: bool | None = False,
+    foresight: bool = True,
     on_progress: OnProgress | None = None,
 ) -> SimulationReport:
     """Replay one trace under one policy.
@@ -89,6 +90,7 @@ def simulate(
         mixed_gpu_types: whether jobs that are not rigid may have GPUs of several types.
         sizes: numbers of workers that such jobs can train with, as far as their batches allow any of them.
         apart: ``AllocatorConfig.one_multi_node_job_per_node``.
+        foresight: whether jobs whose batch follows a ramp (``TraceJob.ramp``) tell what is to come of it.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -126,6 +128,7 @@ def simulate(
         mixed_gpu_types=mixed_gpu_types and not rigid,
         sizes=ANY_SIZE if rigid else sizes,
         apart=apart,
+        foresight=foresight,
     )
     with one_thread():
         jobs = simulation.jobs(specs, applications)
@@ -157,6 +160,7 @@ class _Simulation:
     mixed_gpu_types: bool
     sizes: AllowedSizes
     apart: bool | None
+    foresight: bool
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
         """Return the jobs before anything has happened to them."""
@@ -177,6 +181,7 @@ class _Simulation:
                 spot=self.spot_use,
                 mixed_gpu_types=self.mixed_gpu_types,
                 sizes=self.sizes if self.requested or spec.sizes.free else spec.sizes,
+                foresight=self.foresight,
             )
             jobs.append(job)
         return jobs
