@@ -119,6 +119,7 @@ def allocator_view(
         node_failures=node_failures,
         mixed_gpu_types=spec.scheduling.mixed_gpu_types,
         sizes=spec.scheduling.allowed_sizes,
+        strategies=planner.latest.found if planner.latest is not None else {},
     )
 
 

@@ -272,7 +272,9 @@ class WorkerGroup:
                 self._observer.released()
             case Announce(spec=spec, to=to):
                 batch = self._planner.choose(spec, self.actors.gpu_type(spec))
-                told = dataclasses.replace(spec, batch=batch, equal_shares=self._planner.equal_shares)
+                known = self._planner.known_strategies
+                told = dataclasses.replace(spec, batch=batch, equal_shares=self._planner.equal_shares, strategies=known)
+                told = self.actors.with_domains(told)
                 if self._spec.scheduling.mixed_gpu_types:
                     told = self.actors.with_gpu_types(told, self._planner.type_speeds)
                 self.actors.post(to, told)
