@@ -72,7 +72,10 @@ class PowerSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PS:
-    """A single parameter server for all tensors, on rank 0 (AutoDist: PS, synchronous)."""
+    """Gradients are added up on rank 0, which sends the mean back: the traffic of one parameter server (AutoDist: PS).
+
+    All ranks update. AutoDist's server holds and updates the parameters, and may do it asynchronously.
+    """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -81,7 +84,7 @@ class PS:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PSLoadBalancing:
-    """Every rank is the parameter server of some tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
+    """Each rank adds up the gradients of some tensors, balanced by bytes (AutoDist: PSLoadBalancing); see ``PS``."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""

@@ -115,7 +115,7 @@ def run_rank(case_name: str, rounds: int, steps: int, auto_alone: str) -> None:
                 elastic.model.set_strategy(strategies[name])
                 switches.append(timed(ours, 1))
             stepper = ours if name in strategies else theirs[name]
-            timed(stepper, WARM)
+            timed(stepper, 1 if auto_alone else WARM)
             took = [timed(stepper, 1) for _ in range(steps)] if auto_alone else [timed(stepper, steps)]
             if number:  # the first round warms up
                 times[name] += took
@@ -257,6 +257,8 @@ def matrix(options: Any) -> list[Cell]:
 def measure(case: Any, link: str, world: int, *, quick: bool, auto_alone: bool) -> Cell:
     """One cell."""
     rounds, steps = (2, 2) if quick else (5, case.steps if link == "loopback" else max(2, case.steps // 2))
+    if auto_alone:
+        rounds, steps = (4, 2) if quick else (10, 3)
     arguments = [case.name, str(rounds), str(steps), "auto" if auto_alone else ""]
     if link == "loopback":
         result = launch(Loopback(), world, arguments, timeout_s=1800)
