@@ -51,8 +51,6 @@ class GenerationSpec:
     batch: BatchChoice | None = None  # batch shape from the first step on; None keeps the loader's own choice
     equal_shares: bool = False  # no rank takes more of a step than others from now on, however slow they are
     reason: str = ""  # why, as a sentence
-    # the fastest strategies that jobs of the model have found, by the form of the group, as far as is known by now
-    strategies: Mapping[str, FoundStrategy] = dataclasses.field(default_factory=dict)
     returned: tuple[Returned, ...] = ()  # workers of earlier generations whose train function has returned
 
     @property

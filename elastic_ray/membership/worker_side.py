@@ -123,7 +123,6 @@ class WorkerMembership:
     def _take_spec(self, spec: GenerationSpec) -> None:
         """Take an announced generation and start to form its group, unless it is void or old."""
         self._void_below = max(self._void_below, spec.void_below)
-        self.known_strategies = spec.strategies or self.known_strategies
         if self.is_void(spec.generation):
             return  # its cancellation was faster
         if self._spec is not None and spec.generation <= self._spec.generation:

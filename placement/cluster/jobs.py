@@ -48,7 +48,7 @@ class FoundStrategy:
     step_s: float  # [s]
 
     def __post_init__(self) -> None:
-        if not self.name or not 0 < self.step_s < math.inf:
+        if not self.name or not 0 < self.step_s < 1e9:
             raise ValueError(f"a strategy needs a name and a step above 0 s, but got {self.name!r} and {self.step_s}")
 
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.state.codec import decode, encode
+from elastic_ray.state.layout import digest
 from elastic_ray.sync import StrategyError
 from elastic_ray.sync.choosing.candidates import candidates, consider, describe, what_is_done
-from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, name_digest, watch_rows
+from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, watch_rows
 from elastic_ray.sync.choosing.race import Standing, Step, most_candidates, standing
 from elastic_ray.sync.naming import NAMED
 from elastic_ray.sync.plan import lower
@@ -225,17 +226,17 @@ def test_where_there_is_nothing_else_one_step_is_enough() -> None:
 
 
 def test_what_earlier_jobs_found_is_kept_without_a_race() -> None:
-    choice, used = run([1.0, 1.0, 1.0, 0.5, 1.0, 1.0], known=name_digest("s3"), known_s=0.4)
+    choice, used = run([1.0, 1.0, 1.0, 0.5, 1.0, 1.0], known=digest("s3"), known_s=0.4)
     assert choice.settled and choice.strategy == STRATEGIES[3]
     assert used == ["s1", *["s3"] * 5] and "earlier jobs" in choice.reason
-    found = run([1.0] * 6, known=name_digest("a strategy of another release"), known_s=1.0)[1]
+    found = run([1.0] * 6, known=digest("a strategy of another release"), known_s=1.0)[1]
     assert len(set(found)) == 6, "it is not among these: they race"
 
 
 @pytest.mark.parametrize("known_s", [0.2, 2.3])
 def test_what_earlier_jobs_found_on_another_link_is_not(known_s: float) -> None:
     real = [0.3, 1.0, 1.0, 1.0, 1.0, 1.0]
-    choice, used = run(real, known=name_digest("s3"), known_s=known_s, most=60)
+    choice, used = run(real, known=digest("s3"), known_s=known_s, most=60)
     assert choice.settled and choice.strategy == STRATEGIES[0]
     assert used[:7] == ["s1", *["s3"] * 6] and len(used) <= 6 + 40
 
@@ -243,7 +244,7 @@ def test_what_earlier_jobs_found_on_another_link_is_not(known_s: float) -> None:
 def test_what_is_found_late_ends_a_race() -> None:
     choice = run([1.0] * 6, most=9)[0]
     assert not choice.settled
-    choice = advance(choice, Measured(step_s=1.0, known=name_digest("s5"), known_s=1.0), 40, options)
+    choice = advance(choice, Measured(step_s=1.0, known=digest("s5"), known_s=1.0), 40, options)
     assert choice.settled and choice.strategy == STRATEGIES[5]
 
 
@@ -256,9 +257,7 @@ def test_it_chooses_anew_when_rows_drift() -> None:
     for now in (201, 49):
         again = watch_rows(kept, {"table": now})
         assert not again.settled and again.strategy == kept.strategy
-        assert run([1.0] * 6, again, known=name_digest("s5"), known_s=1.0)[1] != ["s0"], (
-            "of other rows nothing is known"
-        )
+        assert run([1.0] * 6, again, known=digest("s5"), known_s=1.0)[1] != ["s0"], "of other rows nothing is known"
     assert watch_rows(begin(), {"table": 1}) == begin()
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from elastic_ray.state.codec import decode, encode
+from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto
-from elastic_ray.sync.choosing.choice import name_digest
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 from elastic_ray.sync.spec import Strategy
@@ -217,7 +217,7 @@ def test_the_second_job_of_a_kind_races_not() -> None:
 
 def test_only_what_rank_0_knows_counts() -> None:
     run = Run()
-    run.known_strategies = {"0 gloo 0,0": FoundStrategy(name="parallax", step_s=1.0)}
+    run.known_strategies = {"0 gloo 2 on 1": FoundStrategy(name="parallax", step_s=1.0)}
     run.train()
     assert not run.tuner.choice.settled, "of another form"
     gather = run.communicator.gather_ints
@@ -226,7 +226,7 @@ def test_only_what_rank_0_knows_counts() -> None:
     def of_rank_1(values: Sequence[int], *, with_gradients: bool) -> list[list[int]]:
         rows = gather(values, with_gradients=with_gradients)
         told.append(list(values))
-        return [rows[0], [name_digest("parallax"), 10**9, *rows[1][2:]]]
+        return [rows[0], [digest("parallax"), 10**9, *rows[1][2:]]]
 
     run.communicator.gather_ints = of_rank_1  # type: ignore[method-assign]
     run.train(2)

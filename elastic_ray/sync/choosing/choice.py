@@ -7,11 +7,11 @@ comes to its end after a known number of steps.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from elastic_ray.state.layout import digest
 from elastic_ray.sync.choosing.race import Step, standing
 from elastic_ray.sync.spec import Strategy
 
@@ -27,7 +27,7 @@ class Measured:
     step_s: float | None = None  # of the slowest rank; None where it was not measured
     # that were touched of each table, on the rank with most; of tables whose rows travel
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    known: int = 0  # `name_digest` of the strategy that earlier jobs found fastest; 0 for none
+    known: int = 0  # digest of the name of the strategy that earlier jobs found fastest; 0 for none
     known_s: float = 0.0  # a step under it, as they measured it [s]
 
 
@@ -75,11 +75,6 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 """From touched rows and the present strategy to those that race, the present one first."""
 
 
-def name_digest(name: str) -> int:
-    """Return 40 bits that tell names of strategies apart; never 0."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=5).digest(), "big") or 1
-
-
 def leave(choice: Choice) -> Strategy:
     """Return the strategy to continue with in an unknown group; one on trial is not carried over."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
@@ -99,7 +94,7 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
         rows = dict(choice.rows) | dict(measured.rows)
         options = tuple(consider(rows, choice.strategy))
         choice = dataclasses.replace(choice, options=options, rows=tuple(sorted(rows.items())))
-    known = next((each for each in choice.options if name_digest(each.name) == measured.known), None)
+    known = next((each for each in choice.options if digest(each.name) == measured.known), None)
     if known is not None and measured.known_s > 0 and not choice.doubts:
         why = f"{known.label}: the fastest for earlier jobs of this model and form ({_ms(measured.known_s)})"
         return dataclasses.replace(choice, strategy=known, settled=True, steps=(), known_s=measured.known_s, reason=why)

@@ -24,7 +24,7 @@ from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.candidates import consider, with_rows
-from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, name_digest, watch_rows
+from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, watch_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
 from elastic_ray.sync.choosing.race import most_candidates
 from elastic_ray.sync.naming import resolve_strategy
@@ -130,7 +130,7 @@ class StrategyTuner:
         """Agree on the slowest rank's time, the most rows, and what rank 0 knows; 0 s for what was not measured."""
         touched = self._model.touched
         known = self._context.membership.known_strategies.get(f"{self._number} {self._form}")
-        told = [0, 0] if known is None else [name_digest(known.name), round(known.step_s * 1e9)]
+        told = [0, 0] if known is None else [digest(known.name), round(known.step_s * 1e9)]
         own = [*told, round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
         measured = all(row[2] for row in rows)
@@ -164,8 +164,8 @@ class StrategyTuner:
         if topology.world_size == 1:
             return ""
         levels = [list(map(list(dict.fromkeys(each)).index, each)) for each in (topology.nodes, topology.domains)]
-        places = ";".join(",".join(map(str, level)) for level in levels if level)
-        return f"{self._context.group.communicator.backend} {places}"
+        size = f"{topology.world_size} on {len(set(topology.nodes))}"
+        return f"{self._context.group.communicator.backend} {size} {digest(levels):x}"
 
     def remember(self) -> None:
         """Remember the choice at the start of a step."""
