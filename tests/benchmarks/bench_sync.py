@@ -230,7 +230,7 @@ class Cell:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One for each way."""
-        for name, times in self.times.items():
+        for name in self.times:
             yield {
                 "model": self.model,
                 "link": self.link,
