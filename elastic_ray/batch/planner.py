@@ -211,6 +211,12 @@ class BatchPlanner:
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
 
+    def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
+        """Hear which strategies won in jobs of the model; True if that is news."""
+        news = strategies != self.known_strategies
+        self.known_strategies = strategies
+        return news
+
     def observe(self, report: StepReport) -> int | None:
         """Take rank 0's report; returns the batch size before, where the same workers train with another one now."""
         if self.latest is not None and _moment(report) < _moment(self.latest):

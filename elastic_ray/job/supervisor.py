@@ -482,8 +482,7 @@ class JobSupervisor:
         self.record.allocator_told(answer.note, cost_usd, answer.start_s)
         if answer.priors:
             self._batches.advise(answer.priors)
-        if answer.strategies != self._planner.known_strategies:
-            self._planner.known_strategies = answer.strategies
+        if self._planner.know(answer.strategies):
             self.group.actors.post(self.group.training(), StrategiesKnown(strategies=answer.strategies))
 
     def _view(self) -> JobView:

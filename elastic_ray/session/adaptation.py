@@ -231,6 +231,7 @@ class Adaptation:
         return ""
 
     def _set_strategy(self, request: SetStrategy | SetTopology) -> str:
+        """Return why a model cannot have another strategy or topology; empty where it will."""
         registry = self._run.registry
         try:
             if isinstance(request, SetTopology):

@@ -118,7 +118,7 @@ class Topology:
 
     @property
     def why_flat(self) -> str:
-        """Why there are no two levels; empty where there are."""
+        """Reason why there are no two levels; empty where there are."""
         there = len(set(self.level_numbers))
         if there == 1:
             return "all ranks are on one node"

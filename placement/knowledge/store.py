@@ -267,6 +267,7 @@ def _length_row(length: KnownLength) -> dict[str, Any]:
 
 
 def _strategy_row(known: KnownStrategy) -> dict[str, Any]:
+    """Return the winner of a race as a row of the file."""
     return {
         "kind": "strategy",
         "fingerprint": known.fingerprint,

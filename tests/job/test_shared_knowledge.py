@@ -96,7 +96,7 @@ def race(folder: Path, name: str, epochs: int) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-def test_a_strategy_that_won_is_where_the_next_job_starts(ray_cluster: Any, tmp_path: Path) -> None:
+def test_the_next_job_starts_with_what_won(ray_cluster: Any, tmp_path: Path) -> None:
     used, why = race(tmp_path, "first", 6)
     assert len(set(used)) > 2 and len(set(used[41:])) == 1 and "the fastest of" in why
     for name in ("second", "third"):

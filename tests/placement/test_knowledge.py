@@ -54,7 +54,7 @@ def names(knowledge: Knowledge, now_s: float = 1.0, fingerprint: str = "resnet")
     return {form: found.name for form, found in knowledge.strategies(fresh(fingerprint), now_s).items()}
 
 
-def test_strategies_that_won_are_known_to_jobs_of_the_model() -> None:
+def test_strategies_that_won_are_known_to_others() -> None:
     knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
     knowledge.learn(raced("a", "ring"), 0.0)
     knowledge.learn(raced("b", "tree", fingerprint="bert"), 0.0)

@@ -118,7 +118,7 @@ def test_what_carries_least_in_the_fewest_collectives_comes_first() -> None:
     assert names([many, small], rows)[:2] == ["parallax", "all_reduce"]
 
 
-def test_one_of_your_own_is_first_and_plain_among_few() -> None:
+def test_your_own_is_first_and_plain_among_few() -> None:
     layers = [ParamInfo(names=(f"w{number}",), shape=(200, 200)) for number in range(200)]
     mine = Strategy(default=Reduce(bucket_bytes=3 << 20), name="mine")
     found = names(layers, mine, most=3)
