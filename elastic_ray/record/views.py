@@ -120,6 +120,7 @@ def allocator_view(
         mixed_gpu_types=spec.scheduling.mixed_gpu_types,
         sizes=spec.scheduling.allowed_sizes,
         unit=spec.scheduling.unit_size,
+        strategies=planner.latest.found if planner.latest is not None else {},
     )
 
 

@@ -15,6 +15,7 @@ from elastic_ray.adaptation.requests import (
     ScaleRate,
     SetBatch,
     SetStrategy,
+    SetTopology,
     Stop,
 )
 from elastic_ray.adaptation.runner import PolicyRunner
@@ -188,7 +189,7 @@ class Adaptation:
                 return self._set_batch(request, values)
             case Resize():
                 return self._resize(request, values)
-            case SetStrategy():
+            case SetStrategy() | SetTopology():
                 return self._set_strategy(request)
             case ScaleRate():
                 values.scale_rate(request.factor)
@@ -229,9 +230,14 @@ class Adaptation:
         values.wish_for(request.bounds)
         return ""
 
-    def _set_strategy(self, request: SetStrategy) -> str:
+    def _set_strategy(self, request: SetStrategy | SetTopology) -> str:
+        """Return why a model cannot have another strategy or topology; empty where it will."""
+        registry = self._run.registry
         try:
-            self._run.registry.set_strategy(request.model, request.strategy)
+            if isinstance(request, SetTopology):
+                registry.set_topology(request.model, request.topology)
+            else:
+                registry.set_strategy(request.model, request.strategy)
         except (ValueError, TypeError) as error:
             return str(error)
         return ""

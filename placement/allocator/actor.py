@@ -291,6 +291,7 @@ class Allocator:
         avoids = core.avoids.get(view.job)
         return HeartbeatReply(
             priors=self._knowledge.priors(view, time.time()),
+            strategies=self._knowledge.strategies(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
             bill=self._scaler.bill(view.job) if self._scaler is not None else None,
             note="; ".join(filter(None, (self._note(view), avoids.figures if avoids is not None else ""))),

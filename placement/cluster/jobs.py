@@ -41,6 +41,18 @@ class Bill:
     worker_usd_per_h: float = 0.0  # price of one of the job's workers when it was last counted [USD/h]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FoundStrategy:
+    """Strategy that was the fastest for a model in a group of some form, and a step under it."""
+
+    name: str
+    step_s: float  # [s]
+
+    def __post_init__(self) -> None:
+        if not self.name or not 0 < self.step_s < 1e9:
+            raise ValueError(f"a strategy needs a name and a step above 0 s, but got {self.name!r} and {self.step_s}")
+
+
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
 FIRST_WORKERS = 2
 
@@ -104,6 +116,7 @@ class JobView:
         sizes: numbers of workers that it can train with, where not all between the least and the most will do
             (``placement.planning.constraints``).
         unit: processes of one worker, which ``bundle`` holds together on one node; reasons call one of several a unit.
+        strategies: the fastest ways to synchronise its model that it has found, by the form of the group.
     """
 
     job: str
@@ -150,6 +163,7 @@ class JobView:
     mixed_gpu_types: bool = False
     sizes: AllowedSizes = ANY_SIZE
     unit: int = 1
+    strategies: Mapping[str, FoundStrategy] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
-from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.spec import Reduce, Strategy
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 from elastic_ray.sync.tables.row_bucket import RowBucket
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.sharded.model_tables import ModelTables
+    from placement.cluster.jobs import FoundStrategy
 
 
 class GradientEngine(Participant):
@@ -128,6 +129,11 @@ class GradientEngine(Participant):
         return self._in_force.key
 
     @property
+    def found_strategies(self) -> Mapping[str, FoundStrategy]:
+        """Strategies that have won races, by the form of the group."""
+        return self._in_force.tuner.found if self._in_force.tuner is not None else {}
+
+    @property
     def profile(self) -> ModelProfile:
         """Profile of the model for a strategy's planner."""
         self._trainable.check()
@@ -177,6 +183,10 @@ class GradientEngine(Participant):
         """
         self._in_force.ask(strategy)
 
+    def set_topology(self, topology: str) -> None:
+        """Continue by another way through the group from the next step on. Raises StrategyError: there is none."""
+        self._in_force.ask_topology(topology)
+
     def explain_strategy(self) -> StrategyTable:
         """Return a table of how the gradients are synchronised, and why."""
         return self._in_force.explain()
@@ -200,7 +210,8 @@ class GradientEngine(Participant):
         """Raise StrategyError where a unit's workers would be divided among the ranks once more."""
         if self._context.unit is None:
             return
-        if self._sharded or not all(is_plain(each) for each in plan.buckets):
+        routed = any(isinstance(each, Reduce) and each.topology != "native" for each in plan.strategy.syncs)
+        if self._sharded or routed or not all(is_plain(each) for each in plan.buckets):
             what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
             raise StrategyError(
                 f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
