@@ -142,6 +142,20 @@ def offers(
     return tuple(sorted(found, key=_price))
 
 
+def within_utility(view: JobView, options: tuple[NodeTypeOption, ...], now_s: float) -> tuple[NodeTypeOption, ...]:
+    """Return a job's options without the sizes that cost more than its own utility gains by them."""
+    work = work_left(view)
+    if view.utility is None or work is None or view.held_at is not None:
+        return options
+    age_s, found = max(now_s - view.submitted_s, 0.0), []
+    for each in options:
+        with np.errstate(divide="ignore"):
+            left_s = work / each.rate
+        best = view.utility.best_size(age_s, left_s, each.part_usd, view.min_workers, view.workers)
+        found.append(dataclasses.replace(each, limit=min(each.limit, best)))
+    return tuple(found)
+
+
 def _usd(kind: NodeType, view: JobView) -> float:
     return kind.usd_per_h / kind.slots(view)
 
