@@ -111,6 +111,8 @@ def test_the_autoscaler_wants_what_is_worth_its_cost(usd_per_h: float) -> None:
     assert CostPerProgress().decide(demand, 1000.0)["a"].workers == by_hand(LINE, usd_per_h)
     (bounded,) = within_utility(asked, options, 1000.0)
     assert bounded.limit == min(options[0].limit, by_hand(LINE, usd_per_h))
+    urgent = dataclasses.replace(asked, deadline_s=2000.0)
+    assert within_utility(urgent, options, 1000.0) == options, "a deadline outranks it"
 
 
 pairs = st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=2, max_size=6)

@@ -143,9 +143,9 @@ def offers(
 
 
 def within_utility(view: JobView, options: tuple[NodeTypeOption, ...], now_s: float) -> tuple[NodeTypeOption, ...]:
-    """Return a job's options without the sizes that cost more than its own utility gains by them."""
+    """Return a job's options without the sizes that cost more than its own utility gains; a deadline outranks it."""
     work = work_left(view)
-    if view.utility is None or work is None or view.held_at is not None:
+    if view.utility is None or work is None or view.held_at is not None or view.deadline_s is not None:
         return options
     age_s, found = max(now_s - view.submitted_s, 0.0), []
     for each in options:
