@@ -423,9 +423,9 @@ def _resume_sweeps() -> None:
 
     def resume_or_start(self: TuneController, *args: Any, resume_config: Any = None, **named: Any) -> None:
         storage = named.get("storage")
-        again = resume_config is None and storage is not None and _was_submitted(storage)
+        again = resume_config is None and _was_submitted(storage)
         start(self, *args, resume_config=tune.ResumeConfig() if again else resume_config, **named)
-        if again and not self.resumed:
+        if again and storage is not None and not self.resumed:
             raise RuntimeError(
                 f"the sweep in {storage.experiment_fs_path} cannot be restored, as Ray's log says, and was not begun "
                 "anew: move that directory away to do so"
@@ -434,8 +434,10 @@ def _resume_sweeps() -> None:
     TuneController.__init__ = resume_or_start  # type: ignore[method-assign]
 
 
-def _was_submitted(storage: StorageContext) -> bool:
+def _was_submitted(storage: StorageContext | None) -> bool:
     """True if an experiment's directory has what `elastic-ray submit` was given for it."""
+    if storage is None:
+        return False
     path = posixpath.join(storage.experiment_fs_path, SUBMISSION_FILE)
     return bool(storage.storage_filesystem.get_file_info(path).is_file)
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from placement.arguments import NamesArguments
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Account, Demand, Objective, WantedSize, offers, within_utility
+from placement.autoscaling.objectives.base import Account, Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
@@ -160,7 +160,7 @@ class Autoscaler:
         self._keep_account(len(views), cluster, now_s)
         lasts_h = {each.name: self._lifetimes.hours(each.name) for each in self._types}
         limited = self._limited(present, now_s)
-        demand = self._demand(views, cluster, limited, lasts_h, now_s)
+        demand = within_utilities(self._demand(views, cluster, limited, lasts_h), now_s)
         wants = self._objective.decide(demand, now_s)
         static = [node for node in cluster.nodes if type_of(node, self._types) is None]
         fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)
@@ -203,19 +203,14 @@ class Autoscaler:
         )
 
     def _demand(
-        self,
-        views: Sequence[JobView],
-        cluster: Cluster,
-        types: Sequence[NodeType],
-        lasts_h: Mapping[str, float],
-        now_s: float,
+        self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
     ) -> Demand:
         """Return the objective's input: jobs by arrival, their offers on these types, and present GPU types."""
         gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
         jobs = tuple(sorted(views, key=lambda view: view.arrival))
         return Demand(
             jobs=jobs,
-            offers={view.job: within_utility(view, offers(view, types, lasts_h, self._cache), now_s) for view in jobs},
+            offers={view.job: offers(view, types, lasts_h, self._cache) for view in jobs},
             spent_usd=self.spent_usd,
             gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
             account=self._account,

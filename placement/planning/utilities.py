@@ -10,6 +10,7 @@ from placement.cluster.cluster import Allocation
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.goodput.remaining import seconds_to_end
+from placement.goodput.step_time import Floats
 from placement.planning.problem import Problem
 from placement.reasons import Cause, Reason, count
 
@@ -23,9 +24,9 @@ def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
     left_s = seconds_to_end(view, slots) if view.held_at is None else None
     if view.utility is None or left_s is None:
         return None
-    sizes = np.arange(1, len(left_s) + 1)
-    left_s = left_s + np.where(sizes == view.workers, 0.0, view.resize_cost_s)
-    usd_per_h = sizes * (view.bill.worker_usd_per_h if view.bill is not None else 0.0)
+    stays = np.arange(1, len(left_s) + 1) == view.workers
+    left_s = left_s + np.where(stays, 0.0, view.resize_cost_s)
+    usd_per_h: Floats = np.arange(1.0, len(left_s) + 1) * (0.0 if view.bill is None else view.bill.worker_usd_per_h)
     age_s = max(now_s - view.submitted_s, 0.0)
     return view.utility.best_size(age_s, left_s, usd_per_h, view.min_workers, view.workers)
 

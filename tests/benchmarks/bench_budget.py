@@ -72,20 +72,20 @@ def main() -> None:
 def _run(trace: str, kinds: Sequence[str], *, quick: bool) -> Iterator[dict[str, Any]]:
     if "ideal" in kinds:
         yield from _ideal(trace)
-    some = slice(1 if quick else None)
+    most = 1 if quick else None
     if "boa" in kinds:
-        for usd in BOA_USD_PER_H[some]:
+        for usd in BOA_USD_PER_H[:most]:
             yield _simulated(trace, "boa", f"{usd:g} USD/h", policy=BoaPolicy(budget_usd_per_h=usd))
     if "boa rented" in kinds:
         classes = _classes(trace)
-        for usd in BOA_USD_PER_H[some]:
+        for usd in BOA_USD_PER_H[:most]:
             policy = BoaPolicy(budget_usd_per_h=usd, usd=USD).told(classes, 0.0)
             yield _simulated(trace, "boa rented", f"{usd:g} USD/h", policy=policy, objective=BySize(policy=policy))
     if "budget" in kinds:
-        for usd in BUDGET_USD_PER_H[some]:
+        for usd in BUDGET_USD_PER_H[:most]:
             yield _simulated(trace, "budget", f"{usd:g} USD/h", objective=Budget(usd_per_h=usd))
     if "by hand" in kinds:
-        for usd in VALUES_USD[some]:
+        for usd in VALUES_USD[:most]:
             yield _simulated(
                 trace, "by hand", f"an hour is {usd:g} USD", objective=CostPerProgress(value_usd_per_h=usd)
             )
@@ -171,9 +171,14 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.0, 4.0), constrained_layout=True)
     styles = {"ideal": "k-", "boa": "s:", "boa rented": "s--", "budget": "o-", "by hand": "^:"}
     names = {"ideal": "BOA, ideal", "boa": "BOA, held", "boa rented": "BOA, rented", "budget": "budget, rented"}
+    simulated = [row for row in rows if row["kind"] != "ideal"] or rows
     for kind, style in styles.items():
         axes.plot(*_points(rows, kind), style, label=names.get(kind, "hours valued by hand, rented"))
-    axes.set(xlabel="GPU-hours", ylabel="average completion time [h]", ylim=(0, None))
+    axes.set(xlabel="GPU-hours", ylabel="average completion time [h]")
+    axes.set_xlim(
+        *(factor * each(row["GPU-hours"] for row in simulated) for factor, each in ((0.98, min), (1.02, max)))
+    )
+    axes.set_ylim(0, 1.1 * max(row["average [h]"] for row in simulated))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_ray as er
-from placement.autoscaling.objectives.base import Demand, offers, within_utility
+from placement.autoscaling.objectives.base import Demand, offers, within_utilities
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.cluster.jobs import Bill, JobView
 from placement.cluster.node_types import NodeType
@@ -109,10 +109,11 @@ def test_the_autoscaler_wants_what_is_worth_its_cost(usd_per_h: float) -> None:
     options = offers(asked, [kind], {"t": 1e9}, GoodputCache())
     demand = Demand(jobs=(asked,), offers={"a": options}, spent_usd={}, gpus={"a": None})
     assert CostPerProgress().decide(demand, 1000.0)["a"].workers == by_hand(LINE, usd_per_h)
-    (bounded,) = within_utility(asked, options, 1000.0)
+    (bounded,) = within_utilities(demand, 1000.0).offers["a"]
     assert bounded.limit == min(options[0].limit, by_hand(LINE, usd_per_h))
     urgent = dataclasses.replace(asked, deadline_s=2000.0)
-    assert within_utility(urgent, options, 1000.0) == options, "a deadline outranks it"
+    dated = dataclasses.replace(demand, jobs=(urgent,))
+    assert within_utilities(dated, 1000.0).offers == demand.offers, "a deadline outranks it"
 
 
 pairs = st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=2, max_size=6)

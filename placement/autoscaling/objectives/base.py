@@ -142,18 +142,21 @@ def offers(
     return tuple(sorted(found, key=_price))
 
 
-def within_utility(view: JobView, options: tuple[NodeTypeOption, ...], now_s: float) -> tuple[NodeTypeOption, ...]:
-    """Return a job's options without the sizes that cost more than its own utility gains; a deadline outranks it."""
-    work = work_left(view)
-    if view.utility is None or work is None or view.held_at is not None or view.deadline_s is not None:
-        return options
-    age_s, found = max(now_s - view.submitted_s, 0.0), []
-    for each in options:
-        with np.errstate(divide="ignore"):
-            left_s = work / each.rate
-        best = view.utility.best_size(age_s, left_s, each.part_usd, view.min_workers, view.workers)
-        found.append(dataclasses.replace(each, limit=min(each.limit, best)))
-    return tuple(found)
+def within_utilities(demand: Demand, now_s: float) -> Demand:
+    """Return the demand without sizes that cost more than a job's own utility gains; a deadline outranks it."""
+    found = dict(demand.offers)
+    for view in demand.jobs:
+        work = work_left(view) if view.utility is not None and view.deadline_s is None else None
+        if view.utility is None or work is None or view.held_at is not None:
+            continue
+        age_s, bounded = max(now_s - view.submitted_s, 0.0), []
+        for each in demand.offers[view.job]:
+            with np.errstate(divide="ignore"):
+                left_s = work / each.rate
+            best = view.utility.best_size(age_s, left_s, each.part_usd, view.min_workers, view.workers)
+            bounded.append(dataclasses.replace(each, limit=min(each.limit, best)))
+        found[view.job] = tuple(bounded)
+    return dataclasses.replace(demand, offers=found)
 
 
 def _usd(kind: NodeType, view: JobView) -> float:
