@@ -48,6 +48,7 @@ class Cause(str, enum.Enum):
     ON_DEMAND_KEPT = "on demand kept", "waits: on-demand nodes are kept for the minimum of {0}"
     DEADLINE = "deadline", "deadline: {0} or more meet it"
     NO_DEADLINE = "no deadline", "deadline: {0}"
+    UTILITY = "utility", "utility: more than {0} cost more than they gain"
     SIZES = "sizes", "its sizes allow {0} of the {1} workers that fit"
     NO_ROOM = "no room", "waits: needs at least {0}, {1} fit"
     MEMORY = "memory", "memory bound: needs at least {0}, {1} fit"

@@ -17,7 +17,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_with
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tokens import WEIGH, TokenBatch, read_token_batch
-from elastic_ray.data.arguments import LoaderArguments, describe_sample, first_length, taken_over
+from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, describe_sample, first_length, taken_over
 from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StepSplit, StreamBatches
 from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
@@ -116,10 +116,9 @@ class AdaptiveDataLoader(ResumableLoader):
     a ``DistributedSampler`` is taken apart into its shuffle, seed and drop_last. Iterable datasets: every rank reads
     the whole stream and keeps its share (``num_workers`` must be 0), see ``elastic_ray.data.order.StreamSharder``.
 
-    Worker processes of the DataLoader live through every change of the job's size. As in torch, they are started when
-    a pass begins, with the dataset as the epoch's code has left it, and end with the pass. With
-    ``persistent_workers=True`` they are started once, at the first pass, and later changes do not reach their copies of
-    the dataset: before an epoch's first sample each copy's ``set_epoch(epoch)`` is called where it has one.
+    Worker processes of the DataLoader live through every change of the job's size. As in torch, they start with a pass,
+    have the dataset as the epoch's code has left it, and end with the pass. With ``persistent_workers=True`` they start
+    once, and later changes do not reach their datasets: each one's ``set_epoch(epoch)`` is called before an epoch.
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
@@ -128,6 +127,7 @@ class AdaptiveDataLoader(ResumableLoader):
         batch_tokens: the global batch in tokens, in place of ``batch_size``, rounded down to whole samples; or how it
             grows by tokens trained on, as ``[(0, 65_536), ("0.25B", 262_144)]``.
         tokens_per_sample: tokens of each sample; ``"weigh"`` where the loop counts them by :meth:`weigh`.
+        scale_with_workers: ``batch_size`` is each worker's, and the learning rate one worker's, for the scaling rule.
         max_batch_tokens: largest batch that the job may choose, as by :meth:`autoscale_batch_size`; None keeps it.
         shuffle: another order in each epoch. Unless said otherwise True, except beside a ``sampler``, which decides
             alone, and for whole batches.
@@ -142,10 +142,9 @@ class AdaptiveDataLoader(ResumableLoader):
             end of a pass some ranks may have one batch fewer.
         on_epoch: ``on_epoch(dataset, epoch)`` is called before an epoch's first sample in every process that fetches
             samples, with its copy of the dataset (after ``set_epoch``, see above).
-        options: further arguments of ``torch.utils.data.DataLoader`` (``collate_fn``, ``pin_memory``, ...).
+        options: of ``torch.utils.data.DataLoader`` besides.
 
-    Raises:
-        TypeError, ValueError: an argument that cannot be right; the message names it and the way out.
+    Raises TypeError or ValueError: an argument that cannot be right; the message names it and the way out.
     """
 
     def __init__(
@@ -157,6 +156,7 @@ class AdaptiveDataLoader(ResumableLoader):
         batch_tokens: int | str | Sequence[tuple[int | str, int | str]] | None = None,
         tokens_per_sample: int | str | None = None,
         max_batch_tokens: int | str | None = None,
+        scale_with_workers: bool = False,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
         drop_last: bool = False,
@@ -206,6 +206,9 @@ class AdaptiveDataLoader(ResumableLoader):
         self._source = make_source(given, seed=seed, drop_last=self._drop_last)
         self._plan = PlanFacts(given, self._source, seed=seed, drop_last=self._drop_last)
         self._announce()
+        if scale_with_workers:
+            each = batch_of_worker(given, plain=not ramp and tokens is None)
+            self.autoscale_batch_size(max(self.dataset_size or each << 20, each), (each, each))
         if ramp:
             self.autoscale_batch_size(max(size for _, size in ramp))
             self._session.add_policies([BatchSchedule(dict(ramp), by="progress")])
@@ -243,8 +246,9 @@ class AdaptiveDataLoader(ResumableLoader):
             RuntimeError: another loader of this train loop adapts its batch already, or training has begun.
             ValueError: limits that exclude each other or the batch size.
         """
-        if self._given.whole_batches:
-            raise RuntimeError("a loader of whole batches is for evaluation: its batch size does not change")
+        if self._given.whole_batches or self._limits.per_worker:
+            what = "of whole batches is for evaluation" if self._given.whole_batches else "has scale_with_workers=True"
+            raise RuntimeError(f"a loader {what}: the job does not choose its batch size")
         self.join(session_of_thread() or self._session)
         if self._session.synced and not self._is_late:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")

@@ -107,6 +107,7 @@ def allocator_view(
         whole_nodes=spec.scheduling.whole_nodes,
         spot=spec.scheduling.spot,
         budget_usd=spec.scheduling.budget_usd,
+        utility=spec.scheduling.completion_utility,
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
         restarts=history.resizes,

@@ -128,6 +128,10 @@ class LoaderRegistry:
     def lead(self, loader: object, info: LoaderInfo) -> None:
         """Make this loader the leading one."""
         if self._fixed_batch:
+            if info.limits.per_worker:
+                raise ValueError(
+                    "scale_with_workers=True and ElasticConfig(fixed_batch=True) contradict each other: leave one out"
+                )
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
 

@@ -210,6 +210,8 @@ class Adaptation:
         info = self._run.registry.loaders.info
         if info is None or info.limits.fixed or info.limits.max_batch_size is None:
             return "the batch is fixed: call loader.autoscale_batch_size(max_batch_size=...) to let it change"
+        if info.limits.per_worker:
+            return "each worker has its own batch_size: the loader has scale_with_workers=True"
         most, batch_size = info.limits.max_batch_size, request.batch_size
         if batch_size is not None and batch_size > most:
             return f"max_batch_size is {most}"

@@ -15,7 +15,7 @@ from placement.arguments import NamesArguments
 from placement.autoscaling.account import Account
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers
+from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
@@ -174,7 +174,7 @@ class Autoscaler:
         limited = self._limited(present, now_s)
         # A node that is asked for now is there for the batches of then.
         coming = self._foreseen(views, cluster)
-        demand = self._demand(coming, cluster, limited, lasts_h)
+        demand = within_utilities(self._demand(coming, cluster, limited, lasts_h), now_s)
         wants = self._objective.decide(demand, now_s)
         static = [node for node in cluster.nodes if type_of(node, self._types) is None]
         fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)

@@ -17,6 +17,7 @@ from placement.cluster.labels import check_selector
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.cluster.utility import Utility
 
 if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
@@ -108,6 +109,7 @@ class JobView:
         tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
         spot: how it uses spot nodes; on a cluster without any, all are the same.
         budget_usd: what it may cost [USD]; None if it does not matter.
+        utility: what its end is worth by the time since ``submitted_s``; None if its user does not say.
         slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
             left, where that was seen.
         node_failures: workers that failed, by their node (``placement.cluster.node_record``).
@@ -158,6 +160,7 @@ class JobView:
     tenant_weight: float | None = None
     spot: SpotUse = "prefer"
     budget_usd: float | None = None
+    utility: Utility | None = None
     slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     node_failures: tuple[NodeFailure, ...] = ()
     mixed_gpu_types: bool = False

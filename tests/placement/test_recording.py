@@ -30,6 +30,7 @@ from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
+from placement.cluster.utility import Utility
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
@@ -87,6 +88,7 @@ FULL = JobView(
     tenant_weight=3.0,
     spot="mixed",
     budget_usd=12.5,
+    utility=Utility(((0.0, 10.0), (3600.0, 0.0))),
     slow_nodes={"n1": 1.5},
     node_failures=(NodeFailure(node="n1", worker="w2", cause="OSError", age_s=1.25, starting=True),),
     mixed_gpu_types=True,
