@@ -11,9 +11,9 @@ SCRIPT = ROOT / ".ci" / "release"
 
 
 def shell(lines: str) -> str:
-    """Return the output of lines that use the script's functions."""
-    functions = re.findall(r"^\w+\(\) [({].*?(?: }|^[)}])$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
-    text = "\n".join([*functions, lines])
+    """Return the output of lines that may use the script's function."""
+    (function,) = re.findall(r"^first_python_block\(\) .*$", SCRIPT.read_text(), re.MULTILINE)
+    text = f"{function}\n{lines}"
     return subprocess.run(["bash", "-c", text], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
