@@ -132,7 +132,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         for row in (row for row in rows if row["section"] == section):
             state = missed(row) or ("met" if row["bar"] else "")
             unit = f" {row['unit']}" if row["unit"] else ""
-            bar = row["bar"].replace(">=", "at least").replace("<=", "at most") + (unit if row["bar"] else "")
+            bar = row["bar"].replace(">= ", "≥\u00a0").replace("<= ", "≤\u00a0") + (unit if row["bar"] else "")
             cells = (
                 row["claim"],
                 f"{row['value']:.10g}{unit}",
