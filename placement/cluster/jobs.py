@@ -101,6 +101,12 @@ class JobView:
             that keep a job on one type, or do not look at types, ignore it.
         sizes: numbers of workers that it can train with, where not all between the least and the most will do
             (``placement.planning.constraints``).
+
+    Examples:
+        >>> from placement import JobView
+        >>> view = JobView(job="digits", bundle={"GPU": 1.0}, max_workers=4)
+        >>> view.min_workers
+        1
     """
 
     job: str
