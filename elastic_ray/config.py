@@ -85,6 +85,11 @@ class ElasticConfig(NamesArguments):
             waits for too long (docs/trackers.md); None for none. Nothing shows it.
         webhook_waits_s: how long the job waits for resources before the webhook is told.
         faults: a script of faults to try a set-up out with; None for real work.
+
+    Examples:
+        >>> from elastic_ray import ElasticConfig
+        >>> ElasticConfig(heartbeat_timeout_s=5.0).restart
+        True
     """
 
     warm_workers_per_node: int = 1
@@ -200,6 +205,11 @@ class SchedulingConfig(NamesArguments):
         memory: bytes that a worker needs by the number of workers, and has, of a model that is divided among them: the
             job has no smaller group than one in which each has enough, but where workers were lost, which an event
             says. ``elastic_ray.sharded_memory(model, ...)`` counts a model. None where any size fits.
+
+    Examples:
+        >>> from elastic_ray import SchedulingConfig
+        >>> SchedulingConfig(priority=2, sizes=(1, 2, 4)).sizes
+        (1, 2, 4)
     """
 
     priority: int = 0

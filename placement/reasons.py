@@ -70,7 +70,7 @@ class Cause(str, enum.Enum):
     # of the cluster's size
     LEAST_COST = "least cost", "{0}: {1} on {2}"
     NO_PROGRESS = "no progress", "no size is known to make progress: {0}"
-    UTILITY = "utility", "utility {0:.2f} is {1} its band: {2}"
+    BAND = "band", "utility {0:.2f} is {1} its band: {2}"
     NEEDED = "needed", "{0}: {1}"
     UNUSED = "unused", "no job needs them"
     CLOSED = "closed", "no more for now: {0}"

@@ -116,9 +116,9 @@ class AdaptiveDataLoader(ResumableLoader):
     a ``DistributedSampler`` is taken apart into its shuffle, seed and drop_last. Iterable datasets: every rank reads
     the whole stream and keeps its share (``num_workers`` must be 0), see ``elastic_ray.data.order.StreamSharder``.
 
-    Worker processes of the DataLoader live through every change of the job's size. As in torch, they start with a pass,
-    have the dataset as the epoch's code has left it, and end with the pass. With ``persistent_workers=True`` they start
-    once, and later changes do not reach their datasets: each one's ``set_epoch(epoch)`` is called before an epoch.
+    Worker processes of the DataLoader live through every change of the job's size. As in torch, each pass starts them
+    with the dataset as the epoch's code has left it. ``persistent_workers=True`` starts them once, and later changes do
+    not reach their copies of the dataset; each copy's ``set_epoch(epoch)`` is called before an epoch's first sample.
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
@@ -134,17 +134,23 @@ class AdaptiveDataLoader(ResumableLoader):
         sampler: order of the indices, see above.
         batch_sampler: with ``whole_batches`` only: gives the batches, as lists of indices.
         drop_last: leave out a last step smaller than the batch.
-        seed: of the order.
+        seed: seed of the order.
         num_workers: DataLoader worker processes.
         persistent_workers: keep them from pass to pass.
         whole_batches: for evaluation of what only whole batches tell (a ranking over 100 candidates): every batch of
-            ``batch_size`` goes to one rank as it is, once, in the dataset's order unless ``shuffle=True``; towards the
-            end of a pass some ranks may have one batch fewer.
+            ``batch_size`` goes to one rank as it is, in the dataset's order unless ``shuffle=True``.
         on_epoch: ``on_epoch(dataset, epoch)`` is called before an epoch's first sample in every process that fetches
             samples, with its copy of the dataset (after ``set_epoch``, see above).
         options: of ``torch.utils.data.DataLoader`` besides.
 
-    Raises TypeError or ValueError: an argument that cannot be right; the message names it and the way out.
+    Raises:
+        TypeError, ValueError: an argument that cannot be right; the message names it and the way out.
+
+    Examples:
+        >>> from elastic_ray import remaining_epochs_until
+        >>> loader = AdaptiveDataLoader([1, 2, 3, 4, 5], batch_size=2, shuffle=False)
+        >>> [batch.tolist() for epoch in remaining_epochs_until(1) for batch in loader]
+        [[1, 2], [3, 4], [5]]
     """
 
     def __init__(

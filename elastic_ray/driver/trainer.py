@@ -161,6 +161,13 @@ class ElasticTrainer:
 
     Example:
         ``ElasticTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))).fit()``
+
+    Examples:
+        >>> from elastic_ray import ElasticTrainer
+        >>> from ray.train import ScalingConfig
+        >>> trainer = ElasticTrainer(print, scaling_config=ScalingConfig(num_workers=(1, 4)))
+        >>> trainer.spec().max_workers
+        4
     """
 
     def __init__(

@@ -41,6 +41,11 @@ class AutoscalerConfig(NamesArguments):
             another type (on-demand instead of spot) is asked for.
         retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.
         account_h: spending is averaged over so many hours, fading [h].
+
+    Examples:
+        >>> from placement import AutoscalerConfig
+        >>> AutoscalerConfig(linger_s=300.0).linger_s
+        300.0
     """
 
     linger_s: float = 120.0

@@ -119,6 +119,12 @@ class JobView:
             (``placement.planning.constraints``).
         unit: processes of one worker, which ``bundle`` holds together on one node; reasons call one of several a unit.
         strategies: the fastest ways to synchronise its model that it has found, by the form of the group.
+
+    Examples:
+        >>> from placement import JobView
+        >>> view = JobView(job="digits", bundle={"GPU": 1.0}, max_workers=4)
+        >>> view.min_workers
+        1
     """
 
     job: str

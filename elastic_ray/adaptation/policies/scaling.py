@@ -97,6 +97,11 @@ class ThroughputScaling(_Scaling):
 
     Raises:
         TypeError, ValueError: an argument is of another type, or outside its range.
+
+    Examples:
+        >>> from elastic_ray.adaptation import ThroughputScaling
+        >>> ThroughputScaling(stride=2).stride
+        2
     """
 
     def __init__(
@@ -146,6 +151,11 @@ class UtilityCost(_Scaling):
 
     Raises:
         TypeError, ValueError: an argument is of another type, or outside its range.
+
+    Examples:
+        >>> from elastic_ray.adaptation import UtilityCost
+        >>> UtilityCost("50:3600,0:7200", price_per_worker_hour=2.0).stride
+        4
     """
 
     def __init__(
