@@ -109,42 +109,37 @@ class AdaptiveDataLoader(ResumableLoader):
     the epoch alone decide, however workers come, go and fail; a step that a failure voids is drawn again.
 
     Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``; evaluation loaders (``shuffle=False``) share
-    their samples among the workers too: add results up in an ``Accumulator``. A loop left by ``break`` ends the pass,
-    and so does the end of the epoch for an iterator that ``next`` has advanced only so far.
+    their samples among the workers too: add results up in an ``Accumulator``.
 
-    Samplers: any sampler or iterable of indices decides the order of the whole, seeded by ``seed`` and the epoch;
-    a ``DistributedSampler`` is taken apart into its shuffle, seed and drop_last. Iterable datasets: every rank reads
-    the whole stream and keeps its share (``num_workers`` must be 0), see ``elastic_ray.data.order.StreamSharder``.
+    A sampler or iterable of indices decides the order of the whole, seeded by ``seed`` and the epoch; of a
+    ``DistributedSampler`` count shuffle, seed and drop_last. Of an iterable dataset every rank reads the whole stream
+    and keeps its share (``num_workers`` must be 0).
 
-    Worker processes of the DataLoader live through every change of the job's size. As in torch, each pass starts them
-    with the dataset as the epoch's code has left it. ``persistent_workers=True`` starts them once, and later changes do
-    not reach their copies of the dataset; each copy's ``set_epoch(epoch)`` is called before an epoch's first sample.
+    Worker processes of the DataLoader live through every change of the job's size. With ``persistent_workers=True``
+    they keep their copies of the dataset, whose ``set_epoch(epoch)`` is called before an epoch's first sample.
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
         batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset. Or how it grows by
             progress (0 to 1), as ``[(0, 64), (0.1, 256)]``: M0 is the first; 256 are 255 on 3 workers.
         batch_tokens: the global batch in tokens, in place of ``batch_size``, rounded down to whole samples; or how it
-            grows by tokens trained on, as ``[(0, 65_536), ("0.25B", 262_144)]``.
+            grows by tokens trained on: ``[(0, 65_536), ("0.25B", 262_144)]``.
         tokens_per_sample: tokens of each sample; ``"weigh"`` where the loop counts them by :meth:`weigh`.
         scale_with_workers: ``batch_size`` is each worker's, and the learning rate one worker's, for the scaling rule.
-        max_batch_tokens: largest batch that the job may choose, as by :meth:`autoscale_batch_size`; None keeps it.
-        shuffle: another order in each epoch. Unless said otherwise True, except beside a ``sampler``, which decides
-            alone, and for whole batches.
-        sampler: order of the indices, see above.
+        max_batch_tokens: largest batch, as of :meth:`autoscale_batch_size`; None keeps the batch.
+        shuffle: another order in each epoch; by default True, except beside a ``sampler`` and for whole batches.
+        sampler: order of the indices.
         batch_sampler: with ``whole_batches`` only: gives the batches, as lists of indices.
         drop_last: leave out a last step smaller than the batch.
         seed: seed of the order.
         num_workers: DataLoader worker processes.
         persistent_workers: keep them from pass to pass.
-        whole_batches: for evaluation of what only whole batches tell (a ranking over 100 candidates): every batch of
-            ``batch_size`` goes to one rank as it is, in the dataset's order unless ``shuffle=True``.
-        on_epoch: ``on_epoch(dataset, epoch)`` is called before an epoch's first sample in every process that fetches
-            samples, with its copy of the dataset (after ``set_epoch``, see above).
+        whole_batches: each batch goes to one rank as it is, in the dataset's order unless ``shuffle=True``: for
+            evaluation of what only whole batches tell, such as a ranking over 100 candidates.
+        on_epoch: called as ``on_epoch(dataset, epoch)``, as ``set_epoch`` and after it.
         options: of ``torch.utils.data.DataLoader`` besides.
 
-    Raises:
-        TypeError, ValueError: an argument that cannot be right; the message names it and the way out.
+    Raises TypeError or ValueError: an argument that cannot be right; the message names it and the way out.
 
     Examples:
         >>> from elastic_ray import remaining_epochs_until
@@ -383,13 +378,10 @@ class AdaptiveDataLoader(ResumableLoader):
     @property
     def current_batch_size(self) -> int:
         """Global batch size now [samples]."""
-        limits, unit = self._limits, self._session.run.unit
-        if limits.fixed:
-            return limits.init_batch_size
-        size, shards = (
-            limits.size_of(self.shape, self._session.world_size),
-            unit.place.shards if unit is not None else 1,
-        )
+        if self._limits.fixed:
+            return self._limits.init_batch_size
+        size, unit = self._limits.size_of(self.shape, self._session.world_size), self._session.run.unit
+        shards = unit.place.shards if unit is not None else 1
         return max(size - size % shards, shards)  # whose workers take equal parts
 
     @property

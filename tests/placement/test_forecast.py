@@ -74,7 +74,7 @@ def test_batches_far_ahead_change_nothing_and_near_ones_all() -> None:
     assert rates(near) == pytest.approx(rates(dataclasses.replace(here, held_batch=4096)), rel=1e-5)
 
 
-def test_the_batch_in_a_minute_is_that_of_its_samples() -> None:
+def test_the_batch_in_a_minute_follows_its_samples() -> None:
     job = view("a", held_batch=64, allocation={"n0": 1}, forecast=BatchForecast(steps=((1000.0, 128), (9000.0, 256))))
     speed = rates(dataclasses.replace(job, forecast=None))[0]  # at the initial batch each sample counts in full
     assert foreseen(job, "", 999.0 / speed, GoodputCache()) == job

@@ -99,12 +99,11 @@ class UnitStatistics:
         ]
         if not all(math.isfinite(number) for row in rows for number in row):
             return  # an overflow, of which nothing was estimated
-        noise.looks = any(each[1] and not each[2] for signatures in by_worker for each in signatures)
         known = elsewhere == noise.counted_elsewhere
         if not self._unit.agree(known):
             noise.drop()
+        noise.leave_out(elsewhere, again=any(each[1] and not each[2] for rows in by_worker for each in rows))
         if not known:
-            noise.counted_elsewhere = elsewhere
             self.follow(self._buckets)
 
     def _held(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

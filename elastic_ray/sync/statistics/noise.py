@@ -94,6 +94,10 @@ class NoiseTracker:
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
 
+    def leave_out(self, elsewhere: list[str], *, again: bool) -> None:
+        """Leave parameters that other workers of the unit count out; `again` if others may be found in later steps."""
+        self.counted_elsewhere, self.looks = elsewhere, again
+
     def read_from(self, source: StatesSource) -> None:
         """Take groups and states of the optimizer from there: it may not hold all of them itself."""
         self._source = source
