@@ -376,11 +376,8 @@ class AdaptiveDataLoader(ResumableLoader):
         limits, unit = self._limits, self._session.run.unit
         if limits.fixed:
             return limits.init_batch_size
-        size, shards = (
-            limits.size_of(self.shape, self._session.world_size),
-            unit.place.shards if unit is not None else 1,
-        )
-        return max(size - size % shards, shards)  # whose workers take equal parts
+        size = limits.size_of(self.shape, self._session.world_size)
+        return size if unit is None else unit.place.fitting(size)
 
     @property
     def total_batch_size(self) -> int:

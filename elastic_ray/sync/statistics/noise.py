@@ -193,6 +193,12 @@ class NoiseTracker:
         estimates = tuple(NoiseScale(sqr=sqr, var=var) for sqr, var in zip(sums[2::2], sums[3::2], strict=True))
         self._pending = dataclasses.replace(self._pending, estimates=estimates)
 
+    def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
+        """Leave out parameters that other workers of the unit count; ``looks`` if there may be more of them."""
+        if counted_elsewhere != self.counted_elsewhere:
+            self.counted_elsewhere = counted_elsewhere
+        self.looks = looks
+
     def drop(self) -> None:
         """Leave the latest estimates out."""
         self._pending = None
