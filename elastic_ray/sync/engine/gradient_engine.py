@@ -17,7 +17,7 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.factory import is_plain, make_operation
+from elastic_ray.sync.engine.factory import adds_up_alone, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.local_parameters import local_groups
@@ -211,12 +211,12 @@ class GradientEngine(Participant):
         if self._context.unit is None:
             return
         routed = any(isinstance(each, Reduce) and each.topology != "native" for each in plan.strategy.syncs)
-        if self._sharded or routed or not all(is_plain(each) for each in plan.buckets):
+        if self._sharded or routed or not all(adds_up_alone(each) for each in plan.buckets):
             what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
             raise StrategyError(
                 f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
-                "over units as they are: leave strategy= out, and divide the model within the unit, over "
-                "elastic_ray.unit_mesh()"
+                "over units element by element: leave strategy= out, or use 'bf16' or 'fp16', and divide the model "
+                "within the unit, over elastic_ray.unit_mesh()"
             )
 
     def _check_statistics(self, strategy: Strategy) -> None:
