@@ -1,4 +1,4 @@
-"""One worker takes some steps in two halves to measure its gradient's noise: what loops, loaders and models see."""
+"""One worker takes some steps in two halves where layers do not show its noise: what loops, loaders and models see."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def walked(
     loader = er.AdaptiveDataLoader(data, batch_size=batch, **options)
     loader.autoscale_batch_size(most, local_bsz_bounds=(1, most))
     session, trainee, epochs_seen = current_session(), Trainee(), []
+    session.registry.need_halves()
     for _ in er.remaining_epochs_until(epochs):
         seen: list[Batch] = []
         for drawn in loader:
@@ -160,6 +161,7 @@ def updates_on_a_batch(adapts: bool) -> list[float]:
     loader = er.AdaptiveDataLoader(TensorDataset(x), batch_size=8, seed=0)
     if adapts:
         loader.autoscale_batch_size(16)
+    current_session().registry.need_halves()
     norms: list[float] = []
     for _ in er.remaining_epochs_until(1):
         for (rows,) in loader:
@@ -186,6 +188,7 @@ def large_tensors(adapts: bool) -> int:
     loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(32, 128)), batch_size=8, seed=0)
     if adapts:
         loader.autoscale_batch_size(16)
+    current_session().registry.need_halves()
     for _ in er.remaining_epochs_until(1):
         for (x,) in loader:
             optimizer.zero_grad()
@@ -279,6 +282,7 @@ class Case:
     batch: int = 12
     epochs: int = 2
     nonfinite: str = "warn"
+    halves: bool = True  # rather than layers
 
 
 @dataclasses.dataclass
@@ -310,6 +314,8 @@ def train(case: Case) -> Found:
     if case.adapts:
         loader.autoscale_batch_size(96)
     session = current_session()
+    if case.halves:
+        session.registry.need_halves()
     found = Found([], [], torch.zeros(0), [], None)
     for _ in er.remaining_epochs_until(case.epochs):
         for x, y in loader:
@@ -470,7 +476,7 @@ GROUPS: dict[str, list[Any]] = {
 }
 
 
-def changing() -> list[tuple[int, int, int, NoiseScale | None]]:
+def changing(*, halves: bool = True) -> list[tuple[int, int, int, NoiseScale | None]]:
     """World, micro-steps, estimates and noise after each step."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -478,6 +484,8 @@ def changing() -> list[tuple[int, int, int, NoiseScale | None]]:
     loader = er.AdaptiveDataLoader(rows(), batch_size=8, seed=3)
     loader.autoscale_batch_size(96)
     session, found = current_session(), []
+    if halves:
+        session.registry.need_halves()
     for _ in er.remaining_epochs_until(2):
         for x, y in loader:
             step = session.ledger.outermost
@@ -517,6 +525,7 @@ def added_up(adapts: bool, every: int, by_number: bool) -> tuple[list[list[float
     loader = er.AdaptiveDataLoader(data, batch_size=6, seed=3)
     if adapts:
         loader.autoscale_batch_size(7)
+    current_session().registry.need_halves()
     found, halved, number = list[list[float]](), 0, 0
     for _ in er.remaining_epochs_until(3):
         for x, y in loader:
@@ -550,14 +559,16 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("adapts", [False, True])
-def test_no_copy_of_a_gradient_outlives_its_step(adapts: bool) -> None:
+@pytest.mark.parametrize(("adapts", "halves"), [(False, True), (True, True), (True, False)])
+def test_no_copy_of_a_gradient_outlives_its_step(adapts: bool, halves: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     wrapped = er.AdaptiveDataParallel(model, optimizer)
     loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(1024, 64)), batch_size=32, seed=0)
     if adapts:
         loader.autoscale_batch_size(64)
+    if halves:
+        current_session().registry.need_halves()
     before, halved = held_bytes(), False
     for _ in er.remaining_epochs_until(2):
         for (x,) in loader:
@@ -567,5 +578,5 @@ def test_no_copy_of_a_gradient_outlives_its_step(adapts: bool) -> None:
             wrapped(x).square().mean().backward()
             optimizer.step()
     optimizer.zero_grad()
-    assert halved == adapts
+    assert halved == (adapts and halves)
     assert held_bytes() - before < 0.02 * sum(4 * p.numel() for p in model.parameters())
