@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -251,6 +253,16 @@ def test_gradients_and_layers_stay_as_they_are() -> None:
     loss_of(model, inputs).backward()  # type: ignore[no-untyped-call]
     assert all(torch.equal(a, p.grad) for a, p in zip(mine, model.parameters(), strict=True) if p.grad is not None)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_copies_of_a_measured_model_measure_nothing() -> None:
+    model, inputs = everything()
+    params = list(model.parameters())
+    norms = ExampleNorms(model, params, every=1)
+    norms.begin(0, SAMPLES, [Bucket(0, 0, params)], lambda bucket: None)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(copied, inputs).backward()
+    assert norms.end() is None
 
 
 def test_steps_are_measured_as_often_as_costs_little() -> None:

@@ -6,10 +6,11 @@ With a layer's input x and the gradient g of its output, [samples, positions, fe
     normalising   sum_t g[b,t] x^[b,t], x^ normalised       bias    sum_t g[b,t]
     embedding     sum of g[b,t] over positions t of a word
 
-Normalisation layers are small, and give all of it (Gray et al. 2024, arXiv 2411.00999). Of other weights each pass
-computes the gradients of some columns, others each time, and counts them for all: x is kept for these alone. Nothing is
-kept between steps. A loss that is a mean over B samples has g of 1 / B: sum_b ||B g_b||^2 / B = B sum_b ||g_b||^2 is
-the mean squared norm of the samples' own gradients, and stands for K = B gradients in ``noise_scale.estimate``.
+Normalisation layers alone tell the noise but for a factor (Gray et al. 2024, arXiv 2411.00999). Of each weight a pass
+computes the gradients of some columns, others each time, and counts them for all: x is kept for these alone, so that
+checkpointing saves what it does. Nothing is kept between steps. A loss that is a mean over B samples has gradients of
+1 / B: sum_b ||B g_b||^2 / B = B sum_b ||g_b||^2 is the mean squared norm of the samples' own gradients, and stands for
+K = B gradients in ``noise_scale.estimate``.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class _LinearLayer(_Layer):
         return slice(None) if whole else super().columns(number, x, preconditioned=preconditioned)
 
     def keep(self, x: Tensor, columns: slice) -> Tensor:
-        return x[..., columns].clone()
+        return x if columns.step is None else x[..., columns].clone()
 
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
         assert self.weight is not None, "it is measured"
@@ -171,9 +172,6 @@ class _NormLayer(_Layer):
             return ()
         return x.shape[: -len(self.module.normalized_shape)] if self._is_last else x.shape[:1]
 
-    def columns(self, number: int, x: Tensor, *, preconditioned: bool) -> slice:
-        return slice(None)  # few as they are
-
     def _by_position(self, x: Tensor) -> Tensor:
         """Return [samples, positions, features]."""
         if self._is_last:
@@ -181,12 +179,12 @@ class _NormLayer(_Layer):
         return x.flatten(2).transpose(1, 2) if x.dim() > 2 else x.unsqueeze(1)
 
     def keep(self, x: Tensor, columns: slice) -> Tensor:
-        return x
+        return self._by_position(self._normalised(_wide(x)))[..., columns].clone()
 
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
         assert self.weight is not None, "it is measured"
-        found = (self._by_position(g) * self._by_position(self._normalised(kept))).sum(1)
-        factors = scaled(self.weight, lambda p: p.reshape(-1))
+        found = (self._by_position(g)[..., columns] * kept).sum(1)
+        factors = scaled(self.weight, lambda p: p.reshape(-1)[columns])
         return found if factors is None else found * factors
 
     def bias_rows(self, g: Tensor) -> Tensor:
@@ -225,10 +223,8 @@ class _ConvLayer(_Layer):
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
         assert self.weight is not None, "it is measured"
         m = self.module
-        windows = functional.unfold(
-            kept.to(g.dtype), m.kernel_size, dilation=m.dilation, padding=m.padding, stride=m.stride
-        )
-        found = g.flatten(2) @ windows.transpose(1, 2)
+        windows = functional.unfold(_wide(kept), m.kernel_size, dilation=m.dilation, padding=m.padding, stride=m.stride)
+        found = _wide(g).flatten(2) @ windows.transpose(1, 2)
         factors = scaled(self.weight, lambda p: p[:, columns])
         return found if factors is None else found * factors.flatten(1)
 
@@ -283,6 +279,28 @@ class LayerNorms:
     whole: float  # of the gradient
     seen: float  # of its part that layers measure
     seen_examples: float  # of the samples' parts of that one, added up over the samples
+
+
+class _LayerHook:
+    """Hook on the forward pass of a layer; copies and pickles of the module have one that does nothing."""
+
+    def __init__(self, see: Callable[[_Layer, tuple[Any, ...], Any], None], layer: _Layer) -> None:
+        self._see, self._layer = see, layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._see(self._layer, args, output)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _see_nothing
+
+
+def _see_nothing(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Do nothing."""
 
 
 class ExampleNorms:
@@ -363,8 +381,7 @@ class ExampleNorms:
         self._buckets = [(bucket, preconditioner(bucket)) for bucket in buckets]
         self._factors = {id(p): found for bucket, found in self._buckets if found is not None for p in bucket.params}
         self._handles = [
-            each.module.register_forward_hook(functools.partial(self._forward, each), prepend=True)
-            for each in self._layers
+            each.module.register_forward_hook(_LayerHook(self._forward, each), prepend=True) for each in self._layers
         ]
         self._spent_s = self._clock() - since_s
 
@@ -408,11 +425,9 @@ class ExampleNorms:
         self._cost_s = min(spent_s, self._cost_s + _FRESH * (spent_s - self._cost_s)) if self._cost_s else spent_s
         return norms
 
-    def _forward(self, layer: _Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
+    def _forward(self, layer: _Layer, args: tuple[Any, ...], output: Any) -> None:
         since_s, x = self._clock(), args[0] if args else None
-        if not isinstance(x, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
+        if type(x) is not Tensor or type(output) is not Tensor or not output.requires_grad:
             return
         if layer.has_samples_first(x, self._samples):
             columns = layer.columns(self._number, x, preconditioned=self.preconditioned)
