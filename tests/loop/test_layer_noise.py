@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from elastic_ray.monitoring import Monitor
-from tests.loop.test_halves import GROUPS, changing, job, ratio, rows, trained
+from tests.loop.noisy import GROUPS, changing, job, ratio, rows, trained
 
 torch.set_num_threads(1)
 

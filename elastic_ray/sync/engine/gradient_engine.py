@@ -254,15 +254,14 @@ class GradientEngine(Participant):
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
         """Have the model's layers measure the noise of a single gradient, or stop."""
-        if (examples := self._statistics.examples) is not None:
-            if wanted and examples.every == every:
-                return True
-            examples.stop()
-            self._statistics.examples = None
+        known = self._statistics.examples
+        if wanted and known is not None and known.every == every:
+            return True
         if not wanted or self._reducer.plain_buckets is None:
+            self._statistics.measure_in(None)
             return False
         examples = ExampleNorms(self._module, self._trainable.params, every)
-        self._statistics.examples = examples if examples.is_enough else None
+        self._statistics.measure_in(examples if examples.is_enough else None)
         return examples.is_enough
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -476,9 +475,8 @@ class GradientEngine(Participant):
         """Return buckets for the present parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
-        if (examples := self._statistics.examples) is not None:
-            examples.stop()
-            self._statistics.examples = ExampleNorms(self._module, trainable.params, examples.every)
+        if (known := self._statistics.examples) is not None:
+            self._statistics.measure_in(ExampleNorms(self._module, trainable.params, known.every))
         self._statistics.rebuilt(len(trainable.groups))
         groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
         layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)

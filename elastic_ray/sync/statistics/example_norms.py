@@ -191,6 +191,7 @@ class _NormLayer(_Layer):
         return self._by_position(g).sum(1)
 
     def _normalised(self, x: Tensor) -> Tensor:
+        """Return the input without mean and scale, before the weight multiplies it."""
         module = self.module
         if isinstance(module, nn.LayerNorm):
             return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
@@ -426,6 +427,7 @@ class ExampleNorms:
         return norms
 
     def _forward(self, layer: _Layer, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what backward needs of a layer's input."""
         since_s, x = self._clock(), args[0] if args else None
         if type(x) is not Tensor or type(output) is not Tensor or not output.requires_grad:
             return
@@ -436,6 +438,7 @@ class ExampleNorms:
         self._spent_s += self._clock() - since_s
 
     def _backward(self, layer: _Layer, number: int, columns: slice, kept: Tensor, g: Tensor) -> None:
+        """Add the norms of a layer's parameters, once backward has the gradient of its output."""
         if number != self._number or not self._samples:
             return
         since_s = self._clock()

@@ -257,6 +257,12 @@ class GradientStatistics:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
+    def measure_in(self, examples: ExampleNorms | None) -> None:
+        """Measure single samples' gradients there from now on; None for nowhere."""
+        if self.examples is not None:
+            self.examples.stop()
+        self.examples = examples
+
     def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
         """Take in what layers have shown of the gradient in ``.grad``; False where that is too little.
 
