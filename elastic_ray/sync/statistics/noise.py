@@ -126,6 +126,15 @@ class NoiseTracker:
         due = halved or step % (self._every or _EVERY) == 0 or (self._every is None and step < _DENSE_STEPS)
         return due and gradients > 1 and not (self._source is not None and self._source.outdated)
 
+    def looks_at(self, step: int) -> bool:
+        """Return True if single samples' gradients may be measured after ``step`` committed steps."""
+        self._step = step
+        return self._source is None or not self._source.outdated
+
+    def drop(self) -> None:
+        """Drop the estimates of the latest backward pass."""
+        self._pending = None
+
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
         source: Any = self._source or self._optimizer
