@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.allocator.events import JobHeartbeat
-from placement.allocator.recording import event_line, read_recording, start_line
 from placement.autoscaling.autoscaler import Autoscaler
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
@@ -133,10 +131,3 @@ def test_simulated_ramps_are_trained_and_told(tmp_path: Path) -> None:
     assert both.finish_s != pytest.approx(small.finish_s, rel=0.02)
     with pytest.raises(InputError, match="ramp of job 'a' must rise from part 0 to below 1"):
         dataclasses.replace(job, ramp=((0.1, 32),))
-
-
-def test_a_recorded_job_keeps_its_forecast() -> None:
-    job = view("a", held_batch=64, forecast=BatchForecast(steps=((1e3, 128), (2e3, 4096))))
-    start = start_line(make_policy("goodput"), None, settling=False)
-    (life,) = read_recording([start, event_line(JobHeartbeat(view=job), 1.0)])
-    assert [event for _, event in life.events] == [JobHeartbeat(view=job)]

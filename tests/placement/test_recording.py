@@ -32,6 +32,7 @@ from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
+from placement.goodput.forecast import BatchForecast
 from placement.goodput.model import NoiseScale
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.records import Batches, KnownLength, KnownNoise, KnownStep, Measurements
@@ -63,6 +64,7 @@ FULL = JobView(
     init_batch_size=64,
     max_batch_size=4096,
     held_batch=128,
+    forecast=BatchForecast(steps=((1000.5, 256), (2e6, 512))),
     atomic_bsz_range=(8, 512),
     accumulation=True,
     resize_cost_s=0.25,
