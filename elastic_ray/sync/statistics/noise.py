@@ -208,10 +208,6 @@ class NoiseTracker:
             self.counted_elsewhere = counted_elsewhere
         self.looks = looks
 
-    def drop(self) -> None:
-        """Leave the latest estimates out."""
-        self._pending = None
-
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """True if norms of these buckets are in the optimizer's units."""
         return any(self.preconditioner(bucket) is not None for bucket in buckets)
