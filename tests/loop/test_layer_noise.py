@@ -79,7 +79,7 @@ def looped(kind: str) -> tuple[int, int, int]:
             for _ in range(2 if kind == "two updates" else 1):
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(called(x), y)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 if kind == "two losses":
                     wrapped(x).square().mean().backward()
                 optimizer.step()

@@ -42,7 +42,7 @@ class Everything(nn.Module):
         hidden = self.inner(self.rms(self.layer(self.words(words)))).tanh()
         hidden = self.group(hidden.transpose(1, 2)).mean(2)
         seen = self.batch(self.planes(images)).tanh().mean((2, 3))
-        return self.out(hidden) + self.flat(seen)  # type: ignore[no-any-return]
+        return self.out(hidden) + self.flat(seen)
 
 
 def everything() -> tuple[nn.Module, list[torch.Tensor]]:
@@ -86,7 +86,7 @@ def measured(
     norms = norms or ExampleNorms(model, params, every=1)
     model.zero_grad()
     norms.begin(0, samples or len(inputs[0]), [Bucket(0, 0, params)], lambda bucket: factors)
-    backward() if backward is not None else loss_of(model, inputs).backward()  # type: ignore[no-untyped-call]
+    backward() if backward is not None else loss_of(model, inputs).backward()
     return norms.end()
 
 
@@ -102,7 +102,7 @@ def test_each_layer_shows_what_samples_have_alone(adam: bool, monkeypatch: pytes
     optimizer, factors = torch.optim.Adam(model.parameters(), lr=1e-3), None
     for _ in range(6 if adam else 0):
         optimizer.zero_grad()
-        loss_of(model, inputs).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, inputs).backward()
         optimizer.step()
     if adam:
         factors = preconditioner(optimizer, list(model.parameters()))
@@ -162,7 +162,7 @@ def test_half_precision_is_close() -> None:
     def backward() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, inputs)
-        (loss * 1024.0).backward()  # type: ignore[no-untyped-call]
+        (loss * 1024.0).backward()
 
     found = measured(model, inputs, backward=backward)
     assert exact is not None and found is not None
@@ -178,7 +178,7 @@ class Swapped(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.transpose(0, 1)).mean(0)  # type: ignore[no-any-return]
+        return self.inner(x.transpose(0, 1)).mean(0)
 
 
 class Tied(nn.Module):
@@ -190,7 +190,7 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh()).mean(1)  # type: ignore[no-any-return]
+        return self.second(self.first(x).tanh()).mean(1)
 
 
 class Twice(nn.Module):
@@ -201,7 +201,7 @@ class Twice(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.inner(x).tanh()).mean(1)  # type: ignore[no-any-return]
+        return self.inner(self.inner(x).tanh()).mean(1)
 
 
 class Own(nn.Linear):
@@ -219,7 +219,7 @@ class Mixing(nn.Module):
         self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.inner(x).mean(1))  # type: ignore[no-any-return]
+        return self.norm(self.inner(x).mean(1))
 
 
 @pytest.mark.parametrize("kind", [Swapped, Tied, Twice, lambda: Own(4, 4), Mixing])
@@ -240,7 +240,7 @@ def test_samples_that_come_first_are_known_again() -> None:
 
 def test_frozen_layers_are_no_part_of_it() -> None:
     model, inputs = everything()
-    model.inner.requires_grad_(False)  # type: ignore[union-attr]
+    model.inner.requires_grad_(False)
     found = measured(model, inputs)
     assert found is not None and len(found) == len(list(model.parameters())) - 2
 
@@ -250,7 +250,7 @@ def test_gradients_and_layers_stay_as_they_are() -> None:
     measured(model, inputs)
     mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    loss_of(model, inputs).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, inputs).backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(mine, model.parameters(), strict=True) if p.grad is not None)
     assert not any(module._forward_hooks for module in model.modules())
 

@@ -520,9 +520,10 @@ class GradientReducer:
     @torch.no_grad()
     def _measure_alone(self) -> None:
         """Look at the gradients of a rank alone."""
-        in_layers = self._statistics.in_layers and self._measures and self._step is not None
-        if in_layers and not self._statistics.collect_examples(self._step, self._grad_scale()):
-            self._context.registry.need_halves()
+        in_layers = self._statistics.in_layers and self._measures
+        if in_layers and self._step is not None:
+            if not self._statistics.collect_examples(self._step, self._grad_scale()):
+                self._context.registry.need_halves()
         if not self._tried:
             self._tried = True  # what buckets refuse is better told with the first gradient
             for bucket in self._buckets:

@@ -434,7 +434,8 @@ class ExampleNorms:
         if layer.has_samples_first(x, self._samples):
             columns = layer.columns(self._number, x, preconditioned=self.preconditioned)
             kept = layer.keep(x.detach(), columns)
-            output.register_hook(functools.partial(self._backward, layer, self._number, columns, kept))
+            backward = functools.partial(self._backward, layer, self._number, columns, kept)
+            output.register_hook(backward)  # type: ignore[no-untyped-call]
         self._spent_s += self._clock() - since_s
 
     def _backward(self, layer: _Layer, number: int, columns: slice, kept: Tensor, g: Tensor) -> None:
@@ -479,7 +480,7 @@ def _layers_of(module: nn.Module, params: set[int]) -> list[_Layer]:
     marks = ("_compiled_call_impl", "_orig_mod")
     compiled = [each for each in module.modules() if any(getattr(each, mark, None) is not None for mark in marks)]
     hidden = {id(inner) for each in compiled for inner in each.modules()}
-    found = []
+    found = list[_Layer]()
     for each in module.modules():
         kind = next((k for k in _KINDS if type(each).forward in k.forwards), None)
         if kind is not None and id(each) not in hidden and (layer := kind(each, params)).usable:
