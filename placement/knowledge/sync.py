@@ -100,6 +100,7 @@ class KnowledgeSync:
         await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
 
     async def _load(self, key: tuple[str, str], store: KnowledgeStore, calls: StorageCalls) -> None:
+        """Load what jobs of a storage root have measured."""
         try:
             measurements = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
         except Exception as error:  # a job trains without it all the same

@@ -522,7 +522,8 @@ class GradientReducer:
         """Look at the gradients of a rank alone."""
         in_layers = self._statistics.in_layers and self._measures
         if in_layers and self._step is not None:
-            if not self._statistics.collect_examples(self._step, self._grad_scale()):
+            seen = self._statistics.collect_examples(self._step, self._grad_scale())
+            if not seen:
                 self._context.registry.need_halves()
         if not self._tried:
             self._tried = True  # what buckets refuse is better told with the first gradient
