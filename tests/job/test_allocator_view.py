@@ -21,7 +21,7 @@ from elastic_ray.record.views import allocator_view, wish_note
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from placement.allocator.significance import trigger_of
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import FoundStrategy, JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.knowledge.knowledge import Prior
@@ -53,6 +53,14 @@ def fit_now(planner: BatchPlanner, now_s: float) -> Any:
     snapshot = planner.due(now_s)
     assert snapshot is not None
     return planner.fitted(fit_snapshot(snapshot))
+
+
+def test_strategies_that_won_are_told_with_each_view() -> None:
+    planner, choice = planner_on()
+    assert seen(planner).strategies == {}
+    found = {"0 gloo 2 on 1 ab": FoundStrategy(name="ring", step_s=0.5)}
+    planner.observe(report(2, choice, found=found))
+    assert seen(planner).strategies == found
 
 
 # -- progress ------------------------------------------------------------------------------------------------------
