@@ -48,6 +48,7 @@ class Cause(str, enum.Enum):
     ON_DEMAND_KEPT = "on demand kept", "waits: on-demand nodes are kept for the minimum of {0}"
     DEADLINE = "deadline", "deadline: {0} or more meet it"
     NO_DEADLINE = "no deadline", "deadline: {0}"
+    UTILITY = "utility", "utility: more than {0} cost more than they gain"
     SIZES = "sizes", "its sizes allow {0} of the {1} workers that fit"
     NO_ROOM = "no room", "waits: needs at least {0}, {1} fit"
     MEMORY = "memory", "memory bound: needs at least {0}, {1} fit"
@@ -69,7 +70,7 @@ class Cause(str, enum.Enum):
     # of the cluster's size
     LEAST_COST = "least cost", "{0}: {1} on {2}"
     NO_PROGRESS = "no progress", "no size is known to make progress: {0}"
-    UTILITY = "utility", "utility {0:.2f} is {1} its band: {2}"
+    BAND = "band", "utility {0:.2f} is {1} its band: {2}"
     NEEDED = "needed", "{0}: {1}"
     UNUSED = "unused", "no job needs them"
     CLOSED = "closed", "no more for now: {0}"
@@ -87,11 +88,15 @@ class Reason:
     # what its words have places for
     facts: tuple[Any, ...] = ()  # texts and numbers
     figures: str = ""  # gain, loss and what else was weighed, for ``explain``; empty for none
+    unit: int = 1  # processes of each worker that it counts
 
     @property
     def words(self) -> str:
         """The cause in words, whole."""
-        return self.cause.words.format(*self.facts)
+        if self.unit == 1 or self.cause is Cause.POLICY:
+            return self.cause.words.format(*self.facts)
+        facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
+        return self.cause.words.replace("worker", "unit").format(*facts)
 
     def __str__(self) -> str:
         said = self.words.split()
@@ -100,7 +105,12 @@ class Reason:
     @property
     def explained(self) -> str:
         """The cause with all figures."""
-        return "; ".join(each for each in (self.words, self.figures) if each)
+        whole = f"a unit is {self.unit} workers on one node" if self.unit > 1 else ""
+        return "; ".join(each for each in (self.words, self.figures, whole) if each)
+
+    def of_unit(self, unit: int) -> Reason:
+        """Return the reason of a job whose workers are units of so many."""
+        return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:
         """Return the reason with these figures after its own."""

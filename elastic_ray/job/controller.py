@@ -201,7 +201,7 @@ class JobController:
             self._recovered.set()
         else:
             self._state_before = remembered[0]
-            self._reconnection = Reconnection(self._state_before)
+            self._reconnection = Reconnection(self._state_before, self._spec.scheduling.unit_size)
             self._job.recall(*remembered)
         self._main = asyncio.get_event_loop().create_task(self._run())
 

@@ -150,6 +150,8 @@ class WorkerMessages:
                 else:
                     self._job.finish(JobPhase.FAILED, error=error)
                 return
+        if self._planner.loader is None:
+            self._allocator.soon()  # which may know of the model
         self._planner.open(message.loader)
         self._group.take(message)
 

@@ -107,6 +107,7 @@ def allocator_view(
         whole_nodes=spec.scheduling.whole_nodes,
         spot=spec.scheduling.spot,
         budget_usd=spec.scheduling.budget_usd,
+        utility=spec.scheduling.completion_utility,
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
         restarts=history.resizes,
@@ -119,6 +120,8 @@ def allocator_view(
         node_failures=node_failures,
         mixed_gpu_types=spec.scheduling.mixed_gpu_types,
         sizes=spec.scheduling.allowed_sizes,
+        unit=spec.scheduling.unit_size,
+        strategies=planner.latest.found if planner.latest is not None else {},
     )
 
 

@@ -12,16 +12,16 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.arguments import NamesArguments
-from placement.autoscaling.account import Account
+from placement.autoscaling.objectives.account import Account
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers
+from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
 from placement.cluster.jobs import Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
-from placement.goodput.speeds import GoodputCache
+from placement.goodput.speeds import GoodputCache, foreseen
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
 from placement.planning.wishes import without_wish
@@ -41,6 +41,11 @@ class AutoscalerConfig(NamesArguments):
             another type (on-demand instead of spot) is asked for.
         retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.
         account_h: spending is averaged over so many hours, fading [h].
+
+    Examples:
+        >>> from placement import AutoscalerConfig
+        >>> AutoscalerConfig(linger_s=300.0).linger_s
+        300.0
     """
 
     linger_s: float = 120.0
@@ -172,13 +177,15 @@ class Autoscaler:
         self._keep_account(len(views), cluster, now_s)
         lasts_h = {each.name: self._lifetimes.hours(each.name) for each in self._types}
         limited = self._limited(present, now_s)
-        demand = self._demand(views, cluster, limited, lasts_h)
+        # A node that is asked for now is there for the batches of then.
+        coming = self._foreseen(views, cluster)
+        demand = within_utilities(self._demand(coming, cluster, limited, lasts_h), now_s)
         wants = self._objective.decide(demand, now_s)
         static = [node for node in cluster.nodes if type_of(node, self._types) is None]
         fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)
         order = self._order(there, views)
         surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
-        target = self._used(fleet.nodes, there, views, cluster.draining(surplus), now_s)
+        target = self._used(fleet.nodes, there, coming, cluster.draining(surplus), now_s)
         keep = self._kept(target, present, now_s)
         release = self._give_up(keep, target, order, views, cluster, now_s)
         leaving = tuple(sorted(surplus - set(release)))
@@ -213,6 +220,17 @@ class Autoscaler:
             )
             for each in self._types
         )
+
+    def _foreseen(self, views: Sequence[JobView], cluster: Cluster) -> list[JobView]:
+        """Return the jobs with the batches that they will have when nodes have started."""
+        gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
+        start_s = max(each.startup_s for each in self._types)
+        return [
+            view
+            if view.forecast is None
+            else foreseen(view, gpus.get(next(iter(view.allocation), ""), ""), start_s, self._cache)
+            for view in views
+        ]
 
     def _demand(
         self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]

@@ -299,7 +299,7 @@ class GradientReducer:
             step,
             steps,
             replicas=1 if self._drifts else self._group.group.world_size,
-            exact=exact and not self._drifts and self._context.unit is None,
+            exact=exact and not self._drifts,
             spacing=self.reduction.spacing,
         )
 

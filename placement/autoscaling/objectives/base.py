@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from placement.autoscaling.account import Account
+from placement.autoscaling.objectives.account import Account
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
 from placement.goodput.model import GoodputModel
@@ -129,6 +129,23 @@ def offers(
         if offer is not None:
             found.append(offer)
     return tuple(sorted(found, key=_price))
+
+
+def within_utilities(demand: Demand, now_s: float) -> Demand:
+    """Return the demand without sizes that cost more than a job's own utility gains; a deadline outranks it."""
+    found = dict(demand.offers)
+    for view in demand.jobs:
+        work = work_left(view) if view.utility is not None and view.deadline_s is None else None
+        if view.utility is None or work is None or view.held_at is not None:
+            continue
+        age_s, bounded = max(now_s - view.submitted_s, 0.0), []
+        for each in demand.offers[view.job]:
+            with np.errstate(divide="ignore"):
+                left_s = work / each.rate
+            best = view.utility.best_size(age_s, left_s, each.part_usd, view.min_workers, view.workers)
+            bounded.append(dataclasses.replace(each, limit=min(each.limit, best)))
+        found[view.job] = tuple(bounded)
+    return dataclasses.replace(demand, offers=found)
 
 
 def _usd(kind: NodeType, view: JobView) -> float:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 
 from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.cluster.cluster import Cluster
-from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
-from placement.policies.baselines.utility_cost import UtilityCostPolicy
 from placement.policies.shared.base import Policy, as_targets
 from placement.reasons import Reason
 
@@ -58,13 +56,3 @@ class BySize:
 
     def _allowed(self, demand: Demand, job: str, workers: int) -> int:
         return min(workers, max(offer.limit for offer in demand.offers[job]))
-
-
-def throughput_efficiency() -> BySize:
-    """Return the objective of Or et al.'s throughput rule."""
-    return BySize(policy=ThroughputEfficiencyPolicy())
-
-
-def utility_cost() -> BySize:
-    """Return the objective of Or et al.'s utility-versus-cost rule."""
-    return BySize(policy=UtilityCostPolicy())

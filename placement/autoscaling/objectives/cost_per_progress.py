@@ -14,6 +14,7 @@ from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.reasons import Cause, Reason, count
 
+_LONGEST_S = 1e9  # a utility that stays flat has no value at infinity
 _MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates of what is left are not exact
 
 
@@ -41,6 +42,9 @@ class CostPerProgress:
     progress that is (price + value) / G: with ``value`` 0 the least money, which is nearly always the smallest size;
     the larger ``value``, the more a faster end may cost. Of all ways to spend a sum over a training whose G changes,
     a constant ``value`` takes the least time: spending where the same money saves most time (Lagrange).
+
+    A job that says what its end is worth (``JobView.utility``) counts by that in place of ``value`` once its length is
+    known: it has the size of the largest surplus (``placement.cluster.utility``).
 
     A job with a deadline has the cheapest size that meets it, one with a budget the fastest that the rest of its budget
     pays for. Where there is none, it is said at once what is the best that can be had. Both need to know how long the
@@ -72,7 +76,7 @@ class CostPerProgress:
         options = demand.offers[view.job]
         if not options[0].known or view.held_at is not None:
             return _blind(view, options[0] if gpu is None else _on(options, gpu), now_s)
-        forecasts = [self._forecast(view, offer, demand) for offer in options]
+        forecasts = [self._forecast(view, offer, demand, now_s) for offer in options]
         left_usd = None if view.budget_usd is None else view.budget_usd - demand.spent_usd.get(view.job, 0.0)
         left_s = None if view.deadline_s is None else (view.deadline_s - now_s) / _MARGIN
         aim, note = "least cost", None
@@ -86,7 +90,7 @@ class CostPerProgress:
         reason = self._reason(view, best, k, aim if note is None else "best to be had")
         return WantedSize(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
-    def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand) -> CompletionForecast:
+    def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand, now_s: float) -> CompletionForecast:
         """Forecast the end at every size; unknown work is ``UNKNOWN_S`` at the present or smallest goodput."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
@@ -104,7 +108,11 @@ class CostPerProgress:
         with np.errstate(divide="ignore", invalid="ignore"):
             time_s = np.where(rate > 0, wait_s + change_s + (work - meanwhile) / rate, np.inf)
             usd = np.where(rate > 0, usd_per_h * time_s / 3600.0, np.inf)
-            score = np.where(rate > 0, usd + self.value_usd_per_h * time_s / 3600.0, np.inf)
+            late_usd = self.value_usd_per_h * time_s / 3600.0
+            if view.utility is not None and work_left(view) is not None:
+                age_s = max(now_s - view.submitted_s, 0.0)
+                late_usd = view.utility.at(np.array(age_s)) - view.utility.at(age_s + np.minimum(time_s, _LONGEST_S))
+            score = np.where(rate > 0, usd + late_usd, np.inf)
         return CompletionForecast(offer=offer, time_s=time_s, usd=usd, score=score)
 
     def _best(

@@ -62,7 +62,7 @@ class UtilityBand:
                 job=job,
                 workers=wants[job],
                 gpu=chosen[job].kind.gpu_type,
-                reason=Reason(Cause.UTILITY, (float(utility[at]), why, count(wants[job])), figures),
+                reason=Reason(Cause.BAND, (float(utility[at]), why, count(wants[job])), figures),
             )
             for job in jobs
         }
