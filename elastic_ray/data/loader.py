@@ -378,11 +378,11 @@ class AdaptiveDataLoader(ResumableLoader):
     @property
     def current_batch_size(self) -> int:
         """Global batch size now [samples]."""
-        if self._limits.fixed:
-            return self._limits.init_batch_size
-        size, unit = self._limits.size_of(self.shape, self._session.world_size), self._session.run.unit
-        shards = unit.place.shards if unit is not None else 1
-        return max(size - size % shards, shards)  # whose workers take equal parts
+        limits, unit = self._limits, self._session.run.unit
+        if limits.fixed:
+            return limits.init_batch_size
+        size = limits.size_of(self.shape, self._session.world_size)
+        return size if unit is None else unit.place.fitting(size)
 
     @property
     def total_batch_size(self) -> int:

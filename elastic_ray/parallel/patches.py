@@ -140,7 +140,14 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
         scaler.load_state_dict(kept)
 
 
-def keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
+def patch_scaler(scaler: Any, run: Run) -> None:
+    """Have a scaler know accumulation, and the other workers of a unit."""
+    _keep_scale_while_accumulating(scaler, run.ledger)
+    if run.unit is not None and scaler.is_enabled():
+        _agree_on_overflow(scaler, run.unit)
+
+
+def _keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
     """Keep the loss scale constant while gradients accumulate: it changes with optimizer steps only."""
     original = type(scaler).update
 
@@ -154,7 +161,7 @@ def keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
     _override(scaler, update=update)
 
 
-def agree_on_overflow(scaler: Any, unit: UnitGroup) -> None:
+def _agree_on_overflow(scaler: Any, unit: UnitGroup) -> None:
     """Leave an update out on all workers of a unit where the gradients of one have overflowed; of parts of tensors."""
     original = type(scaler)._unscale_grads_
 

@@ -26,12 +26,11 @@ from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output, watch_backward
 from elastic_ray.parallel.patches import (
     after_step,
-    agree_on_overflow,
     check_scaler,
     check_schedule,
     evaluated,
     inner_optimizers,
-    keep_scale_while_accumulating,
+    patch_scaler,
     patch_state_dict,
     patch_step,
     patch_zero_grad,
@@ -460,8 +459,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             Schedulers(self._run, each, *its, schedule)
             for each, its in zip(self._optimizers, zip(names, schedulers, strict=True), strict=True)
         ]
-        written = WrittenTensors(self.module) if not self._sharded else None
-        if written:
+        if not self._sharded and (written := WrittenTensors(self.module)):
             states.register_rollback(written.remember, written.roll_back, f"written/{index}")
         saved = self._saved_buffers
         if saved is not None:
@@ -471,9 +469,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             if saved is not None:
                 for each in self._optimizers:
                     after_step(self._scaler, each, saved.mend)
-            keep_scale_while_accumulating(self._scaler, self._run.ledger)
-            if self._run.unit is not None and self._scaler.is_enabled():
-                agree_on_overflow(self._scaler, self._run.unit)
+            patch_scaler(self._scaler, self._run)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
         registry.add_buffers(BufferSync(self.module))

@@ -13,6 +13,7 @@ import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.unit_group import UnitGroup
 from elastic_ray.loop.api import current_session
+from elastic_ray.sync.checks import StrategyError
 from elastic_ray.unit import Unit
 from placement.goodput.model import NoiseScale
 from tests.loop.changing import run_job
@@ -119,14 +120,14 @@ def test_adaptive_batch_is_cut_into_equal_shards(tmp_path: Path) -> None:
     assert first == second and first[-1] == 4 and sum(first[:-1]) == 36
 
 
-def scaled(part: slice = slice(None)) -> tuple[list[list[float]], float]:
+def scaled(strategy: str, part: slice = slice(None)) -> tuple[list[list[float]], float]:
     """Rows after some steps of which one overflows, in the last row alone, and the loss scale."""
     model = Rows(part, None)
     model.scale.requires_grad_(False)
     model.late.requires_grad_(False)
     optimizer = torch.optim.SGD([model.weight], lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, scaling_rule="none")
+    wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, scaling_rule="none", strategy=strategy)
     x = torch.linspace(-1, 1, SAMPLES * FEATURES, dtype=torch.float64).reshape(SAMPLES, FEATURES)
     steps = 0
     for _ in er.remaining_epochs_until(2):
@@ -141,9 +142,15 @@ def scaled(part: slice = slice(None)) -> tuple[list[list[float]], float]:
     return model.weight.tolist(), scaler.get_scale()
 
 
-def test_overflow_on_one_worker_leaves_update_out_everywhere(tmp_path: Path) -> None:
-    rows, scale = run_job(scaled, first=(1, 2)).results[1]
+@pytest.mark.parametrize("strategy", ["all_reduce", "bf16", "fp16"])
+def test_overflow_on_one_worker_leaves_update_out_everywhere(strategy: str, tmp_path: Path) -> None:
+    rows, scale = run_job(lambda: scaled(strategy), first=(1, 2)).results[1]
     parts = (slice(0, 3), slice(3, 8))
-    for first, second in run_units(lambda unit: scaled(parts[unit.place.position]), tmp_path):
+    for first, second in run_units(lambda unit: scaled(strategy, parts[unit.place.position]), tmp_path):
         assert first[1] == second[1] == scale == 4.0
         torch.testing.assert_close(torch.tensor([*first[0], *second[0]]), torch.tensor(rows))
+
+
+def test_strategies_that_mix_elements_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"'int8' is not supported in a job of units.*'bf16' or 'fp16'"):
+        run_units(lambda unit: scaled("int8"), tmp_path, units=1)
