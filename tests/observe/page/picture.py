@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.local_cluster import LocalCluster  # first: it sets what Ray and torch read
+from tests.local_cluster import LocalCluster, clean_up  # first: it sets what Ray and torch read
 from tests.observe.page.pages import chromium, dashboard, tab, until
 
 PICTURE = Path(__file__).parents[3] / "docs" / "dashboard.png"
@@ -34,7 +34,7 @@ def train(config: dict[str, Any]) -> None:
     parallel = er.AdaptiveDataParallel(model, optimizer)
     data = torch.utils.data.TensorDataset(x, y)
     loader = er.AdaptiveDataLoader(data, batch_size=64, shuffle=True, max_batch_size=256)
-    for epoch in er.remaining_epochs_until(200):
+    for epoch in er.remaining_epochs_until(1000):
         for inputs, labels in loader:
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(parallel(inputs), labels)
@@ -109,6 +109,7 @@ def main() -> None:
             job.stop()
     finally:
         cluster.shutdown()
+        clean_up(failed=False)
 
 
 if __name__ == "__main__":
