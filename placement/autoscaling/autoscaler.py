@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.arguments import NamesArguments
+from placement.autoscaling.account import Account
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.account import Account
 from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number

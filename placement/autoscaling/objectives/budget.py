@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from placement.autoscaling.objectives.account import Account
+from placement.autoscaling.account import Account
 from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.checks import check_number
