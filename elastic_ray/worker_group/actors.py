@@ -126,6 +126,14 @@ class WorkerActors:
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
+    def with_domains(self, spec: GenerationSpec) -> GenerationSpec:
+        """Return the generation with the domains of its members' nodes."""
+        known = {name: info.domain for name, info in self.process_infos.items() if info.domain}
+        if not known:
+            return spec
+        members = (dataclasses.replace(each, domain=known.get(each.worker, "")) for each in spec.members)
+        return dataclasses.replace(spec, members=tuple(members))
+
     def with_gpu_types(self, spec: GenerationSpec, speeds: Mapping[str, float]) -> GenerationSpec:
         """Return the generation with its members' GPU types, and how fast these are [samples/s] as far as is known."""
         members = []

@@ -313,7 +313,7 @@ _TORCH = (
     ),
     PrivateNames(
         home="torch.nn.modules.batchnorm",
-        names=("_BatchNorm",),
+        names=("_BatchNorm", "_NormBase"),
         why="whether a model has batch statistics",
         instead="a list of its subclasses",
     ),

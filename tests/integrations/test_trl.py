@@ -13,7 +13,6 @@ from tests.loop.changing import Change, Kill, run_job
 
 trl = pytest.importorskip("trl")
 
-import accelerate  # noqa: E402
 import datasets  # noqa: E402
 import tokenizers  # noqa: E402
 import transformers  # noqa: E402
@@ -23,7 +22,7 @@ from elastic_ray.integrations.huggingface import ElasticTrainerMixin  # noqa: E4
 TEXTS, BATCH, EPOCHS = 48, 8, 2
 STEPS = TEXTS // BATCH
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_state_for_all")]
 
 
 class Elastic(ElasticTrainerMixin, trl.SFTTrainer):  # type: ignore[name-defined]
@@ -32,15 +31,6 @@ class Elastic(ElasticTrainerMixin, trl.SFTTrainer):  # type: ignore[name-defined
 
 class ElasticPreferences(ElasticTrainerMixin, trl.DPOTrainer):  # type: ignore[name-defined]
     """The same for preferences, with a reference model beside the trained one."""
-
-
-@pytest.fixture(autouse=True)
-def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are threads here, and what accelerate keeps for a process must outlive each of their trainers."""
-    for name in ("AcceleratorState", "PartialState"):
-        monkeypatch.setattr(
-            getattr(accelerate.state, name), "_reset_state", staticmethod(lambda *args, **options: None)
-        )
 
 
 def tuned(kind: Any, folder: Path, **options: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:

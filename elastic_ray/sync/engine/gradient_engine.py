@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.sharded.model_tables import ModelTables
+    from placement.cluster.jobs import FoundStrategy
 
 
 class GradientEngine(Participant):
@@ -128,6 +129,11 @@ class GradientEngine(Participant):
         return self._in_force.key
 
     @property
+    def found_strategies(self) -> Mapping[str, FoundStrategy]:
+        """Strategies that have won races, by the form of the group."""
+        return self._in_force.tuner.found if self._in_force.tuner is not None else {}
+
+    @property
     def profile(self) -> ModelProfile:
         """Profile of the model for a strategy's planner."""
         self._trainable.check()
@@ -176,6 +182,10 @@ class GradientEngine(Participant):
         Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
         self._in_force.ask(strategy)
+
+    def set_topology(self, topology: str) -> None:
+        """Continue by another way through the group from the next step on. Raises StrategyError: there is none."""
+        self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
         """Return a table of how the gradients are synchronised, and why."""

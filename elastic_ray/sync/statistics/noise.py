@@ -94,6 +94,10 @@ class NoiseTracker:
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
 
+    def leave_out(self, elsewhere: list[str], *, again: bool) -> None:
+        """Leave parameters that other workers of the unit count out; `again` if others may be found in later steps."""
+        self.counted_elsewhere, self.looks = elsewhere, again
+
     def read_from(self, source: StatesSource) -> None:
         """Take groups and states of the optimizer from there: it may not hold all of them itself."""
         self._source = source
@@ -192,12 +196,6 @@ class NoiseTracker:
         sums = [sum(values) for values in zip(*parts, strict=True)]
         estimates = tuple(NoiseScale(sqr=sqr, var=var) for sqr, var in zip(sums[2::2], sums[3::2], strict=True))
         self._pending = dataclasses.replace(self._pending, estimates=estimates)
-
-    def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
-        """Leave out parameters that other workers of the unit count; ``looks`` if there may be more of them."""
-        if counted_elsewhere != self.counted_elsewhere:
-            self.counted_elsewhere = counted_elsewhere
-        self.looks = looks
 
     def drop(self) -> None:
         """Leave the latest estimates out."""
