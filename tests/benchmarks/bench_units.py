@@ -58,7 +58,7 @@ def joins(folder: Path, unit: int, count: int) -> list[dict[str, float]]:
     try:
         for workers in [1, *[2, 1] * count]:
             handle.resize(workers)
-            if not wait_until(lambda workers=workers: handle.status().workers == workers, LIMIT_S):  # type: ignore[misc]
+            if not wait_until(lambda workers=workers: handle.status().workers == workers, LIMIT_S):
                 break
             time.sleep(1.0)  # some steps in each group
         grown = [event for event in handle.events() if event.from_workers == 1 and event.to_workers == 2]

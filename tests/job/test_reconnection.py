@@ -30,7 +30,7 @@ def told(worker: str, position: int = 0) -> WorkerReregistration:
 def noted(*processes: str) -> ControllerState:
     """What the controller before has written, of which only the processes count here."""
     values = {field.name: None for field in dataclasses.fields(ControllerState)}
-    return ControllerState(**{**values, "processes": dict.fromkeys(processes, ""), "homes": {}, "pids": {}})  # type: ignore[arg-type]
+    return ControllerState(**{**values, "processes": dict.fromkeys(processes, ""), "homes": {}, "pids": {}})
 
 
 def test_units_that_lack_a_process_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ class Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         receives, sends = ctx.counts
-        return Exchanged.apply(grads[0], sends, receives), None, None  # type: ignore[no-untyped-call]
+        return Exchanged.apply(grads[0], sends, receives), None, None
 
 
 def add_up_in_unit(params: Any) -> None:
