@@ -20,6 +20,7 @@ _SWITCHES = (
     "restart",
     "automatic_checkpoints",
     "keep_last_state",
+    "branch_when_idle",
     "private_files",
     "verify_checkpoints",
     "tensorboard",
@@ -57,6 +58,8 @@ class ElasticConfig(NamesArguments):
         automatic_checkpoints: save the whole elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage now and then, so that a job that loses all of its workers, or its whole
             cluster, continues from there. The job saves itself once more when it finishes.
+        branch_when_idle: compare larger batches by branches of the job (``JobHandle.branch``) where slots are idle that
+            no other job can use, each time that the job's steps have doubled, from the 400th on.
         keep_last_state: keep the last automatic checkpoint of a job that has finished; ``Result.checkpoint`` is that
             of a job that reports none, and ``load_model_state`` reads it. False deletes it.
         checkpoint_interval_s: time between two of them; None finds the best from what one costs and how often workers
@@ -106,6 +109,7 @@ class ElasticConfig(NamesArguments):
     fixed_batch: bool = False
     automatic_checkpoints: bool = True
     keep_last_state: bool = True
+    branch_when_idle: bool = False
     checkpoint_interval_s: float | None = None
     stragglers: Response = "tell"
     straggler_patience_s: float = 60.0

@@ -34,6 +34,7 @@ class EventKind(str, enum.Enum):
     CANCELLED = "cancelled"
     BATCH = "batch"
     BATCH_KEPT = "batch_kept"
+    BRANCH = "branch"
     STRATEGY = "strategy"
     STRAGGLER = "straggler"
     OUT_OF_MEMORY = "out_of_memory"

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("placement", "elastic_ray", "tuning")
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_UNDOCUMENTED_LINES = 20, 600, 60, 8
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_UNDOCUMENTED_LINES = 20, 650, 60, 8
 
 # Objects of Ray and NNI, which are set up by writing into them.
 FOREIGN = ("TuneController", "launcher", "nni.trial", "theirs", "self._tuner")

@@ -542,7 +542,8 @@ class _Watch:
     @staticmethod
     def _claim(claiming: concurrent.futures.Future[None], name: str, driver: SweepDriver) -> None:
         try:
-            claiming.set_result(claim_sweep(name, driver))
+            claim_sweep(name, driver)
+            claiming.set_result(None)
         except Exception as error:
             claiming.set_exception(error)
 

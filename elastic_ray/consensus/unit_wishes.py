@@ -23,7 +23,7 @@ class UnitWishes:
         unit: the workers that are to know alike.
 
     Attributes:
-        prepared_ahead, wanted_batch, stop_requested, preempting: as of ``WorkerMembership``.
+        prepared_ahead, wanted_batch, critical_batch, stop_requested, preempting: as of ``WorkerMembership``.
         voided: the present group was called off.
         measured: by position, number of parameter groups whose statistics were taken.
     """
@@ -44,6 +44,7 @@ class UnitWishes:
         self.prepared_ahead = 0
         self.voided, self._save = False, 0
         self.wanted_batch: BatchChoice | None = None
+        self.critical_batch = 0
 
     def settle(self, *, well: bool, due: bool, measured: float = 0.0) -> bool:
         """At one place of the program on all of the unit's workers: whether all is well there, and what they know.
@@ -68,6 +69,7 @@ class UnitWishes:
                 float(batch.atomic_bsz) if batch is not None else 0.0,
                 float(batch.accum_steps) if batch is not None else 0.0,
                 measured,
+                float(mine.critical_batch),
             ]
         )
         first = rows[0]
@@ -76,6 +78,7 @@ class UnitWishes:
         self.stop_requested, self.preempting, self.voided = (any(row[each] for row in rows) for each in (2, 3, 4))
         self._save, self.measured = round(first[5]), [row[8] for row in rows]
         self.wanted_batch = BatchChoice(atomic_bsz=round(first[6]), accum_steps=round(first[7])) if first[6] else None
+        self.critical_batch = round(first[9])
         return all(bool(row[0]) for row in rows)
 
     def take_save(self) -> int:

@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_ray.background import Background
+from elastic_ray.batch.branch_losses import BranchPlan, BranchResult
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.journal import Journal
@@ -282,6 +283,15 @@ class JobController:
         self._job.weigh(weight)
         await self._persist_state()
 
+    async def branch(self, plan: BranchPlan) -> None:
+        """Begin to compare branches of the job. Raises BranchError: it cannot be branched."""
+        await self._recovered.wait()
+        self._job.branches.begin(plan, start)
+
+    async def branched(self) -> BranchResult | None:
+        """Return the result of the last comparison; None while it runs. Raises BranchError: it failed."""
+        return self._job.branches.outcome()
+
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
         await self._recovered.wait()
@@ -401,6 +411,7 @@ class JobController:
                         opening.result()
                     if opening.done() or job.group.machine.workers:  # those of the controller before train already
                         job.tick()
+                        job.branches.tick(start, time.monotonic())
         except Exception as error:  # a bug of ours must end the job with its reason, not leave it hanging
             logger.exception("job %s: its controller failed", self._spec.job)
             job.finish(JobPhase.FAILED, error=error)

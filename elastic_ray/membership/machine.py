@@ -338,6 +338,7 @@ class JobMembership(GenerationChanges):
         self.announced, self.trained = (), False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
+        self.returned.clear()
         self._idle()
         self._suspicion = self._first_wish_s = None
         self._not_before_s = self._retry_s = 0.0

@@ -33,6 +33,7 @@ from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
+from placement.goodput.forecast import BatchForecast
 
 _NO_GPU = None, None
 
@@ -95,6 +96,7 @@ def allocator_view(
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
         held_batch=planner.held_batch,
+        forecast=_forecast(planner),
         atomic_bsz_range=_atomic_bsz_range(planner),
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, history.resize_cost_s),
@@ -125,6 +127,12 @@ def allocator_view(
     )
 
 
+def _forecast(planner: BatchPlanner) -> BatchForecast | None:
+    """Return the batches that the job will be held at, as far as its policies know."""
+    coming = planner.latest.coming if planner.latest is not None and planner.held_batch is not None else ()
+    return BatchForecast(steps=coming) if coming else None
+
+
 def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[int, int | None]:
     """Return the most workers, and the fewest that the user's policies ask for; a size held by hand outranks them."""
     most = max_workers(spec, planner)
@@ -149,6 +157,8 @@ def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
 
 
 def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
+    if spec.branch_of:  # it tells nothing of how long jobs of its model are
+        return None
     progress = _run_progress(planner, resume_point)
     if spec.trial is not None and progress is not None:
         return dataclasses.replace(progress, epochs=None)  # a trial that is cut short has no length

@@ -273,7 +273,12 @@ class WorkerGroup:
                 self._observer.released()
             case Announce(spec=spec, to=to):
                 batch = self._planner.choose(spec, self.actors.gpu_type(spec))
-                told = dataclasses.replace(spec, batch=batch, equal_shares=self._planner.equal_shares)
+                told = dataclasses.replace(
+                    spec,
+                    batch=batch,
+                    equal_shares=self._planner.equal_shares,
+                    critical_batch=self._planner.critical_batch or 0,
+                )
                 told = self.actors.with_domains(told)
                 if self._spec.scheduling.mixed_gpu_types:
                     told = self.actors.with_gpu_types(told, self._planner.type_speeds)

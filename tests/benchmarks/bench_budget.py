@@ -11,8 +11,8 @@ A trace on up to 48 nodes of four T4, live rules, shared knowledge. Points and a
 ``--kinds`` runs some of them and ``--records FILE`` keeps what was run, so that a long run can be cut into pieces;
 ``--plot FILE.png`` draws all records.
 
-Bar: at equal GPU-hours the budget objective takes at most as long as BOA does (linear between its points), rented
-against rented. Against what no scheduler reaches, the ideal line, stands beside it.
+Bars: at equal GPU-hours the budget objective takes at most as long as BOA does (linear between its points), rented
+against rented; and as the ideal line.
 """
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ def _points(rows: Sequence[dict[str, Any]], kind: str) -> tuple[list[float], lis
 
 def _bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
-    for kind, limit in (("boa rented", 1.0), ("ideal", None)):
+    for kind in ("boa rented", "ideal"):
         hours, times = _points(rows, kind)
         for row in rows:
             if row["kind"] == "budget" and hours and hours[0] <= row["GPU-hours"] <= hours[-1]:
                 value = row["average [h]"] / float(np.interp(row["GPU-hours"], hours, times))
                 said = f"budget of {row['what']}: completion / {kind}"
-                found.append(bar(said, value=value, limit=limit or value, at_least=False))
+                found.append(bar(said, value=value, limit=1.0, at_least=False))
     return found
 
 

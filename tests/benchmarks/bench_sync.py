@@ -263,7 +263,7 @@ def measure(case: Any, link: str, world: int, *, quick: bool, auto_alone: bool) 
     """One cell."""
     rounds, steps = (2, 2) if quick else (5, case.steps if link == "loopback" else max(2, case.steps // 2))
     if auto_alone:
-        rounds, steps = (4, 2) if quick else (10, 3)
+        rounds, steps = (3, 2) if quick else (10, 3)
     arguments = [case.name, str(rounds), str(steps), "auto" if auto_alone else ""]
     if link == "loopback":
         result = launch(Loopback(), world, arguments, timeout_s=1800)

@@ -312,6 +312,18 @@ _TORCH = (
         instead="named_parameters(recurse=False); state_dict() of everything",
     ),
     PrivateNames(
+        home="torch.nn:Module",
+        names=("_compiled_call_impl",),
+        why="a module that is compiled in place runs no hooks of its layers: its noise is measured otherwise",
+        instead="nothing: the layers would silently measure nothing",
+    ),
+    PrivateNames(
+        home="torch._dynamo:OptimizedModule",
+        names=("_orig_mod",),
+        why="the same of a module that torch.compile has wrapped",
+        instead="isinstance() of the same private class",
+    ),
+    PrivateNames(
         home="torch.nn.modules.batchnorm",
         names=("_BatchNorm", "_NormBase"),
         why="whether a model has batch statistics",

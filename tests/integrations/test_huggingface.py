@@ -293,7 +293,7 @@ def test_what_cannot_be_kept_is_refused(options: dict[str, Any], says: str, tmp_
 
 
 def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
-    class Own(ElasticTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[name-defined]
+    class Own(ElasticTrainerMixin, transformers.Seq2SeqTrainer):
         pass
 
     args = transformers.Seq2SeqTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
@@ -361,7 +361,7 @@ def test_a_damaged_position_is_named(tmp_path: Path) -> None:
     assert read_position(tmp_path / "none") is None
 
 
-class OwnKeys(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[name-defined]
+class OwnKeys(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
     """Exports keys of its own, which it reads by itself."""
 
     def __init__(self) -> None:

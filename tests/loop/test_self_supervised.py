@@ -88,6 +88,7 @@ class DINO(Averaged):
 
     def __init__(self) -> None:
         super().__init__()
+        self.center: Tensor
         self.register_buffer("center", torch.zeros(1, 3))
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ from tests.membership.groups import on_ranks
 class Membership:
     """A worker's side of the membership protocol, as far as a group is seen from it."""
 
-    stop_requested, preempting, prepared_ahead, voided, generation = False, False, 0, False, 1
+    stop_requested, preempting, prepared_ahead, voided, generation, critical_batch = False, False, 0, False, 1, 0
     wanted_batch: BatchChoice | None = None
 
     def __init__(self, communicator: Communicator) -> None:
@@ -155,7 +155,7 @@ def test_ranks_save_together_what_is_divided_among_several(divided: bool, world:
 class Wishes:
     """What the controller wants of a rank, as the control values read it."""
 
-    generation, prepared_ahead, stop_requested, preempting = 5, 0, False, False
+    generation, prepared_ahead, stop_requested, preempting, critical_batch = 5, 0, False, False, 0
     wanted_batch: BatchChoice | None = None
 
 
@@ -551,3 +551,12 @@ def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     nobody.give_up()
     nobody.prepare(0, 2)
     assert writer.asked == 1 and not nobody.together and nobody.values(0, 2) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_the_critical_batch_is_that_of_rank_0() -> None:
+    ranks = [_agreed(critical_batch=size) for size in (192, 0, 64)]
+    _summed(*ranks)
+    assert [each.critical_batch for each in ranks] == [192] * 3
+    for each in ranks:
+        each.begin()
+    assert {each.critical_batch for each in ranks} == {None}, "joiners know none before their first step"

@@ -86,6 +86,10 @@ PARTS = {
         "placement/knowledge/knowledge.py",
         "tests/placement/test_{knowledge,knowledge_store,knowledge_sync,lengths}.py",
     ),
+    "session": (
+        "elastic_ray/session/{group_changes,loader_passes}.py",
+        "tests/session/test_{group_changes,loader_passes}.py tests/loop/test_{breaks,data_plan,preemption,proofs}.py",
+    ),
     "adaptation": (
         "elastic_ray/adaptation/{requests,runner,policies/*}.py",
         "tests/adaptation/test_{requests,runner,ballot,batch_policies,scaling_policies,metric_policies,interference}.py",

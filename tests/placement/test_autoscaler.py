@@ -280,7 +280,7 @@ def test_the_sentences_of_sizes_and_nodes() -> None:
 
 def test_a_sentence_of_a_wanted_size_is_a_reason() -> None:
     with pytest.raises(TypeError, match=r"reason must be a placement.reasons.Reason, but got 'mine'"):
-        WantedSize(job="a", workers=1, gpu="T4", reason="mine")  # type: ignore[arg-type]
+        WantedSize(job="a", workers=1, gpu="T4", reason="mine")
 
 
 def test_nodes_linger_before_they_are_given_up() -> None:

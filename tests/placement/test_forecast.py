@@ -74,12 +74,21 @@ def test_batches_far_ahead_change_nothing_and_near_ones_all() -> None:
     assert rates(near) == pytest.approx(rates(dataclasses.replace(here, held_batch=4096)), rel=1e-5)
 
 
-def test_the_batch_in_a_minute_follows_its_samples() -> None:
+def test_goodput_is_the_mean_over_twenty_minutes() -> None:
+    here = view("a", held_batch=64)
+    speed, later = rates(here)[0], rates(dataclasses.replace(here, held_batch=4096))[0]
+    half = dataclasses.replace(here, forecast=BatchForecast(steps=((600.0 * speed, 4096),)))
+    assert rates(half)[0] == pytest.approx((speed + later) / 2) and speed != pytest.approx(later, rel=0.05)
+
+
+def test_the_batch_in_a_minute_follows_from_samples() -> None:
     job = view("a", held_batch=64, allocation={"n0": 1}, forecast=BatchForecast(steps=((1000.0, 128), (9000.0, 256))))
     speed = rates(dataclasses.replace(job, forecast=None))[0]  # at the initial batch each sample counts in full
     assert foreseen(job, "", 999.0 / speed, GoodputCache()) == job
     later = foreseen(job, "", 1001.0 / speed, GoodputCache())
     assert later.held_batch == 128 and later.forecast == BatchForecast(steps=((8000.0, 256),))
+    near = dataclasses.replace(job, forecast=BatchForecast(steps=((1000.0, 128), (1900.0, 256))))
+    assert foreseen(near, "", 1001.0 / speed, GoodputCache()).held_batch == 128
     last = foreseen(job, "", 1e6, GoodputCache())
     assert last.held_batch == 256 and last.forecast is None
     waiting = dataclasses.replace(job, allocation={})
@@ -87,15 +96,17 @@ def test_the_batch_in_a_minute_follows_its_samples() -> None:
 
 
 def test_nodes_are_asked_for_before_the_batch_needs_them() -> None:
+    hour = 3600.0
     kind = NodeType(
-        name="T4", resources={"CPU": 1.0}, labels={GPU_TYPE_LABEL: "T4"}, usd_per_h=1.0, max_nodes=16, startup_s=180.0
+        name="T4", resources={"CPU": 1.0}, labels={GPU_TYPE_LABEL: "T4"}, usd_per_h=1.0, max_nodes=16, startup_s=hour
     )
     there = Cluster(nodes=(kind.node("n0"), kind.node("n1")))
-    told = Progress(done=1000.0, epoch_ends=(1000.0,), epochs=100.0)
+    told = Progress(done=1000.0, epoch_ends=(1000.0,), epochs=10_000.0)
     job = view(
         "a", max_workers=16, held_batch=64, allocation={"n0": 1, "n1": 1}, progress=told, atomic_bsz_range=(4, 512)
     )
-    soon = dataclasses.replace(job, forecast=BatchForecast(steps=((100.0, 4096),)))
+    speed = float(table([job], "T4", NODES[:, :1] + 1, WORKERS[:, 1:2], GoodputCache())[0, 0])
+    soon = dataclasses.replace(job, forecast=BatchForecast(steps=((0.9 * hour * speed, 4096),)))
     late = dataclasses.replace(job, forecast=BatchForecast(steps=((1e9, 4096),)))
 
     def asked(each: JobView) -> int:

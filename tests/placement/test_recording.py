@@ -33,6 +33,7 @@ from placement.cluster.sizes import AllowedSizes
 from placement.cluster.utility import Utility
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
+from placement.goodput.forecast import BatchForecast
 from placement.goodput.model import NoiseScale
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.records import Batches, KnownLength, KnownNoise, KnownStep, KnownStrategy, Measurements
@@ -64,6 +65,7 @@ FULL = JobView(
     init_batch_size=64,
     max_batch_size=4096,
     held_batch=128,
+    forecast=BatchForecast(steps=((1000.5, 256), (2e6, 512))),
     atomic_bsz_range=(8, 512),
     accumulation=True,
     resize_cost_s=0.25,

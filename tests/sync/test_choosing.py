@@ -245,7 +245,7 @@ def test_what_is_found_late_ends_a_race() -> None:
     choice = run([1.0] * 6, most=9)[0]
     assert not choice.settled
     choice = advance(choice, Measured(step_s=1.0, known=digest("s5"), known_s=1.0), 40, options)
-    assert choice.settled and choice.strategy == STRATEGIES[5]
+    assert choice.settled and choice.strategy == STRATEGIES[5] and not choice.measured
 
 
 def test_it_chooses_anew_when_rows_drift() -> None:

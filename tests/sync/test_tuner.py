@@ -228,6 +228,6 @@ def test_only_what_rank_0_knows_counts() -> None:
         told.append(list(values))
         return [rows[0], [digest("parallax"), 10**9, *rows[1][2:]]]
 
-    run.communicator.gather_ints = of_rank_1  # type: ignore[method-assign]
+    run.communicator.gather_ints = of_rank_1
     run.train(2)
     assert told and not run.tuner.choice.settled

@@ -97,7 +97,9 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
     known = next((each for each in choice.options if digest(each.name) == measured.known), None)
     if known is not None and measured.known_s > 0 and not choice.doubts:
         why = f"{known.label}: the fastest for earlier jobs of this model and form ({_ms(measured.known_s)})"
-        return dataclasses.replace(choice, strategy=known, settled=True, steps=(), known_s=measured.known_s, reason=why)
+        return dataclasses.replace(
+            choice, strategy=known, settled=True, steps=(), times=(), known_s=measured.known_s, reason=why
+        )
     if not begins:
         at = choice.options.index(choice.strategy)
         choice = dataclasses.replace(choice, steps=(*choice.steps, (at, measured.step_s)))

@@ -31,6 +31,7 @@ from elastic_ray.sync.engine.unit_statistics import UnitStatistics
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
 from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 from elastic_ray.sync.tables.row_bucket import RowBucket
@@ -93,6 +94,7 @@ class GradientEngine(Participant):
         self._control_size = 0
         self._statistics = statistics
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
+        self._expected: object = None  # step in which layers were last asked to measure
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
@@ -257,6 +259,35 @@ class GradientEngine(Participant):
             self._drift.begin_step()
         if self._in_unit is not None:
             self._in_unit.before_forward()
+        if self._statistics.examples is not None:
+            self._expect_examples(self._statistics.examples)
+
+    def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
+        """Have the model's layers measure the noise of a single gradient, or stop."""
+        known = self._statistics.examples
+        if wanted and known is not None and known.every == every:
+            return True
+        if not wanted or self._reducer.plain_buckets is None or self._context.unit is not None:
+            self._statistics.measure_in(None)
+            return False
+        examples = ExampleNorms(self._module, self._trainable.params, every)
+        self._statistics.measure_in(examples if examples.is_enough else None)
+        return examples.is_enough
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _expect_examples(self, examples: ExampleNorms) -> None:
+        """Put hooks on the layers where the step's only gradient is to be measured."""
+        step, steps = self._context.ledger.outermost, self._context.states.progress.steps
+        if step is None or step is self._expected or not torch.is_grad_enabled():
+            return
+        self._expected = step
+        examples.stop()
+        one = step.leads and step.micro_steps == 1 and self._context.group.world_size == 1 and step.count > 1
+        buckets = self._reducer.plain_buckets
+        if not one or buckets is None or self._carried.is_open or not examples.due(steps):
+            return
+        if self._statistics.noise.looks_at(steps):
+            examples.begin(steps, step.count, buckets, self._statistics.noise.preconditioner)
 
     def let_go(self) -> None:
         """Leave the model to another run of this process, which wraps it anew."""
@@ -407,6 +438,7 @@ class GradientEngine(Participant):
     def enter_group(self) -> None:
         """Adopt the new group: rebuild the plan and the buckets, and drop what only some ranks hold."""
         self._reducer.reduction.end_step()
+        self.measure_examples(None, wanted=False)  # a loader of one rank asks again
         self._drift.entered()
         self._carried.enter_group()
         other_tail = self._control_size != self._context.consensus.control_size or self._statistics.meter.outdated
@@ -455,6 +487,8 @@ class GradientEngine(Participant):
         """Return buckets for the present parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
+        if (known := self._statistics.examples) is not None:
+            self._statistics.measure_in(ExampleNorms(self._module, trainable.params, known.every))
         self._statistics.rebuilt(len(trainable.groups))
         groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
         layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)

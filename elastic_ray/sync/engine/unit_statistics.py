@@ -48,7 +48,7 @@ class UnitStatistics:
                 bucket.count_elsewhere(left_out)
 
     def before_forward(self) -> None:
-        """Learn from a state that was received what others count."""
+        """Leave out what others count, as was found out or received since the last pass."""
         if self._left_out is not self._statistics.noise.counted_elsewhere:
             self.follow(self._buckets)
 
@@ -99,12 +99,10 @@ class UnitStatistics:
         ]
         if not all(math.isfinite(number) for row in rows for number in row):
             return  # an overflow, of which nothing was estimated
-        known = elsewhere == noise.counted_elsewhere
-        if not self._unit.agree(known):
+        looks = any(each[1] and not each[2] for signatures in by_worker for each in signatures)
+        if not self._unit.agree(elsewhere == noise.counted_elsewhere):
             noise.drop()
-        noise.leave_out(elsewhere, again=any(each[1] and not each[2] for rows in by_worker for each in rows))
-        if not known:
-            self.follow(self._buckets)
+        noise.leave_out(elsewhere, looks=looks)
 
     def _held(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters in buckets, by name."""

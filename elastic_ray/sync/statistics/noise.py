@@ -94,10 +94,6 @@ class NoiseTracker:
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
 
-    def leave_out(self, elsewhere: list[str], *, again: bool) -> None:
-        """Leave parameters that other workers of the unit count out; `again` if others may be found in later steps."""
-        self.counted_elsewhere, self.looks = elsewhere, again
-
     def read_from(self, source: StatesSource) -> None:
         """Take groups and states of the optimizer from there: it may not hold all of them itself."""
         self._source = source
@@ -129,6 +125,15 @@ class NoiseTracker:
         self._pending = None
         due = halved or step % (self._every or _EVERY) == 0 or (self._every is None and step < _DENSE_STEPS)
         return due and gradients > 1 and not (self._source is not None and self._source.outdated)
+
+    def looks_at(self, step: int) -> bool:
+        """Return True if single samples' gradients may be measured after ``step`` committed steps."""
+        self._step = step
+        return self._source is None or not self._source.outdated
+
+    def drop(self) -> None:
+        """Drop the estimates of the latest backward pass."""
+        self._pending = None
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
@@ -197,9 +202,11 @@ class NoiseTracker:
         estimates = tuple(NoiseScale(sqr=sqr, var=var) for sqr, var in zip(sums[2::2], sums[3::2], strict=True))
         self._pending = dataclasses.replace(self._pending, estimates=estimates)
 
-    def drop(self) -> None:
-        """Leave the latest estimates out."""
-        self._pending = None
+    def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
+        """Leave out parameters that other workers of the unit count; ``looks`` if there may be more of them."""
+        if counted_elsewhere != self.counted_elsewhere:
+            self.counted_elsewhere = counted_elsewhere
+        self.looks = looks
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """True if norms of these buckets are in the optimizer's units."""

@@ -56,7 +56,7 @@ def submit(folder: Path, name: str, lr: float, workers: tuple[int, int]) -> Any:
     return er.ElasticTrainer(
         train,
         train_loop_config={"lr": lr},
-        scaling_config=ray.train.ScalingConfig(num_workers=workers),  # type: ignore[arg-type]
+        scaling_config=ray.train.ScalingConfig(num_workers=workers),
         run_config=ray.train.RunConfig(name=name, storage_path=str(folder)),
     ).submit()
 

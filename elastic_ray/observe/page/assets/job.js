@@ -146,7 +146,8 @@ export class JobView {
       if (job !== this.job) return;
       this.texts.set(what, `${what} of rank ${rank}${text}`);
       this.draw();
-      if (what === "logs") $("printed-logs").scrollTop = $("printed-logs").scrollHeight;
+      const box = $("printed-logs"); // none where the job has ended meanwhile
+      if (box && what === "logs") box.scrollTop = box.scrollHeight;
     };
     document.activeElement?.blur();
     say(": asking its node...");
