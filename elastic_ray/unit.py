@@ -23,6 +23,11 @@ class Unit:
 
     Raises:
         TypeError: a size is no whole number. ValueError: it is under 1, a dimension has another name, or there is none.
+
+    Examples:
+        >>> from elastic_ray import Unit
+        >>> Unit(pp=2, tp=4).size
+        8
     """
 
     names: tuple[str, ...]

@@ -36,6 +36,15 @@ class Policy:
         strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it continues without that
             request, and an event of kind ``policy`` says so.
         deadline_s: longest time that a hook may take [s]; a policy that takes longer is not asked again.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
+        >>> class Grow(Policy):
+        ...     def after_epoch(self, view):
+        ...         return [Resize(to=view.workers + 1)]
+        ...
+        >>> Grow().after_epoch(PolicyView(workers=2))
+        [Resize(to=3, min=None, max=None)]
     """
 
     watches: Sequence[str] = ()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.device_numbers import as_real, real_count, with_steps_read
+from elastic_ray.batch.device_numbers import as_real, local, real_count, with_steps_read
 
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""
@@ -219,7 +219,7 @@ class FlatPreconditioner:
         self._places = {id(param): place for place, param in enumerate(params)}
         self._functions, self._steps = functions, steps
         self._elapsed = 0
-        self._counts = [real_count(p) for p in params]
+        self._counts = [real_count(local(p)) for p in params]
         self._dtype = torch.promote_types(torch.float32, params[0].dtype.to_real())
         self._device = params[0].device
         self._floors: list[Tensor] = []
@@ -274,7 +274,7 @@ class FlatPreconditioner:
         found: dict[str, Any] = {"step": self._steps[piece.place] + self._elapsed}
         for key, value in self._optimizer.state[self.params[piece.place]].items():
             if key in _USED and isinstance(value, Tensor):
-                found[key] = as_real(value).reshape(-1)[piece.start : piece.stop]
+                found[key] = as_real(local(value)).reshape(-1)[piece.start : piece.stop]
         return found
 
     def _find_floors(self) -> list[Tensor]:

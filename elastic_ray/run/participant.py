@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.consensus.intents import Announced
+    from placement.cluster.jobs import FoundStrategy
 
 
 class Participant:
@@ -127,8 +128,17 @@ class Participant:
         """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
         return ""
 
+    @property
+    def found_strategies(self) -> Mapping[str, FoundStrategy]:
+        """Strategies that have won races, by the form of the group."""
+        return {}
+
     def set_strategy(self, strategy: object) -> None:
         """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
+
+    def set_topology(self, topology: str) -> None:
+        """Go on by another way through the group; raises ValueError where it cannot be."""
+        raise ValueError("the gradients of a sharded model have no topology")
 
     def fix_drift(self) -> int:
         """Fix what happens after the step that ranks agree on; returns a digest of it, equal on all ranks."""

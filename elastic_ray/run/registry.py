@@ -35,6 +35,7 @@ from placement.goodput.model import NoiseScale
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.parallel.buffers import BufferSync
+    from placement.cluster.jobs import FoundStrategy
 
 Noise = Callable[[], "NoiseScale | None"]
 
@@ -127,6 +128,10 @@ class LoaderRegistry:
     def lead(self, loader: object, info: LoaderInfo) -> None:
         """Make this loader the leading one."""
         if self._fixed_batch:
+            if info.limits.per_worker:
+                raise ValueError(
+                    "scale_with_workers=True and ElasticConfig(fixed_batch=True) contradict each other: leave one out"
+                )
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
 
@@ -275,9 +280,21 @@ class Registry:
 
         Raises ValueError, TypeError: there is no such model or strategy, or the model cannot have it.
         """
+        self._of(model).set_strategy(strategy)
+
+    def set_topology(self, model: int, topology: str) -> None:
+        """Have a model's gradients take another way; as :meth:`set_strategy`."""
+        self._of(model).set_topology(topology)
+
+    def _of(self, model: int) -> Participant:
         if model >= len(self._gradients):
             raise ValueError(f"there is no model {model}: the loop has wrapped {len(self._gradients)}")
-        self._gradients[model].set_strategy(strategy)
+        return self._gradients[model]
+
+    @property
+    def found_strategies(self) -> dict[str, FoundStrategy]:
+        """Strategies of the models that have won races, by the form of the group."""
+        return {form: found for each in self._gradients for form, found in each.found_strategies.items()}
 
     @property
     def strategy_key(self) -> str | None:

@@ -313,7 +313,7 @@ _TORCH = (
     ),
     PrivateNames(
         home="torch.nn.modules.batchnorm",
-        names=("_BatchNorm",),
+        names=("_BatchNorm", "_NormBase"),
         why="whether a model has batch statistics",
         instead="a list of its subclasses",
     ),
@@ -334,6 +334,12 @@ _TORCH = (
         names=("_scale", "_growth_tracker"),
         why="a joiner receives the loss scale without a wait for the GPU",
         instead="state_dict(), which waits",
+    ),
+    PrivateNames(
+        home="torch.amp:GradScaler",
+        names=("_unscale_grads_",),
+        why="the workers of a unit agree on overflows",
+        instead="refusing GradScaler in units",
     ),
     PrivateNames(
         home="torch.utils.data.dataloader",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,10 @@ from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.engine.unit_statistics import UnitStatistics
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
-from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.spec import Reduce, Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
@@ -37,9 +38,11 @@ from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.table_gradient import TableGradient
 
 if TYPE_CHECKING:
+    from elastic_ray.consensus.unit_wishes import UnitWishes
     from elastic_ray.run.run import Run
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.sharded.model_tables import ModelTables
+    from placement.cluster.jobs import FoundStrategy
 
 
 class GradientEngine(Participant):
@@ -85,6 +88,7 @@ class GradientEngine(Participant):
         self._check_tiles(self.plan)
         self._check_unit(self.plan)
         self._carried = CarriedGradients(context, optimizer)
+        self._in_unit = UnitStatistics(context.unit, module, statistics) if context.unit is not None else None
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
         self._control_size = 0
@@ -125,6 +129,11 @@ class GradientEngine(Participant):
     def strategy_key(self) -> str | None:
         """Key of strategies whose step times must not be mixed; None while one is being chosen."""
         return self._in_force.key
+
+    @property
+    def found_strategies(self) -> Mapping[str, FoundStrategy]:
+        """Strategies that have won races, by the form of the group."""
+        return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
     def profile(self) -> ModelProfile:
@@ -176,6 +185,10 @@ class GradientEngine(Participant):
         """
         self._in_force.ask(strategy)
 
+    def set_topology(self, topology: str) -> None:
+        """Continue by another way through the group from the next step on. Raises StrategyError: there is none."""
+        self._in_force.ask_topology(topology)
+
     def explain_strategy(self) -> StrategyTable:
         """Return a table of how the gradients are synchronised, and why."""
         return self._in_force.explain()
@@ -199,7 +212,8 @@ class GradientEngine(Participant):
         """Raise StrategyError where a unit's workers would be divided among the ranks once more."""
         if self._context.unit is None:
             return
-        if self._sharded or not all(is_plain(each) for each in plan.buckets):
+        routed = any(isinstance(each, Reduce) and each.topology != "native" for each in plan.strategy.syncs)
+        if self._sharded or routed or not all(is_plain(each) for each in plan.buckets):
             what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
             raise StrategyError(
                 f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
@@ -209,11 +223,6 @@ class GradientEngine(Participant):
 
     def _check_statistics(self, strategy: Strategy) -> None:
         """Raise StrategyError where statistics are needed that models which are averaged do not give."""
-        if self._statistics_for and self._context.unit is not None:
-            raise StrategyError(
-                f"{self._statistics_for[0]} needs the gradient noise scale, which is not measured in a job of units "
-                '(SchedulingConfig(unit=)): use scaling_rule="none", "linear", "sqrt" or "legw", and a fixed batch'
-            )
         if self._statistics_for and strategy.average is not None:
             raise StrategyError(
                 f"{self._statistics_for[0]} needs the gradient noise scale, but strategy "
@@ -249,6 +258,8 @@ class GradientEngine(Participant):
             self._divided.settle_between_steps()
         if self._drift.average is not None:
             self._drift.begin_step()
+        if self._in_unit is not None:
+            self._in_unit.before_forward()
         if self._statistics.examples is not None:
             self._expect_examples(self._statistics.examples)
 
@@ -257,7 +268,7 @@ class GradientEngine(Participant):
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
-        if not wanted or self._reducer.plain_buckets is None:
+        if not wanted or self._reducer.plain_buckets is None or self._context.unit is not None:
             self._statistics.measure_in(None)
             return False
         examples = ExampleNorms(self._module, self._trainable.params, every)
@@ -301,8 +312,8 @@ class GradientEngine(Participant):
 
         Raises RuntimeError: gradients of parameters in tiles are this rank's own.
         """
-        if self._context.wishes is not None:
-            self._settle_in_unit()
+        if self._in_unit is not None and self._context.wishes is not None:
+            self._settle_in_unit(self._in_unit, self._context.wishes)
         self._reducer.close(
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
@@ -313,12 +324,14 @@ class GradientEngine(Participant):
         if self._sharded.tables:
             self._sharded.close()
 
-    def _settle_in_unit(self) -> None:
+    def _settle_in_unit(self, statistics: UnitStatistics, wishes: UnitWishes) -> None:
         """Apply a step on all workers of the unit, or on none."""
         ledger = self._context.ledger
         if ledger.step is not None and ledger.step.is_last_micro:
-            failure = self._context.agree_in_unit(ledger.failure)
-            if failure is not None:
+            failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
+            if failure is None:
+                statistics.add_up(wishes.measured, self._statistics_for)
+            else:
                 ledger.fail(failure)
 
     def applied(self) -> None:
@@ -335,7 +348,7 @@ class GradientEngine(Participant):
     @property
     def gives_statistics(self) -> bool:
         """True if the gradient noise scale is measured."""
-        return self._in_force.plan.strategy.average is None and self._context.unit is None
+        return self._in_force.plan.strategy.average is None
 
     @property
     def drifts(self) -> bool:
@@ -480,6 +493,8 @@ class GradientEngine(Participant):
         self._statistics.rebuilt(len(trainable.groups))
         groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
         layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)
+        if self._in_unit is not None:
+            self._in_unit.follow(layout.buckets)
         self._drift.follow(plan.strategy.average)
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)

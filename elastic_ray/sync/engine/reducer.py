@@ -312,7 +312,7 @@ class GradientReducer:
             step,
             steps,
             replicas=1 if self._drifts else self._group.group.world_size,
-            exact=exact and not self._drifts and self._context.unit is None,
+            exact=exact and not self._drifts,
             spacing=self.reduction.spacing,
         )
 
@@ -520,8 +520,9 @@ class GradientReducer:
     @torch.no_grad()
     def _measure_alone(self) -> None:
         """Look at the gradients of a rank alone."""
-        in_layers = self._statistics.in_layers and self._measures and self._step is not None
-        if in_layers and not self._statistics.collect_examples(self._step, self._grad_scale()):
+        step, statistics = self._step, self._statistics
+        in_layers = step is not None and self._measures and statistics.in_layers
+        if step is not None and in_layers and not statistics.collect_examples(step, self._grad_scale()):
             self._context.registry.need_halves()
         if not self._tried:
             self._tried = True  # what buckets refuse is better told with the first gradient

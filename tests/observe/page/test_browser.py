@@ -79,7 +79,9 @@ def page_of(jobs: int, bars: int = 0, **more: Any) -> PageSnapshot:
         "bars": stays,
         "marks": tuple((10_000_000 + n, end_s * n / 50, rows[n % jobs].job, "resize", HOSTILE) for n in range(50)),
         "decisions": (
-            PageDecision(number=1, time_s=1.0, trigger="end", job=HOSTILE, before=1, after=2, reason=HOSTILE),
+            PageDecision(
+                number=1, time_s=1.0, trigger="end", job=HOSTILE, before=1, after=2, reason=HOSTILE, figures=HOSTILE
+            ),
         ),
         "tenants": (TenantShare(tenant=HOSTILE, weight=1.0, owed=0.5, used=0.7, lent=0.0, borrowed=0.2),),
         "wanted": (
