@@ -269,7 +269,7 @@ class _EmbeddingLayer(_Layer):
         return torch.zeros_like(gradients).index_add_(0, numbers, gradients[places])
 
 
-_KINDS = (_LinearLayer, _NormLayer, _ConvLayer, _EmbeddingLayer)
+_KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _NormLayer, _ConvLayer, _EmbeddingLayer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,7 +479,7 @@ def _layers_of(module: nn.Module, params: set[int]) -> list[_Layer]:
     marks = ("_compiled_call_impl", "_orig_mod")
     compiled = [each for each in module.modules() if any(getattr(each, mark, None) is not None for mark in marks)]
     hidden = {id(inner) for each in compiled for inner in each.modules()}
-    found = []
+    found: list[_Layer] = []
     for each in module.modules():
         kind = next((k for k in _KINDS if type(each).forward in k.forwards), None)
         if kind is not None and id(each) not in hidden and (layer := kind(each, params)).usable:
