@@ -284,7 +284,7 @@ class GradientEngine(Participant):
         examples.stop()
         one = step.leads and step.micro_steps == 1 and self._context.group.world_size == 1 and step.count > 1
         buckets = self._reducer.plain_buckets
-        if not one or buckets is None or self._carried.is_open or not examples.due(steps):
+        if not one or buckets is None or self._carried.is_open or not examples.due(steps, step.scale):
             return
         if self._statistics.noise.looks_at(steps):
             examples.begin(steps, step.count, buckets, self._statistics.noise.preconditioner)

@@ -131,10 +131,6 @@ class NoiseTracker:
         self._step = step
         return self._source is None or not self._source.outdated
 
-    def drop(self) -> None:
-        """Drop the estimates of the latest backward pass."""
-        self._pending = None
-
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
         source: Any = self._source or self._optimizer
