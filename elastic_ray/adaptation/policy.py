@@ -37,6 +37,15 @@ class Policy:
             request, and an event of kind ``policy`` says so.
         deadline_s: longest time that a hook may take [s]; a policy that takes longer is not asked again.
         owns_batch: what other policies ask for the batch does not count.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
+        >>> class Grow(Policy):
+        ...     def after_epoch(self, view):
+        ...         return [Resize(to=view.workers + 1)]
+        ...
+        >>> Grow().after_epoch(PolicyView(workers=2))
+        [Resize(to=3, min=None, max=None)]
     """
 
     owns_batch: bool = False

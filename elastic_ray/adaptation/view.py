@@ -47,6 +47,12 @@ class PolicyView:
         tokens_per_sample: tokens of a sample, where the loader's batch is declared in tokens; else None.
         reports: how many reports these stand for.
         sums: what the accumulators of this epoch hold, in the order in which the loop made them.
+
+    Examples:
+        >>> from elastic_ray.adaptation import PolicyView
+        >>> view = PolicyView(step=100, workers=4, batch_size=128)
+        >>> view.batch_size // view.workers
+        32
     """
 
     step: int = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
+from placement.cluster.jobs import FoundStrategy
 from placement.goodput.fitting import Observation
 from placement.goodput.mixed import MixedObservation
 from placement.goodput.model import GoodputModel
@@ -64,6 +65,8 @@ class BatchPlanner:
         self.throughput = 0.0
         # last measured throughputs of as many workers with the same batch [samples/s]
         self.rates = collections.deque[float](maxlen=_RATES)
+        # the fastest strategies that jobs of the model have found, by the form of the group
+        self.known_strategies: Mapping[str, FoundStrategy] = {}
         self.critical_batch: int | None = None  # largest batch that branches have found to be worth it [samples]
         # whether no rank takes more of a step than others, since more did not fit into its memory
         self.equal_shares = False
@@ -147,7 +150,13 @@ class BatchPlanner:
 
     @property
     def efficiency(self) -> float | None:
-        """Statistical efficiency of the present batch, 0 to 1; None before there is a model."""
+        """Statistical efficiency of the present batch as people see it, at most 1; None before there is a model."""
+        progress = self.progress_per_sample
+        return None if progress is None else min(progress, 1.0)
+
+    @property
+    def progress_per_sample(self) -> float | None:
+        """Progress per sample at the present batch over that at M0, above 1 for a smaller one; None without a model."""
         model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None
@@ -209,6 +218,12 @@ class BatchPlanner:
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
+
+    def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
+        """Hear which strategies won in jobs of the model; True if that is news."""
+        news = strategies != self.known_strategies
+        self.known_strategies = strategies
+        return news
 
     def observe(self, report: StepReport) -> int | None:
         """Take rank 0's report; returns the batch size before, where the same workers train with another one now."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.tokens import TokenBatch
 from elastic_ray.stragglers.slow_workers import SlowWorker
+from placement.cluster.jobs import FoundStrategy
 from placement.cluster.progress import Progress
 from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale
@@ -95,6 +97,7 @@ class StepReport:
     the loop has reported last, after the report's number; None where it has none. ``memory_bound`` is the most samples
     that a worker may take at once, since one ran out of memory with more. ``backend`` carries
     gradients between ranks; empty for one rank. ``mfu`` is model FLOPs utilisation; None where that is not known.
+    ``found`` are strategies that have won races, by the form of the group (``sync.choosing``).
     ``tokens_per_sample`` is what the loader's samples have; None where its batch is not declared in tokens.
     """
 
@@ -127,3 +130,4 @@ class StepReport:
     backend: str = ""
     mfu: float | None = None
     tokens_per_sample: float | None = None
+    found: Mapping[str, FoundStrategy] = dataclasses.field(default_factory=dict)

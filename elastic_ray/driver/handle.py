@@ -276,7 +276,7 @@ class JobHandle:
             return None
 
     def explain_strategy(self) -> str | None:
-        """Return the last choice of ``strategy="auto"`` as a table of parameters, predicted and measured times.
+        """Return the last choice of ``strategy="auto"`` as a table of parameters and measured times.
 
         Returns:
             A table as text; None before a choice, and where strategies are set by hand.

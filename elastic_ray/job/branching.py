@@ -206,7 +206,7 @@ class Branch:
 def slots_are_idle(spec: JobSpec) -> bool:
     """True if the smallest size of a job would fit beside all that runs. Raises RuntimeError: Ray does not say."""
     try:
-        free = ray.available_resources()
+        free = ray.available_resources()  # type: ignore[no-untyped-call]
     except RayError as error:
         raise RuntimeError(f"free resources are not known: {error}") from error
     return all(free.get(name, 0.0) + TOLERANCE >= amount * spec.min_workers for name, amount in spec.bundle.items())

@@ -40,6 +40,7 @@ from elastic_ray.worker.setup import ProcessOwner
 from elastic_ray.worker.stored_train_loop import delete_train_loop, stored_train_loop, with_stored_train_loop
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
+from placement.allocator.actor import find_allocator
 from placement.ray_cluster import groups
 from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.named_actors import (
@@ -78,6 +79,8 @@ def start(spec: JobSpec) -> Any:
 
 
 def _create(spec: JobSpec) -> Any:
+    """Return a new controller. Raises ValueError: one of that name is alive."""
+    find_allocator()  # the cluster's first job has one made, whose process starts beside its controller's
     # A worker node that goes away must not take the job's memory of itself along.
     name = _name_of(spec)
     controller = create_on_head(JobController, name, spec, spoken(), max_restarts=-1)
@@ -199,7 +202,7 @@ class JobController:
             self._recovered.set()
         else:
             self._state_before = remembered[0]
-            self._reconnection = Reconnection(self._state_before)
+            self._reconnection = Reconnection(self._state_before, self._spec.scheduling.unit_size)
             self._job.recall(*remembered)
         self._main = asyncio.get_event_loop().create_task(self._run())
 

@@ -27,7 +27,7 @@ from elastic_ray.job.state_note import controller_state
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
-from elastic_ray.membership.messages import StopJob
+from elastic_ray.membership.messages import StopJob, StrategiesKnown
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
@@ -486,6 +486,8 @@ class JobSupervisor:
         self.record.allocator_told(answer.note, cost_usd, answer.start_s)
         if answer.priors:
             self._batches.advise(answer.priors)
+        if self._planner.know(answer.strategies):
+            self.group.actors.post(self.group.training(), StrategiesKnown(strategies=answer.strategies))
 
     def _view(self) -> JobView:
         """Return the job's view for the allocator."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from elastic_ray.batch.limits import BatchChoice
+from placement.cluster.jobs import FoundStrategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +15,7 @@ class Member:
 
     worker: str
     node: str
+    domain: str = ""  # part of the network that the node is in, as its label says
     gpu_type: str = ""  # of the node's GPUs, in a job whose shares follow the types' speeds; else empty
     speed: float = 0.0  # of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known
 
@@ -128,7 +131,14 @@ class StopJob:
     save: bool = False
 
 
-ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | StopJob
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StrategiesKnown:
+    """Message: the fastest strategies that jobs of the model have found, by the form of the group."""
+
+    strategies: Mapping[str, FoundStrategy]
+
+
+ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | StopJob | StrategiesKnown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
@@ -23,7 +23,9 @@ from elastic_ray.membership.messages import (
     CriticalBatch,
     GenerationSpec,
     StopJob,
+    StrategiesKnown,
 )
+from placement.cluster.jobs import FoundStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class WorkerMembership:
         voided: the present generation was called off.
         prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
         wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
+        known_strategies: the fastest that jobs of the model have found, by the form of the group.
         critical_batch: what the job's branches have measured [samples]; 0 where none have.
         stop_requested, preempting: the job is to stop; it is to continue another time.
     """
@@ -84,6 +87,7 @@ class WorkerMembership:
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
+        self.known_strategies: Mapping[str, FoundStrategy] = {}
 
     def post(self, message: ControllerMessage) -> None:
         """Take a message of the controller; returns at once."""
@@ -96,6 +100,8 @@ class WorkerMembership:
                     self._void_groups()
                 case BatchProposal():
                     self._wish = message
+                case StrategiesKnown(strategies=strategies):
+                    self.known_strategies = strategies
                 case CriticalBatch(batch_size=batch_size):
                     self.critical_batch = batch_size
                 case StopJob(save=True):

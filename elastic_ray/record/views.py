@@ -109,6 +109,7 @@ def allocator_view(
         whole_nodes=spec.scheduling.whole_nodes,
         spot=spec.scheduling.spot,
         budget_usd=spec.scheduling.budget_usd,
+        utility=spec.scheduling.completion_utility,
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
         restarts=history.resizes,
@@ -121,6 +122,8 @@ def allocator_view(
         node_failures=node_failures,
         mixed_gpu_types=spec.scheduling.mixed_gpu_types,
         sizes=spec.scheduling.allowed_sizes,
+        unit=spec.scheduling.unit_size,
+        strategies=planner.latest.found if planner.latest is not None else {},
     )
 
 
@@ -204,6 +207,7 @@ def job_status(
         throughput=planner.throughput,
         tokens_per_s=_in_tokens(planner, planner.throughput),
         goodput=planner.goodput(),
+        efficiency=planner.efficiency,
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
@@ -261,7 +265,7 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
     ]
     eta_s = min((each for each in ends if each is not None), default=None)
     low_s, high_s = eta_range(eta_s, planner.rates, planner.efficiency)
-    samples = samples_to_end(progress, size, first, planner.efficiency)
+    samples = samples_to_end(progress, size, first, planner.progress_per_sample)
     steps = math.ceil(samples / status.batch_size) if samples is not None and status.batch_size else None
     return dataclasses.replace(
         status,

@@ -15,6 +15,7 @@ from elastic_ray.adaptation.requests import (
     ScaleRate,
     SetBatch,
     SetStrategy,
+    SetTopology,
     Stop,
 )
 from elastic_ray.adaptation.runner import PolicyRunner
@@ -199,7 +200,7 @@ class Adaptation:
                 return self._set_batch(request, values)
             case Resize():
                 return self._resize(request, values)
-            case SetStrategy():
+            case SetStrategy() | SetTopology():
                 return self._set_strategy(request)
             case ScaleRate():
                 values.scale_rate(request.factor)
@@ -220,6 +221,8 @@ class Adaptation:
         info = self._run.registry.loaders.info
         if info is None or info.limits.fixed or info.limits.max_batch_size is None:
             return "the batch is fixed: call loader.autoscale_batch_size(max_batch_size=...) to let it change"
+        if info.limits.per_worker:
+            return "each worker has its own batch_size: the loader has scale_with_workers=True"
         most, batch_size = info.limits.max_batch_size, request.batch_size
         if batch_size is not None and batch_size > most:
             return f"max_batch_size is {most}"
@@ -241,9 +244,14 @@ class Adaptation:
         values.wish_for(request.bounds)
         return ""
 
-    def _set_strategy(self, request: SetStrategy) -> str:
+    def _set_strategy(self, request: SetStrategy | SetTopology) -> str:
+        """Return why a model cannot have another strategy or topology; empty where it will."""
+        registry = self._run.registry
         try:
-            self._run.registry.set_strategy(request.model, request.strategy)
+            if isinstance(request, SetTopology):
+                registry.set_topology(request.model, request.topology)
+            else:
+                registry.set_strategy(request.model, request.strategy)
         except (ValueError, TypeError) as error:
             return str(error)
         return ""

@@ -77,6 +77,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         backend=run.group.communicator.backend if run.group.members else "",
         mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
         tokens_per_sample=tokens.per_sample if tokens is not None else None,
+        found=run.registry.found_strategies,
     )
 
 

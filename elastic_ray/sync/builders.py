@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import ClassVar, Protocol
 
-from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.checks import StrategyError, check_count, check_flag
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import NATIVE, Average, Owner, Reduce, Rows, Rule, Strategy, Wire
 from placement.checks import check_whole
@@ -19,6 +19,15 @@ class StrategyBuilder(Protocol):
     """Protocol of a strategy builder: makes a strategy for a model.
 
     Builders of your own are welcome wherever a strategy is.
+
+    Examples:
+        >>> from elastic_ray.sync import Strategy
+        >>> class Plain:
+        ...     def build(self, profile, topology):
+        ...         return Strategy(name="plain")
+        ...
+        >>> Plain().build(None, None).name
+        'plain'
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
@@ -33,6 +42,11 @@ class AllReduce:
         bucket_bytes: size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
         wire: form of the gradients.
         topology: the way of the gradients through the group, see ``Reduce`` (KungFu's strategies).
+
+    Examples:
+        >>> from elastic_ray.sync import AllReduce
+        >>> AllReduce(bucket_bytes=1 << 20).bucket_bytes
+        1048576
     """
 
     bucket_bytes: int = 25 << 20
@@ -58,6 +72,11 @@ class PowerSGD:
 
     Attributes:
         rank: of the approximation; 4 is usual.
+
+    Examples:
+        >>> from elastic_ray.sync import PowerSGD
+        >>> PowerSGD(rank=2)
+        PowerSGD(rank=2)
     """
 
     rank: int = 4
@@ -72,7 +91,10 @@ class PowerSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PS:
-    """A single parameter server for all tensors, on rank 0 (AutoDist: PS, synchronous)."""
+    """Gradients are added up on rank 0, which sends the mean back: the traffic of one parameter server (AutoDist: PS).
+
+    All ranks update. AutoDist's server holds and updates the parameters, and may do it asynchronously.
+    """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -81,7 +103,7 @@ class PS:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PSLoadBalancing:
-    """Every rank is the parameter server of some tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
+    """Each rank adds up the gradients of some tensors, balanced by bytes (AutoDist: PSLoadBalancing); see ``PS``."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -133,6 +155,11 @@ class Parallax:
     Attributes:
         update: see ``Rows``.
         wire: form of the other gradients.
+
+    Examples:
+        >>> from elastic_ray.sync import Parallax
+        >>> Parallax().update
+        'auto'
     """
 
     update: str = "auto"
@@ -162,6 +189,11 @@ class LocalSGD:
 
     Attributes:
         period: steps between two averages.
+
+    Examples:
+        >>> from elastic_ray.sync import LocalSGD
+        >>> LocalSGD(period=8)
+        LocalSGD(period=8)
     """
 
     period: int = 4
@@ -186,6 +218,11 @@ class DiLoCo:
         period: steps between two outer ones.
         outer_lr: its learning rate.
         outer_momentum: its momentum.
+
+    Examples:
+        >>> from elastic_ray.sync import DiLoCo
+        >>> DiLoCo(period=32)
+        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9)
     """
 
     period: int = 16
@@ -213,6 +250,11 @@ class SMA:
     Attributes:
         alpha: share of the way.
         period: steps between two pulls.
+
+    Examples:
+        >>> from elastic_ray.sync import SMA
+        >>> SMA(alpha=0.2)
+        SMA(alpha=0.2, period=1)
     """
 
     alpha: float = 0.1
@@ -239,6 +281,11 @@ class PairAveraging:
 
     Attributes:
         period: steps between two.
+
+    Examples:
+        >>> from elastic_ray.sync import PairAveraging
+        >>> PairAveraging()
+        PairAveraging(period=1)
     """
 
     period: int = 1
@@ -262,6 +309,11 @@ class AdaptiveSGD:
     Attributes:
         change_step: optimizer steps with SMA.
         alpha: as of ``SMA``.
+
+    Examples:
+        >>> from elastic_ray.sync import AdaptiveSGD
+        >>> AdaptiveSGD(change_step=1000)
+        AdaptiveSGD(change_step=1000, alpha=0.1)
     """
 
     change_step: int
@@ -281,19 +333,24 @@ class AdaptiveSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Search for the fastest strategy while training: the likeliest are tried for some steps each, and one is kept.
+    """Race of what may be fastest, over real steps of the training; the winner stays.
 
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
-        trials: how many are tried, beside plain all-reduce; those that carry the fewest bytes first.
-        trial_steps: steps of each trial.
-        gain: a strategy is left for another that is faster by more than this share.
+        steps: that are spent at most. They train the model as all others; a job of a kind that is known spends none.
+
+    Examples:
+        >>> from elastic_ray.sync import Auto
+        >>> Auto(steps=20).exact
+        True
     """
 
     exact: bool = True
-    trials: int = 3
-    trial_steps: int = 5
-    gain: float = 0.05
+    steps: int = 40
+
+    def __post_init__(self) -> None:
+        check_flag("exact", self.exact)
+        check_count("steps", self.steps, least=12, most=1000)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Return the strategy that training starts with: touched rows for sparse tables, all-reduce for the rest."""
@@ -344,6 +401,11 @@ class ZeRO1(_Tiles):
 
     Attributes:
         copies: owners of a tile.
+
+    Examples:
+        >>> from elastic_ray.sync import ZeRO1
+        >>> ZeRO1()
+        ZeRO1(copies=2)
     """
 
     _NAME: ClassVar[str] = "zero1"
@@ -359,6 +421,11 @@ class ZeRO2(_Tiles):
 
     Attributes:
         copies: owners of a tile.
+
+    Examples:
+        >>> from elastic_ray.sync import ZeRO2
+        >>> ZeRO2(copies=1)
+        ZeRO2(copies=1)
     """
 
     _NAME: ClassVar[str] = "zero2"

@@ -20,6 +20,9 @@ GPU_TYPE_LABEL = "ray.io/accelerator-type"
 MARKET_LABEL = "ray.io/market-type"
 """Node label that says whether the node may be taken away: ``spot`` or ``on-demand`` (Ray's own)."""
 
+DOMAIN_LABEL = "elastic-ray.io/domain"
+"""Node label of ours that names the part of the network in which the node is near others, such as a rack or zone."""
+
 SPOT = "spot"
 
 TOLERANCE = 1e-6
@@ -37,6 +40,12 @@ class Node:
             elastic jobs hold already is part of it.
         draining: the node is about to go; it gets no new workers and those on it are moved.
         labels: Ray's node labels (GPU type, market, zone...).
+
+    Examples:
+        >>> from placement import Node
+        >>> node = Node(node_id="n1", total={"GPU": 4.0}, free={"GPU": 3.0})
+        >>> node.total["GPU"] - node.free["GPU"]
+        1.0
     """
 
     node_id: str
@@ -74,7 +83,14 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Cluster of nodes, ordered by id whatever order they are given in."""
+    """Cluster of nodes, ordered by id whatever order they are given in.
+
+    Examples:
+        >>> from placement import Cluster, Node
+        >>> node = Node(node_id="n1", total={"GPU": 4.0}, free={"GPU": 3.0})
+        >>> Cluster(nodes=(node,)).nodes[0].free["GPU"]
+        3.0
+    """
 
     nodes: tuple[Node, ...] = ()
 

@@ -296,12 +296,19 @@ def _told(
     told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)
     if told is None or not specs:
         return policy
-    types = {node.gpu_type: int(node.total["GPU"]) for node in nodes.nodes}
+    types = gpu_types(nodes)
     if len(types) > 1:
         raise InputError(
             f"policy {policy.name!r} rents GPUs of one type, but the cluster has {', '.join(sorted(types))}"
         )
-    ((gpu, per_node),) = types.items()
+    return told(job_classes(specs, applications, nodes, rules), float(sum(node.total["GPU"] for node in nodes.nodes)))
+
+
+def job_classes(
+    specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
+) -> dict[str, JobClass]:
+    """Return what arrives on a cluster of one GPU type, by application: jobs an hour, and their time at each size."""
+    gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]
     hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)
     classes = {}
@@ -310,7 +317,7 @@ def _told(
         times = {k: alone_s(applications[name], gpu, per_node, k) for k in SIZES if k <= rules.most_workers}
         curve = {k: each * rules.divisor(name) + pause_s for k, each in times.items() if math.isfinite(each)}
         classes[name] = JobClass(per_h=jobs / hours, seconds=curve)
-    return told(classes, float(sum(node.total["GPU"] for node in nodes.nodes)))
+    return classes
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:

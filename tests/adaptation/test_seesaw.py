@@ -233,9 +233,9 @@ def test_measured_critical_batch_bounds_growth_and_takes_back() -> None:
 def test_growth_is_taken_to_go_on_as_it_did() -> None:
     policy, told = Seesaw(), []
     facts = {"initial_batch_size": FIRST, "max_batch_size": 64}
-    policy.before_train(PolicyView(**facts))  # type: ignore[arg-type]
+    policy.before_train(PolicyView(**facts))
     for samples, rate in ((0, 0.1), (100, 0.05), (300, 0.025), (350, 0.025), (500, 0.0125)):
-        view = PolicyView(samples=samples, learning_rates=(rate,), **facts)  # type: ignore[arg-type]
+        view = PolicyView(samples=samples, learning_rates=(rate,), **facts)
         policy.after_step(view)
         told.append(policy.coming_batches(view))
     assert told == [(), (), [(200.0, 64), (400.0, 64)], [(150.0, 64), (350.0, 64)], []]

@@ -78,7 +78,7 @@ def test_too_few_reports_are_refused() -> None:
 )
 def test_plans_name_the_wrong_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field} must be .* but got"):
-        BranchPlan(**{field: value})  # type: ignore[arg-type]
+        BranchPlan(**{field: value})
 
 
 def test_batches_above_the_loaders_largest_are_left_out() -> None:

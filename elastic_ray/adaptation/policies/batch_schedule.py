@@ -26,6 +26,11 @@ class BatchSchedule(ReadyPolicy):
 
     Raises:
         TypeError, ValueError: an argument is of another type or outside its range, or the schedule is empty.
+
+    Examples:
+        >>> from elastic_ray.adaptation import BatchSchedule
+        >>> BatchSchedule({0: 32, 1000: 256}).by
+        'step'
     """
 
     def __init__(
