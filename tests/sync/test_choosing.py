@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
@@ -173,6 +174,26 @@ def test_a_machine_that_becomes_slower_favours_nobody(count: int, drift: float, 
     """Within a race every step is up to 5 % longer than the one before; one candidate takes 0.6 of the others' time."""
     real = [0.6 if each == best % count else 1.0 for each in range(count)]
     assert race(count, 40, lambda turn, number: real[turn] * min(drift**number, 1.5))[1].turn == best % count
+
+
+@pytest.mark.parametrize("drift", [1.004, 0.996])
+@pytest.mark.parametrize("best", [0, 1])
+def test_the_last_two_take_turns(drift: float, best: int) -> None:
+    real = [0.95 if each == best else 1.0 for each in range(2)]
+    assert race(2, 40, lambda turn, number: real[turn] * drift**number)[1].turn == best
+
+
+def test_only_steps_after_one_of_the_same_count() -> None:
+    took = iter([9.0, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 9.0, 3.0, 4.0])
+    history, end = race(2, 12, lambda turn, _: next(took))
+    assert [turn for turn, _ in history] == [0] * 3 + [1] * 6 + [0] * 3
+    assert end.times == (2.0, 5.0) and end.turn == 0
+
+
+def test_a_round_begins_with_whose_turn_it_was() -> None:
+    history = race(4, 40, lambda turn, _: 1.0 - 0.1 * turn)[0]
+    turns = [turn for turn, _ in history]
+    assert list(dict.fromkeys(turns)) == [0, 1, 2, 3] and sum(a != b for a, b in itertools.pairwise(turns)) == 5
 
 
 @given(st.integers(2, 6), st.integers(0, 40))
