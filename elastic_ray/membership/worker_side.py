@@ -56,7 +56,8 @@ class WorkerMembership:
         voided: the present generation was called off.
         prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
         wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
-        known_strategies: the fastest that jobs of the model have found, by the form of the group.
+        known_strategies: the fastest that jobs of the model have found, by the form of the group; None while the
+            controller has yet to tell.
         stop_requested, preempting: the job is to stop; it is to continue another time.
     """
 
@@ -84,7 +85,7 @@ class WorkerMembership:
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
-        self.known_strategies: Mapping[str, FoundStrategy] = {}
+        self.known_strategies: Mapping[str, FoundStrategy] | None = {}
 
     def post(self, message: ControllerMessage) -> None:
         """Take a message of the controller; returns at once."""

@@ -379,6 +379,7 @@ class Worker:
 
         self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired)
         membership = self._membership
+        membership.known_strategies = None
         link.stop_when(lambda: membership.stop_requested)
         return Session(
             assignment.worker,

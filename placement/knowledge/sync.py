@@ -105,7 +105,8 @@ class KnowledgeSync:
         except Exception as error:  # a job trains without it all the same
             logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
             return
-        self._roots[key].know(each.fingerprint for each in (*measurements.steps, *measurements.strategies))
+        self._roots[key].know(step.fingerprint for step in measurements.steps)
+        self._roots[key].know(each.fingerprint for each in measurements.strategies)
         self._recall(measurements)
 
     def heard(self, view: JobView) -> None:

@@ -14,7 +14,7 @@ from elastic_ray.state.codec import decode, encode
 from elastic_ray.state.layout import digest
 from elastic_ray.sync import StrategyError
 from elastic_ray.sync.choosing.candidates import candidates, consider, describe, what_is_done
-from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, watch_rows
+from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, watch_rows
 from elastic_ray.sync.choosing.race import Standing, Step, most_candidates, standing
 from elastic_ray.sync.naming import NAMED
 from elastic_ray.sync.plan import lower
@@ -260,6 +260,15 @@ def test_what_earlier_jobs_found_on_another_link_is_not(known_s: float) -> None:
     choice, used = run(real, known=digest("s3"), known_s=known_s, most=60)
     assert choice.settled and choice.strategy == STRATEGIES[0]
     assert used[:7] == ["s1", *["s3"] * 6] and len(used) <= 6 + 40
+
+
+def test_a_race_waits_for_what_earlier_jobs_found() -> None:
+    choice = begin()
+    for _ in range(9):
+        assert advance(choice, Measured(step_s=1.0, known=UNHEARD), 40, options) == choice
+    assert run([1.0 + each for each in range(6)])[0].strategy == STRATEGIES[0]
+    doubtful = dataclasses.replace(choice, doubts=True)
+    assert advance(doubtful, Measured(known=UNHEARD), 40, options).options, "it would not be believed"
 
 
 def test_what_is_found_late_ends_a_race() -> None:
