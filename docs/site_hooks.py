@@ -12,27 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
-from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
-from pygments.formatters import HtmlFormatter
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 LINK = re.compile(r"\]\(\.\./([^)#\s]+)(?:#L\d+)?\)")  # a line of it is for the repository alone
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".md": "markdown"}
 FENCE = "``````"  # longer than any fence within a file
+# The search finds pages that explain. Listings have each word, and would come first.
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)~?")  # of docstrings, as Markdown leaves them
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file and folder that some page links to, and the colours of code."""
+    """Add a page for each file and folder that some page links to."""
     linked = {path.rstrip("/") for page in DOCS.glob("*.md") for path in LINK.findall(page.read_text())}
     for path in sorted(linked):
         if not (ROOT / path).exists():
             raise PluginError(f"a page of docs/ links to {path}, which is not in the repository")
         text = folder(path, linked) if (ROOT / path).is_dir() else source(path)
-        files.append(File.generated(config, page_of(path), content=text))
-    files.append(File.generated(config, "pygments.css", content=HtmlFormatter().get_style_defs(".highlight")))
+        files.append(File.generated(config, page_of(path), content=UNSEARCHED + text))
     return files
 
 
@@ -46,13 +45,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Show names in docstrings as code, without the role that Sphinx would read."""
     return ROLE.sub(r"\1", html)
-
-
-@event_priority(100)  # before the search plugin writes its index
-def on_post_build(config: Any) -> None:
-    """Have the search find pages that explain, not listings of files: these have each word, and would come first."""
-    index = config.plugins["search"].search_index
-    index._entries = [entry for entry in index._entries if not entry["location"].startswith("source/")]
 
 
 def page_of(path: str) -> str:

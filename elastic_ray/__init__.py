@@ -17,6 +17,7 @@ except ImportError as error:  # whose placement is it? A script's folder comes b
 
 if TYPE_CHECKING:
     from elastic_ray.access import AccessRefusedError
+    from elastic_ray.batch.branch_losses import BranchError, BranchResult
     from elastic_ray.batch.tuner import BatchDoesNotFitError
     from elastic_ray.checkpoints.sharded.model_loading import load_model_state
     from elastic_ray.communication.communicator import CommunicationFailedError
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 # Loaded on first use, so that the simulator and the allocator load neither Ray nor torch through this package.
 _HOMES = {
     "elastic_ray.access": "AccessRefusedError",
+    "elastic_ray.batch.branch_losses": "BranchError BranchResult",
     "elastic_ray.batch.tuner": "BatchDoesNotFitError",
     "elastic_ray.checkpoints.sharded.model_loading": "load_model_state",
     "elastic_ray.communication.communicator": "CommunicationFailedError",
@@ -106,6 +108,8 @@ __all__ = [
     "AdaptiveDataParallel",
     "ArrowDataset",
     "BatchDoesNotFitError",
+    "BranchError",
+    "BranchResult",
     "CommunicationFailedError",
     "ElasticConfig",
     "ElasticTrainer",

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 class EventKind(str, enum.Enum):
-    """Kind of an event of a job; the string is the one in the JSON log."""
+    """Kind of an event of a job; the string is the one in the JSON log.
+
+    Examples:
+        >>> from elastic_ray.events import EventKind
+        >>> EventKind("failure") is EventKind.FAILURE
+        True
+    """
 
     STARTED = "started"
     RESIZE = "resize"
@@ -28,6 +34,7 @@ class EventKind(str, enum.Enum):
     CANCELLED = "cancelled"
     BATCH = "batch"
     BATCH_KEPT = "batch_kept"
+    BRANCH = "branch"
     STRATEGY = "strategy"
     STRAGGLER = "straggler"
     OUT_OF_MEMORY = "out_of_memory"
@@ -144,6 +151,12 @@ class JobEvent:
         detail: further numbers of the event (batch sizes, node, rank...), JSON-serialisable. Of a change of size and of
             a failure ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``; of a start ``start_s``, the
             time since its processes were started; of a restart ``steps``, where it starts, and ``reached_steps``.
+
+    Examples:
+        >>> from elastic_ray.events import EventKind, JobEvent
+        >>> event = JobEvent(kind=EventKind.RESIZE, time_s=0.0, from_workers=1, to_workers=4, reason="")
+        >>> event.to_workers - event.from_workers
+        3
     """
 
     kind: EventKind
@@ -210,7 +223,13 @@ def _is_count(value: Any) -> bool:
 
 
 class JobPhase(str, enum.Enum):
-    """Phase of a job between submission and end."""
+    """Phase of a job between submission and end.
+
+    Examples:
+        >>> from elastic_ray.events import JobPhase
+        >>> JobPhase("running") is JobPhase.RUNNING
+        True
+    """
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -242,6 +261,8 @@ class JobStatus:
         batch_size: global batch size M [samples].
         throughput: [samples/s], measured.
         goodput: throughput x statistical efficiency [samples/s], None before the model is fitted.
+        efficiency: statistical efficiency of the present batch M, (M0 + B) / (M + B) with M0 the initial batch and B
+            the gradient noise scale, at most 1; None likewise.
         metrics: the latest metrics of rank 0, as reported.
         message: what the job waits for, or why it ended; empty when it simply runs.
         cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
@@ -278,6 +299,12 @@ class JobStatus:
         checkpoint: path of what a restart would continue from, reported or automatic; empty before the first.
         trial: of a trial of a sweep, what it is; None of any other job.
         metric: that the job is judged by: its sweep's, or its checkpoints' score; empty where it names none.
+
+    Examples:
+        >>> from elastic_ray.events import JobPhase, JobStatus
+        >>> status = JobStatus(job="digits", phase=JobPhase.RUNNING, workers=2, step=40)
+        >>> f"{status.job}: {status.phase.value}, {status.workers} workers"
+        'digits: running, 2 workers'
     """
 
     job: str
@@ -291,6 +318,7 @@ class JobStatus:
     batch_size: int = 0
     throughput: float = 0.0
     goodput: float | None = None
+    efficiency: float | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     message: str = ""
     cost_usd: float | None = None
@@ -345,6 +373,11 @@ class Report:
         workers: size of the job then.
         epochs_done: epochs that were complete then, the one in whose body it was reported included if its loops were.
         steps: optimizer steps that were committed then.
+
+    Examples:
+        >>> from elastic_ray.events import Report
+        >>> Report(index=0, metrics={"loss": 0.5}, workers=2).metrics["loss"]
+        0.5
     """
 
     index: int
@@ -404,6 +437,11 @@ class WorkerInfo:
         silence_s: time since it was last heard of [s]; None before it has been.
         slowness: its time for equal work over the group's median; None before enough steps were measured.
         gpu_memory_used_bytes, gpu_memory_reserved_bytes: as of ``JobStatus``, of this worker's GPU.
+
+    Examples:
+        >>> from elastic_ray.events import WorkerInfo
+        >>> WorkerInfo(rank=0, node="n1", pid=17, generation=3, worker="w0").rank
+        0
     """
 
     rank: int

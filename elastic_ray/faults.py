@@ -60,7 +60,13 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """A script of faults; each strikes once in a process."""
+    """A script of faults; each strikes once in a process.
+
+    Examples:
+        >>> from elastic_ray.faults import Faults
+        >>> Faults().kill(rank=1, step=7, moment="backward").script[0].step
+        7
+    """
 
     script: tuple[Fault, ...] = ()
 

@@ -23,6 +23,11 @@ class Unit:
 
     Raises:
         TypeError: a size is no whole number. ValueError: it is under 1, a dimension has another name, or there is none.
+
+    Examples:
+        >>> from elastic_ray import Unit
+        >>> Unit(pp=2, tp=4).size
+        8
     """
 
     names: tuple[str, ...]
@@ -88,6 +93,10 @@ class UnitPlace:
     def size(self) -> int:
         """Workers of the unit."""
         return math.prod(self.sizes)
+
+    def fitting(self, batch_size: int) -> int:
+        """Return the largest batch up to one of this size that the workers can share out equally."""
+        return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
         """Return the part of the unit's samples that the worker reads, and the number of parts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import placement
 import placement.simulator
 import tuning
 import tuning.nni
+from docs import measurements
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -33,6 +35,12 @@ def test_no_section_is_there_twice(page: Path) -> None:
     """As a merge may leave it."""
     sections = re.findall(r"^## .*$", page.read_text(), re.MULTILINE)
     assert len(sections) == len(set(sections))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_row_of_a_table_is_there_twice(page: Path) -> None:
+    rows = re.findall(r"^\| [^|\s].* \|$(?!\n\|-)", page.read_text(), re.MULTILINE)  # no heads
+    assert sorted({row for row in rows if rows.count(row) > 1}) == []
 
 
 def test_files_that_code_and_tests_cite_exist() -> None:
@@ -92,15 +100,14 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readme_shows_what_the_measurements_say() -> None:
-    """Each of its rows is the beginning of a row there, and each of its figures stands in that row."""
-    measured = (DOCS / "measurements.md").read_text().splitlines()
+    """Each of its rows is the beginning of a claim there, and each of its figures that claim's."""
     table = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\w[^|]*) \| [^|]* \| ([^|]*) \|$", table, re.MULTILINE)
     assert len(rows) == 3
     for claim, told in rows:
-        (row,) = [line for line in measured if line.startswith(f"| {claim}")]
-        figures = re.findall(r"\d[\d.]* x", told)
-        assert figures and [each for each in figures if f" {each}" not in row] == [], claim
+        measured = [row["value"] for row in measurements.read() if row["claim"].startswith(claim)]
+        figures = re.findall(r"(\d[\d.]*) x", told)
+        assert figures and [each for each in figures if float(each) not in measured] == [], claim
     assert "missed" not in (ROOT / "README.md").read_text() and "bar" not in table
 
 
@@ -110,8 +117,17 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     named = re.findall(r"`((?:elastic_ray|placement|tuning|tests|examples|docs|deploy)[./][\w./-]*\w)/?`", text)
     assert [each for each in named if not exists(each)] == []
-    inside = re.findall(r"\]\(\.\./([\w/]+\.py)\), `(\w+)`", text)
-    assert [each for file, each in inside if f"def {each}(" not in (ROOT / file).read_text()] == []
+    behind = re.findall(r"\]\(\.\./([\w/]+\.py)(?:#L\d+)?\)(?:,| \() ?((?:`[\w.]+`(?:, | and )?)+)", text)
+    inside = [(file, name) for file, names in behind for name in re.findall(r"`([\w.]+)`", names)]
+    assert [each for each in inside if each[1].split(".")[-1] not in names_in(ROOT / each[0])] == []
+
+
+def names_in(file: Path) -> set[str]:
+    """Return the functions, classes, arguments and assigned names of a file."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    defined = {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    assigned = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return defined | assigned | {each.arg for each in nodes if isinstance(each, ast.arg)}
 
 
 def exists(named: str) -> bool:

@@ -62,6 +62,7 @@ def test_the_version_is_the_changelogs_newest_and_stands_once() -> None:
     root = Path(__file__).parents[1]
     newest = re.search(r"^## \[(\d[\w.]*)\]", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and elastic_ray.__version__ == newest[1]
+    assert f"\nversion: {newest[1]}\n" in (root / "CITATION.cff").read_text()
     assert 'dynamic = ["version"]' in (root / "pyproject.toml").read_text()
     shown = subprocess.run(
         [sys.executable, "-m", "elastic_ray.cli", "--version"], check=True, capture_output=True, text=True, timeout=60

@@ -43,6 +43,11 @@ class Sweep(NamesArguments):
         deadline_s: seconds after ``fit()`` by which all trials should be done; rungs get the sizes that cost least.
         budget_usd: what the trials' workers may cost [USD]; without a deadline rungs get the sizes that end soonest.
         usd_per_worker_h: price of a worker [USD/h]; needed with a budget.
+
+    Examples:
+        >>> from tuning import Sweep
+        >>> Sweep(deadline_s=3600.0).deadline_s
+        3600.0
     """
 
     name: str | None = None

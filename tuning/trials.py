@@ -37,6 +37,11 @@ class Promise(NamesArguments):
         max_t: reports of a trial that is never cut; None where nobody says: as many as the longest one has made.
         grace_period: reports at the first rung.
         reduction_factor: eta; one trial in so many passes a rung.
+
+    Examples:
+        >>> from tuning import Promise
+        >>> Promise(metric="loss", mode="min").grace_period
+        1
     """
 
     metric: str

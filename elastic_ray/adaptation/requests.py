@@ -26,6 +26,11 @@ class Resize:
     Raises:
         TypeError: a value is no whole number.
         ValueError: a value is below 1, ``min`` is above ``max``, or ``to`` stands beside another one.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Resize
+        >>> Resize(to=4)
+        Resize(to=4, min=None, max=None)
     """
 
     to: int | None = None
@@ -57,6 +62,11 @@ class SetBatch:
 
     Attributes:
         batch_size: global batch [samples]; None gives the choice back to the job.
+
+    Examples:
+        >>> from elastic_ray.adaptation import SetBatch
+        >>> SetBatch(256)
+        SetBatch(batch_size=256)
     """
 
     batch_size: int | None
@@ -72,6 +82,11 @@ class ScaleRate:
 
     Attributes:
         factor: above 0; it multiplies what earlier requests have left (``PolicyView.rate_factor``).
+
+    Examples:
+        >>> from elastic_ray.adaptation import ScaleRate
+        >>> ScaleRate(0.5)
+        ScaleRate(factor=0.5)
     """
 
     factor: float
@@ -90,6 +105,11 @@ class SetStrategy:
     Attributes:
         strategy: a name that ``AdaptiveDataParallel(strategy=...)`` takes, or a ``Strategy``.
         model: number of the model, in the order in which the loop wraps them.
+
+    Examples:
+        >>> from elastic_ray.adaptation import SetStrategy
+        >>> SetStrategy("bf16")
+        SetStrategy(strategy='bf16', model=0)
     """
 
     strategy: str | Strategy
@@ -128,7 +148,13 @@ class SetTopology:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Save an automatic checkpoint after the present step, as soon as storage is free."""
+    """Save an automatic checkpoint after the present step, as soon as storage is free.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Checkpoint
+        >>> Checkpoint()
+        Checkpoint()
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +163,11 @@ class Stop:
 
     Attributes:
         reason: a sentence for the job's events.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Stop
+        >>> Stop("good enough")
+        Stop(reason='good enough')
     """
 
     reason: str = ""
@@ -152,6 +183,11 @@ class Pause:
 
     Attributes:
         reason: a sentence for the job's events.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Pause
+        >>> Pause("the queue is full")
+        Pause(reason='the queue is full')
     """
 
     reason: str = ""
@@ -167,6 +203,11 @@ class Report:
 
     Attributes:
         metrics: numbers and strings by name, as ``elastic_ray.report`` takes them.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Report
+        >>> Report({"noise": 12.5})
+        Report(metrics={'noise': 12.5})
     """
 
     metrics: Mapping[str, Any]

@@ -87,7 +87,8 @@ class StepReport:
     synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
     out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
     ``ratios`` are its ranks' times for equal work over the median; empty before enough steps were measured.
-    ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
+    ``held_batch`` is the global batch that a policy of the user has set, ``coming`` the ones that it will set, with the
+    samples from now until then, ``wish`` the fewest and most workers that it
     asks for; None without. ``parts`` is what each GPU type took of the steps of a group on several; empty where the
     group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
     rates are multiplied by, for its batch and by policies; the mean over its parameter groups. ``first_step_s`` is the
@@ -115,6 +116,7 @@ class StepReport:
     progress: Progress | None = None
     strategy: str = ""
     held_batch: int | None = None
+    coming: tuple[tuple[float, int], ...] = ()
     wish: tuple[int | None, int | None] | None = None
     uneven: bool = False
     stragglers: tuple[SlowWorker, ...] = ()

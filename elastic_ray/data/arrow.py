@@ -46,6 +46,15 @@ class ArrowDataset:
             only some of the row groups at hand. The global batch stays the same set; but within it, a rank's
             rows come from the same few row groups, so rows that differ systematically from group to group (a
             file sorted by label) should be shuffled once when written.
+
+    Examples:
+        >>> import tempfile, pyarrow as pa, pyarrow.parquet as pq
+        >>> from elastic_ray.data.arrow import ArrowDataset
+        >>> file = tempfile.mkdtemp() + "/rows.parquet"
+        >>> pq.write_table(pa.table({"x": [1, 2, 3]}), file)
+        >>> dataset = ArrowDataset(file)
+        >>> len(dataset), int(dataset[2]["x"])
+        (3, 3)
     """
 
     locality = True

@@ -19,6 +19,11 @@ class RunConfig(NamesArguments, RayRunConfig):
 
     Example:
         ``RunConfig(name="bert", callbacks=[MLflowLoggerCallback(experiment_name="bert")])``
+
+    Examples:
+        >>> from elastic_ray import RunConfig
+        >>> RunConfig(name="digits", storage_path="/tmp/runs").name
+        'digits'
     """
 
     def __post_init__(self) -> None:

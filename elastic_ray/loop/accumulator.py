@@ -28,15 +28,16 @@ class Accumulator(Mapping[str, float]):
 
     Every rank must add to the same names in a step, at least 0.0.
 
-    >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until
-    >>> loader = AdaptiveDataLoader([1.0, 2.0, 3.0, 4.0], batch_size=2)
-    >>> for epoch in remaining_epochs_until(1):
-    ...     totals = Accumulator()
-    ...     for x in loader:
-    ...         totals["sum"] += x.sum().item()
-    ...         totals["samples"] += len(x)
-    >>> totals["sum"] / totals["samples"]
-    2.5
+    Examples:
+        >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until
+        >>> loader = AdaptiveDataLoader([1.0, 2.0, 3.0, 4.0], batch_size=2)
+        >>> for epoch in remaining_epochs_until(1):
+        ...     totals = Accumulator()
+        ...     for x in loader:
+        ...         totals["sum"] += x.sum().item()
+        ...         totals["samples"] += len(x)
+        >>> totals["sum"] / totals["samples"]
+        2.5
     """
 
     def __init__(self) -> None:

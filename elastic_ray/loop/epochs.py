@@ -11,13 +11,14 @@ from elastic_ray.run.current import check_present, session_of_thread
 class Epochs:
     """The epochs still to train: ``remaining_epochs_until`` for loops that somebody else has written.
 
-    >>> import elastic_ray as er
-    >>> epochs = er.Epochs(2)
-    >>> while not epochs.done:
-    ...     epoch = epochs.begin_epoch()
-    ...     epochs.end_epoch()
-    >>> epoch
-    1
+    Examples:
+        >>> import elastic_ray as er
+        >>> epochs = er.Epochs(2)
+        >>> while not epochs.done:
+        ...     epoch = epochs.begin_epoch()
+        ...     epochs.end_epoch()
+        >>> epoch
+        1
 
     Args:
         epochs: number of epochs in all; 0 or more.

@@ -50,6 +50,7 @@ class GenerationSpec:
     void_below: int = 0
     batch: BatchChoice | None = None  # batch shape from the first step on; None keeps the loader's own choice
     equal_shares: bool = False  # no rank takes more of a step than others from now on, however slow they are
+    critical_batch: int = 0  # that the job's branches have measured [samples]; 0 where none have
     reason: str = ""  # why, as a sentence
     returned: tuple[Returned, ...] = ()  # workers of earlier generations whose train function has returned
 
@@ -113,6 +114,13 @@ class BatchProposal:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalBatch:
+    """Message: largest batch at which samples are worth as much, as the job's branches have measured it."""
+
+    batch_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopJob:
     """Message: end the job cleanly after the present step.
 
@@ -130,7 +138,7 @@ class StrategiesKnown:
     strategies: Mapping[str, FoundStrategy]
 
 
-ControllerMessage = GenerationSpec | Cancel | BatchProposal | StopJob | StrategiesKnown
+ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | StopJob | StrategiesKnown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

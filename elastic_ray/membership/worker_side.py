@@ -20,6 +20,7 @@ from elastic_ray.membership.messages import (
     BatchProposal,
     Cancel,
     ControllerMessage,
+    CriticalBatch,
     GenerationSpec,
     StopJob,
     StrategiesKnown,
@@ -58,6 +59,7 @@ class WorkerMembership:
         wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
         known_strategies: the fastest that jobs of the model have found, by the form of the group; None while the
             controller has yet to tell.
+        critical_batch: what the job's branches have measured [samples]; 0 where none have.
         stop_requested, preempting: the job is to stop; it is to continue another time.
     """
 
@@ -82,6 +84,7 @@ class WorkerMembership:
         self.voided = False
         self._wish: BatchProposal | None = None
         self.wanted_batch: BatchChoice | None = None
+        self.critical_batch = 0
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
@@ -100,6 +103,8 @@ class WorkerMembership:
                     self._wish = message
                 case StrategiesKnown(strategies=strategies):
                     self.known_strategies = strategies
+                case CriticalBatch(batch_size=batch_size):
+                    self.critical_batch = batch_size
                 case StopJob(save=True):
                     self.preempting = True
                 case StopJob():
@@ -128,7 +133,7 @@ class WorkerMembership:
             return  # its cancellation was faster
         if self._spec is not None and spec.generation <= self._spec.generation:
             return
-        self._spec = spec
+        self._spec, self.critical_batch = spec, spec.critical_batch or self.critical_batch
         self._void_groups()
         rank = spec.rank_of(self.worker)
         if rank is None:

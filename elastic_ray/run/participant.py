@@ -48,6 +48,14 @@ class Participant:
                 otherwise, while the gradients of this one are added up.
         """
 
+    def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
+        """Measure the noise of a single gradient in the model's layers, or stop; True if the layers allow it.
+
+        Args:
+            every: steps from one measurement to the next; None for as often as it costs little.
+        """
+        return False
+
     def join(self, what: Announced) -> None:
         """Take part in what others have announced of the model, because this rank has no sample in the step."""
 

@@ -68,6 +68,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         ratios=run.stragglers.ratios,
         parts=run.gpu_types.take() if not run.stragglers.uneven else (),
         held_batch=adaptation.held_batch,
+        coming=adaptation.coming,
         wish=adaptation.wish,
         learning_rate_factor=run.registry.models.rate_factor,
         first_step_s=run.clock.first_step_s,

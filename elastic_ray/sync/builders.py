@@ -19,6 +19,15 @@ class StrategyBuilder(Protocol):
     """Protocol of a strategy builder: makes a strategy for a model.
 
     Builders of your own are welcome wherever a strategy is.
+
+    Examples:
+        >>> from elastic_ray.sync import Strategy
+        >>> class Plain:
+        ...     def build(self, profile, topology):
+        ...         return Strategy(name="plain")
+        ...
+        >>> Plain().build(None, None).name
+        'plain'
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
@@ -33,6 +42,11 @@ class AllReduce:
         bucket_bytes: size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
         wire: form of the gradients.
         topology: the way of the gradients through the group, see ``Reduce`` (KungFu's strategies).
+
+    Examples:
+        >>> from elastic_ray.sync import AllReduce
+        >>> AllReduce(bucket_bytes=1 << 20).bucket_bytes
+        1048576
     """
 
     bucket_bytes: int = 25 << 20
@@ -58,6 +72,11 @@ class PowerSGD:
 
     Attributes:
         rank: of the approximation; 4 is usual.
+
+    Examples:
+        >>> from elastic_ray.sync import PowerSGD
+        >>> PowerSGD(rank=2)
+        PowerSGD(rank=2)
     """
 
     rank: int = 4
@@ -136,6 +155,11 @@ class Parallax:
     Attributes:
         update: see ``Rows``.
         wire: form of the other gradients.
+
+    Examples:
+        >>> from elastic_ray.sync import Parallax
+        >>> Parallax().update
+        'auto'
     """
 
     update: str = "auto"
@@ -165,6 +189,11 @@ class LocalSGD:
 
     Attributes:
         period: steps between two averages.
+
+    Examples:
+        >>> from elastic_ray.sync import LocalSGD
+        >>> LocalSGD(period=8)
+        LocalSGD(period=8)
     """
 
     period: int = 4
@@ -189,6 +218,11 @@ class DiLoCo:
         period: steps between two outer ones.
         outer_lr: its learning rate.
         outer_momentum: its momentum.
+
+    Examples:
+        >>> from elastic_ray.sync import DiLoCo
+        >>> DiLoCo(period=32)
+        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9)
     """
 
     period: int = 16
@@ -216,6 +250,11 @@ class SMA:
     Attributes:
         alpha: share of the way.
         period: steps between two pulls.
+
+    Examples:
+        >>> from elastic_ray.sync import SMA
+        >>> SMA(alpha=0.2)
+        SMA(alpha=0.2, period=1)
     """
 
     alpha: float = 0.1
@@ -242,6 +281,11 @@ class PairAveraging:
 
     Attributes:
         period: steps between two.
+
+    Examples:
+        >>> from elastic_ray.sync import PairAveraging
+        >>> PairAveraging()
+        PairAveraging(period=1)
     """
 
     period: int = 1
@@ -265,6 +309,11 @@ class AdaptiveSGD:
     Attributes:
         change_step: optimizer steps with SMA.
         alpha: as of ``SMA``.
+
+    Examples:
+        >>> from elastic_ray.sync import AdaptiveSGD
+        >>> AdaptiveSGD(change_step=1000)
+        AdaptiveSGD(change_step=1000, alpha=0.1)
     """
 
     change_step: int
@@ -289,6 +338,11 @@ class Auto:
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
         steps: that are spent at most. They train the model as all others; a job of a kind that is known spends none.
+
+    Examples:
+        >>> from elastic_ray.sync import Auto
+        >>> Auto(steps=20).exact
+        True
     """
 
     exact: bool = True
@@ -347,6 +401,11 @@ class ZeRO1(_Tiles):
 
     Attributes:
         copies: owners of a tile.
+
+    Examples:
+        >>> from elastic_ray.sync import ZeRO1
+        >>> ZeRO1()
+        ZeRO1(copies=2)
     """
 
     _NAME: ClassVar[str] = "zero1"
@@ -362,6 +421,11 @@ class ZeRO2(_Tiles):
 
     Attributes:
         copies: owners of a tile.
+
+    Examples:
+        >>> from elastic_ray.sync import ZeRO2
+        >>> ZeRO2(copies=1)
+        ZeRO2(copies=1)
     """
 
     _NAME: ClassVar[str] = "zero2"

@@ -276,6 +276,11 @@ class Strategy:
 
     Raises:
         StrategyError: a field is out of range.
+
+    Examples:
+        >>> from elastic_ray.sync import Strategy
+        >>> Strategy().default.wire.dtype
+        'native'
     """
 
     rules: tuple[Rule, ...] = ()

@@ -163,8 +163,8 @@ class Worker:
     def _introduce(self) -> WorkerReregistration | None:
         """Return this worker's registration for a restarted controller; None while no run is in progress."""
         assignment, link, process_info, membership = self._assignment, self._link, self._process_info, self._membership
-        if assignment is None or link is None or process_info is None or assignment.unit is not None:
-            return None  # a job of units starts again from what it has saved
+        if assignment is None or link is None or process_info is None:
+            return None
         return WorkerReregistration(
             worker=assignment.worker,
             token=assignment.token,
@@ -180,6 +180,7 @@ class Worker:
             ready=link.last_ready,
             failed=link.last_failed,
             starts_over=link.starts_over,
+            position=assignment.unit.position if assignment.unit is not None else 0,
         )
 
     def _report_again(self) -> None:

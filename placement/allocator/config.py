@@ -56,6 +56,11 @@ class AllocatorConfig(NamesArguments):
             (docs/simulator.md); None records nothing.
         storage: storage path of jobs that are submitted to this cluster, as by ``elastic-ray resume --all``, where they
             ran when another head ended; None resumes nothing.
+
+    Examples:
+        >>> from placement import AllocatorConfig
+        >>> AllocatorConfig(refresh_s=10.0).min_interval_s
+        2.0
     """
 
     gather_s: float = 0.1

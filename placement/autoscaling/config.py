@@ -28,6 +28,12 @@ class Autoscaling(NamesArguments):
         budget_usd_per_h: with "budget": what all nodes together may cost, on average over a day [USD/h].
         times: of the decision.
         interval_s: time between two looks [s].
+
+    Examples:
+        >>> from placement import Autoscaling, NodeType
+        >>> node = NodeType(name="t4", resources={"CPU": 8.0, "GPU": 4.0}, usd_per_h=2.0, max_nodes=8)
+        >>> Autoscaling(node_types=(node,)).objective
+        'cost_per_progress'
     """
 
     node_types: tuple[NodeType, ...]

@@ -40,6 +40,12 @@ class Node:
             elastic jobs hold already is part of it.
         draining: the node is about to go; it gets no new workers and those on it are moved.
         labels: Ray's node labels (GPU type, market, zone...).
+
+    Examples:
+        >>> from placement import Node
+        >>> node = Node(node_id="n1", total={"GPU": 4.0}, free={"GPU": 3.0})
+        >>> node.total["GPU"] - node.free["GPU"]
+        1.0
     """
 
     node_id: str
@@ -77,7 +83,14 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Cluster of nodes, ordered by id whatever order they are given in."""
+    """Cluster of nodes, ordered by id whatever order they are given in.
+
+    Examples:
+        >>> from placement import Cluster, Node
+        >>> node = Node(node_id="n1", total={"GPU": 4.0}, free={"GPU": 3.0})
+        >>> Cluster(nodes=(node,)).nodes[0].free["GPU"]
+        3.0
+    """
 
     nodes: tuple[Node, ...] = ()
 

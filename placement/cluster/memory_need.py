@@ -24,6 +24,12 @@ class MemoryNeed:
 
     Raises:
         ValueError: one is no whole number in its range, or a worker has too little memory in a group of any size.
+
+    Examples:
+        >>> from placement.cluster.memory_need import MemoryNeed
+        >>> need = MemoryNeed(available_bytes=16 << 30, sharded_bytes=48 << 30)
+        >>> need.least_workers
+        6
     """
 
     available_bytes: int

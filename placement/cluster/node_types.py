@@ -30,6 +30,11 @@ class NodeType:
         max_nodes: that there may be at once.
         startup_s: from asking until it can take a worker [s].
         lasts_h: mean time until a node of this type is taken away [h]; infinity for one that stays.
+
+    Examples:
+        >>> from placement import NodeType
+        >>> NodeType(name="t4", resources={"GPU": 4.0}, usd_per_h=2.0, max_nodes=8).startup_s
+        180.0
     """
 
     name: str

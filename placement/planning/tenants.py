@@ -28,6 +28,11 @@ class Tenant(NamesArguments):
         name: as ``JobView.tenant`` has it.
         weight: its share of the cluster is this over the sum of the weights of all tenants that have jobs.
         quota: the most it may ever use of some resources, such as ``{"GPU": 16}``, also of what others do not use.
+
+    Examples:
+        >>> from placement import Tenant
+        >>> Tenant(name="vision", weight=2.0, quota={"GPU": 16.0}).weight
+        2.0
     """
 
     name: str

@@ -29,6 +29,11 @@ class NoticeConfig(NamesArguments):
         poll_s: time between two looks [s].
         markets: nodes whose label ``ray.io/market-type`` is one of these are watched.
         enabled: False watches nothing.
+
+    Examples:
+        >>> from placement import NoticeConfig
+        >>> NoticeConfig(poll_s=5.0).markets
+        ('spot',)
     """
 
     cloud: str = "auto"

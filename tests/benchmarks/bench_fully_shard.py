@@ -51,11 +51,32 @@ def main() -> None:
         rows.append({"what": f"pause {event} [s]", "value": pause_s})
         rows.append({"what": f"step after {event} [s]", "value": step_s})
         if event != "kill":
-            bars.append(bar(f"pause {event} / its own step", value=pause_s / step_s, limit=0.5, at_least=False))
-            bars.append(bar(f"pause {event} / restart", value=pause_s / restart_s, limit=1 / 15, at_least=False))
+            bars.append(
+                bar(
+                    f"pause of a sharded model {event} / its own step",
+                    value=pause_s / step_s,
+                    limit=0.5,
+                    at_least=False,
+                )
+            )
+            bars.append(
+                bar(
+                    f"pause of a sharded model {event} / restart",
+                    value=pause_s / restart_s,
+                    limit=1 / 15,
+                    at_least=False,
+                )
+            )
     killed_s = median(_small_job(3 if options.quick else 5)) or 0.0
     rows.append({"what": "pause kill, 1 M parameters [s]", "value": killed_s})
-    bars.append(bar("pause kill, 1 M parameters [s]", value=killed_s, limit=0.3, at_least=False))
+    bars.append(
+        bar(
+            "pause of a sharded model after SIGKILL of one of three, 1 M parameters [s]",
+            value=killed_s,
+            limit=0.3,
+            at_least=False,
+        )
+    )
     finish("fully_shard", rows=rows, bars=bars)
 
 

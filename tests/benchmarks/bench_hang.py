@@ -21,8 +21,9 @@ def main() -> None:
     outcomes = run_sides(sides, wanted=options.side, repeats=options.repeats)
     ours = [o.pause for o in outcomes if o.system == ElasticJob.name]
     replaced = [pause.reached_s for pause in ours if pause.reached_s is not None]
+    others = "pause of the others after SIGSTOP of a worker (Ray Train: nothing within 90 s) [s]"
     bars = [
-        bar("pause [s]", value=median(pause.pause_s for pause in ours), limit=3, at_least=False),
+        bar(others, value=median(pause.pause_s for pause in ours), limit=3, at_least=False),
         bar("hung worker replaced after [s]", value=median(replaced), limit=3, at_least=False),
     ]
     finish("hang", rows=[outcome.row() for outcome in outcomes], bars=bars)

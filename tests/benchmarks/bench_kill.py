@@ -18,9 +18,11 @@ def main() -> None:
     outcomes = run_sides(sides, wanted=options.side, repeats=options.repeats)
     theirs, ours = median(pauses(outcomes, RayTrainJob.name)), median(pauses(outcomes, ElasticJob.name))
     redone = [float(o.pause.redone) for o in outcomes if o.system == ElasticJob.name]
+    shorter = "pause after SIGKILL of one of three workers, times shorter than Ray Train's"
+    lost = "committed steps lost after SIGKILL of one of three workers"
     bars = [
-        bar("pause, times shorter than Ray Train", value=ratio(theirs, ours), limit=20, at_least=True),
-        bar("committed steps lost", value=max(redone, default=None), limit=0, at_least=False),
+        bar(shorter, value=ratio(theirs, ours), limit=20, at_least=True),
+        bar(lost, value=max(redone, default=None), limit=0, at_least=False),
     ]
     finish("kill", rows=[outcome.row() for outcome in outcomes], bars=bars)
 

@@ -17,7 +17,8 @@ def main() -> None:
     sides = [("ray-train", lambda: measure(RayTrainJob)), ("elastic-ray", lambda: measure(ElasticJob))]
     outcomes = run_sides(sides, wanted=options.side, repeats=options.repeats)
     theirs, ours = median(pauses(outcomes, RayTrainJob.name)), median(pauses(outcomes, ElasticJob.name))
-    bars = [bar("pause, times shorter than Ray Train", value=ratio(theirs, ours), limit=20, at_least=True)]
+    shorter = "pause after a node disappears, times shorter than Ray Train's"
+    bars = [bar(shorter, value=ratio(theirs, ours), limit=20, at_least=True)]
     finish("node_loss", rows=[outcome.row() for outcome in outcomes], bars=bars)
 
 

@@ -45,9 +45,11 @@ def main() -> None:
         )
         ratios.extend([] if times is None else [times])
         excesses.extend([] if ours is None or budget is None else [ours / budget])
+    least = "pause at a planned resize, times shorter than Ray Train's: the least of 1 -> 2 -> 4 -> 3"
+    excess = "pause at a planned resize over two steps and the broadcast of the state"
     bars = [
-        bar("pause, times shorter than Ray Train", value=min(ratios, default=None), limit=30, at_least=True),
-        bar("pause / (2 steps + state broadcast)", value=max(excesses, default=None), limit=1, at_least=False),
+        bar(least, value=min(ratios, default=None), limit=30, at_least=True),
+        bar(excess, value=max(excesses, default=None), limit=1, at_least=False),
     ]
     finish("resize: every event", rows=[outcome.row() for outcome in outcomes], bars=[])
     finish("resize", rows=rows, bars=bars)

@@ -282,10 +282,20 @@ def main() -> None:
         bar("8 s after the one before, part of Ray Train's", value=part(_EIGHT), limit=0.25, at_least=False),
         bar("cluster's first, part of Ray Train's", value=part("first of all"), limit=0.4, at_least=False),
         bar("speed of the first 20 s, part of the later", value=slowest, limit=0.8, at_least=True),
-        bar("first job, times sooner", value=ratio(theirs, of(ElasticJob, "first job")), limit=1, at_least=True),
-        bar("second job, times sooner", value=ratio(theirs, of(ElasticJob, "second job")), limit=5, at_least=True),
-        bar("growth at once [s]", value=of(ElasticJob, "growth"), limit=5, at_least=False),
-        bar("replacement at once [s]", value=of(ElasticJob, "replacement"), limit=3, at_least=False),
+        bar(
+            "first step of the cluster's first job of two workers, times sooner than Ray Train's",
+            value=ratio(theirs, of(ElasticJob, "first job")),
+            limit=1,
+            at_least=True,
+        ),
+        bar(
+            "first step of the cluster's second job of two workers, times sooner than Ray Train's",
+            value=ratio(theirs, of(ElasticJob, "second job")),
+            limit=5,
+            at_least=True,
+        ),
+        bar("growth in a job's first seconds [s]", value=of(ElasticJob, "growth"), limit=5, at_least=False),
+        bar("replacement in a job's first seconds [s]", value=of(ElasticJob, "replacement"), limit=3, at_least=False),
     ]
     finish("start", rows=rows, bars=bars)
 

@@ -161,7 +161,7 @@ def test_a_long_job_grows_onto_otherwise_useless_gpus(pause_s: float, workers: i
 
 
 def test_where_types_differ_a_pause_also_charges_idle_gpus() -> None:
-    """With several types jobs took longer otherwise: see docs/measurements.md."""
+    """With several types jobs took longer otherwise: see docs/lab/allocation.md."""
     full = [
         gpu_view(f"short{i}", allocation={"aws-001": 1}, max_workers=1, progress=length(3), submitted_s=1.0)
         for i in range(4)

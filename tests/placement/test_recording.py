@@ -30,8 +30,10 @@ from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
+from placement.cluster.utility import Utility
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
+from placement.goodput.forecast import BatchForecast
 from placement.goodput.model import NoiseScale
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.records import Batches, KnownLength, KnownNoise, KnownStep, KnownStrategy, Measurements
@@ -63,6 +65,7 @@ FULL = JobView(
     init_batch_size=64,
     max_batch_size=4096,
     held_batch=128,
+    forecast=BatchForecast(steps=((1000.5, 256), (2e6, 512))),
     atomic_bsz_range=(8, 512),
     accumulation=True,
     resize_cost_s=0.25,
@@ -87,6 +90,7 @@ FULL = JobView(
     tenant_weight=3.0,
     spot="mixed",
     budget_usd=12.5,
+    utility=Utility(((0.0, 10.0), (3600.0, 0.0))),
     slow_nodes={"n1": 1.5},
     node_failures=(NodeFailure(node="n1", worker="w2", cause="OSError", age_s=1.25, starting=True),),
     mixed_gpu_types=True,

@@ -14,8 +14,7 @@ import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.sync import PS, Owner, PartitionedAR, Reduce, Rule, Strategy
 from tests.loop.changing import Change, Kill, run_job
-from tests.loop.ranks import Ranks
-from tests.loop.test_parity import (
+from tests.loop.parity import (
     BATCH,
     EPOCHS,
     SAMPLES,
@@ -32,6 +31,7 @@ from tests.loop.test_parity import (
     reference,
     sgd,
 )
+from tests.loop.ranks import Ranks
 
 MIXED = Strategy(
     rules=(

@@ -21,6 +21,11 @@ class Outcome:
         workers: the trial's size at each report.
         path: directory of its events and checkpoints, on the experiment's storage; empty if it never started.
         error: why it failed; empty if it did not.
+
+    Examples:
+        >>> from tuning.nni import Outcome
+        >>> Outcome(trial="a1", sequence=0, status="SUCCEEDED", value=0.97).value
+        0.97
     """
 
     trial: str
@@ -42,6 +47,12 @@ class Results:
         experiment: NNI's id of it, as ``nnictl experiment list`` shows it.
         trials: the trials.
         mode: "max" if a larger value is better, "min" otherwise.
+
+    Examples:
+        >>> from tuning.nni import Outcome, Results
+        >>> trials = tuple(Outcome(trial=f"t{n}", sequence=n, status="SUCCEEDED", value=n / 4) for n in range(3))
+        >>> Results(experiment="digits", trials=trials).best.trial
+        't2'
     """
 
     experiment: str

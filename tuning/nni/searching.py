@@ -34,6 +34,11 @@ class NNISearch(Searcher):
     Raises:
         TypeError: and ValueError: an argument is wrong, or the tuner needs NNI's manager or does not run on this stack.
         ImportError: NNI is not installed.
+
+    Examples:
+        >>> from tuning.nni import NNISearch
+        >>> NNISearch(metric="accuracy", mode="max").metric
+        'accuracy'
     """
 
     def __init__(
@@ -158,6 +163,11 @@ class AssessorScheduler(FIFOScheduler):
 
     Raises:
         TypeError: and ValueError: an argument is wrong. ImportError: NNI is not installed.
+
+    Examples:
+        >>> from tuning.nni import AssessorScheduler
+        >>> AssessorScheduler(metric="accuracy", mode="max").metric
+        'accuracy'
     """
 
     def __init__(self, assessor: Any = "Medianstop", *, metric: str | None = None, mode: str | None = None) -> None:

@@ -43,6 +43,11 @@ class EarlyStop(_ByMetric):
 
     Raises:
         TypeError, ValueError: an argument is of another type, or outside its range.
+
+    Examples:
+        >>> from elastic_ray.adaptation import EarlyStop
+        >>> EarlyStop("accuracy", mode="max", patience=5).patience
+        5
     """
 
     def __init__(
@@ -89,6 +94,11 @@ class LossPlateau(_ByMetric):
 
     Raises:
         TypeError, ValueError: an argument is of another type, or outside its range.
+
+    Examples:
+        >>> from elastic_ray.adaptation import LossPlateau
+        >>> LossPlateau(factor=0.5, patience=3).factor
+        0.5
     """
 
     def __init__(

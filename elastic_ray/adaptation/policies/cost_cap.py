@@ -26,6 +26,11 @@ class CostCap(ReadyPolicy):
 
     Raises:
         TypeError, ValueError: an argument is of another type, or outside its range.
+
+    Examples:
+        >>> from elastic_ray.adaptation import CostCap
+        >>> CostCap(20.0, price_per_worker_hour=2.5).usd
+        20.0
     """
 
     def __init__(

@@ -34,6 +34,11 @@ class Interference(ReadyPolicy):
 
     Raises:
         TypeError, ValueError: an argument is of another type, or outside its range.
+
+    Examples:
+        >>> from elastic_ray.adaptation import Interference
+        >>> Interference(threshold=0.7).threshold
+        0.7
     """
 
     def __init__(

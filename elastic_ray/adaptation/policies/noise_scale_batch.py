@@ -29,6 +29,11 @@ class NoiseScaleBatch(ReadyPolicy):
 
     Raises:
         TypeError, ValueError: an argument is of another type, or outside its range.
+
+    Examples:
+        >>> from elastic_ray.adaptation import NoiseScaleBatch
+        >>> NoiseScaleBatch(max_batch_size=1024, every=20).every
+        20
     """
 
     def __init__(

@@ -58,6 +58,12 @@ class ShardedEmbedding(torch.nn.Module):
     Raises:
         StrategyError: a size or ``copies`` is out of range.
         ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not supported.
+
+    Examples:
+        >>> from elastic_ray.sync import ShardedEmbedding
+        >>> table = ShardedEmbedding(1000, 16, optimizer="adagrad")
+        >>> table.embedding_dim
+        16
     """
 
     travels_by_itself: ClassVar[bool] = True

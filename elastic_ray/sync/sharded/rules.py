@@ -44,7 +44,13 @@ class RowRule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSGD(RowRule):
-    """p <- p - lr g, as ``torch.optim.SGD`` without momentum and weight decay."""
+    """p <- p - lr g, as ``torch.optim.SGD`` without momentum and weight decay.
+
+    Examples:
+        >>> from elastic_ray.sync import RowSGD
+        >>> RowSGD(lr_factor=0.5)
+        RowSGD(lr_factor=0.5, group=0)
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,11 @@ class RowAdagrad(RowRule):
     Attributes:
         initial_accumulator_value: s before the first update; 0 or more.
         eps: added to the root; 0 or more.
+
+    Examples:
+        >>> from elastic_ray.sync import RowAdagrad
+        >>> RowAdagrad()
+        RowAdagrad(lr_factor=1.0, group=0, initial_accumulator_value=0.0, eps=1e-10)
     """
 
     initial_accumulator_value: float = 0.0
@@ -80,6 +91,11 @@ class RowAdam(RowRule):
     Attributes:
         betas: decay of the first and of the second moment; from 0 to below 1.
         eps: added to the root; 0 or more.
+
+    Examples:
+        >>> from elastic_ray.sync import RowAdam
+        >>> RowAdam(betas=(0.9, 0.99))
+        RowAdam(lr_factor=1.0, group=0, betas=(0.9, 0.99), eps=1e-08)
     """
 
     betas: tuple[float, float] = (0.9, 0.999)

@@ -23,6 +23,11 @@ class Target:
         reason: a sentence of a policy of one's own, or a ``Reason``.
         nodes: workers per node id, of a policy that places the job itself; None leaves it to
             ``placement.cluster.packing``. They must add up to ``workers``.
+
+    Examples:
+        >>> from placement import Target
+        >>> Target(workers=2, reason="half of the cluster").workers
+        2
     """
 
     workers: int
@@ -61,6 +66,16 @@ class Policy(Protocol):
     A class may say ``rigid = True``: it was published for jobs that run at exactly the batch and count that their
     user asked for, and a simulation then runs them so. It may have ``load_solver()``, which the allocator calls in a
     thread when it starts: for imports that its event loop must not wait for.
+
+    Examples:
+        >>> from placement import Cluster, JobView, Target
+        >>> class One:
+        ...     name = "one"
+        ...     def decide(self, jobs, cluster, now_s):
+        ...         return {job.job: Target(workers=1, reason="one each") for job in jobs}
+        ...
+        >>> One().decide([JobView(job="a", bundle={"GPU": 1.0})], Cluster(), 0.0)["a"].workers
+        1
     """
 
     @property

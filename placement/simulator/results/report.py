@@ -26,6 +26,13 @@ class JobReport:
         gpu_hours: GPUs held x hours, by GPU type.
         paused_s: time that it held GPUs without progress because of changes [s].
         rho: finish-time fairness: completion time over that on an equal, isolated share of the cluster.
+
+    Examples:
+        >>> from placement.simulator import JobReport
+        >>> times = {"arrival_s": 0.0, "start_s": 9.0, "finish_s": 60.0, "paused_s": 3.0}
+        >>> job = JobReport(job="a", application="bert", resizes=2, gpu_hours={"t4": 0.1}, rho=1.1, **times)
+        >>> job.start_s - job.arrival_s
+        9.0
     """
 
     job: str

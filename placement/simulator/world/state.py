@@ -31,7 +31,13 @@ _SHARE = 0.25  # of what its GPUs do on average, below which a further one costs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Workers of a job per node id from one moment on (none: it waits, or has ended)."""
+    """Workers of a job per node id from one moment on (none: it waits, or has ended).
+
+    Examples:
+        >>> from placement.simulator import Placed
+        >>> Placed(time_s=60.0, job="a", nodes={"n1": 2}).nodes
+        {'n1': 2}
+    """
 
     time_s: float
     job: str

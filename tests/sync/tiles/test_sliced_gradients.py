@@ -20,8 +20,8 @@ from elastic_ray.sync import Owner, Reduce, Rule, Strategy, StrategyError, Wire
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, pieces_of, routes
 from elastic_ray.sync.sliced_gradients.sliced_gradient import Content, SlicedGradient
 from tests.loop.changing import Change, Hold, Kill, run_job
+from tests.sync.tiles.loops import FOUR, SCRIPT, Loop
 from tests.sync.tiles.scripts import GROWS_AND_SHRINKS
-from tests.sync.tiles.test_user_code import FOUR, SCRIPT, Loop
 from tests.sync.tiles.trained import OPTIMIZERS, Case, Net, Run, check, data, run
 
 
