@@ -50,6 +50,7 @@ class WorkerMembership:
         form: makes the communicator of a generation.
         on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
         retired: broken groups out of use; one for all runs in a process, for it must outlive each of them.
+        hears: the controller is going to tell what earlier jobs have found.
 
     Attributes:
         current, communicator: the present generation and its group; None before the first.
@@ -69,6 +70,8 @@ class WorkerMembership:
         form: CommunicatorFactory,
         on_prepare_failed: Callable[[int, str], None],
         retired: RetiredCommunicators | None = None,
+        *,
+        hears: bool = False,
     ) -> None:
         self.worker, self._form, self._on_prepare_failed = worker, form, on_prepare_failed
         self._news = threading.Condition()
@@ -88,7 +91,7 @@ class WorkerMembership:
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
-        self.known_strategies: Mapping[str, FoundStrategy] | None = {}
+        self.known_strategies: Mapping[str, FoundStrategy] | None = None if hears else {}
 
     def post(self, message: ControllerMessage) -> None:
         """Take a message of the controller; returns at once."""

@@ -378,9 +378,8 @@ class Worker:
                 called_off=called_off,
             )
 
-        self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired)
+        self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired, hears=True)
         membership = self._membership
-        membership.known_strategies = None
         link.stop_when(lambda: membership.stop_requested)
         return Session(
             assignment.worker,
