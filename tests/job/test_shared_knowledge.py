@@ -13,13 +13,13 @@ import elastic_ray as er
 from elastic_ray.driver.handle import JobHandle
 from elastic_ray.events import EventKind
 from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
-from placement.cluster.cluster import GPU_TYPE_LABEL
+from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL
 from placement.cluster.jobs import JobView
 from tests.job import racing, traced
 from tests.job.jobs import start, wait_until
 
 pytestmark = [
-    pytest.mark.ray_cluster(num_cpus=3, labels={GPU_TYPE_LABEL: "T4"}, _system_config={}),
+    pytest.mark.ray_cluster(num_cpus=3, labels={GPU_TYPE_LABEL: "T4", DOMAIN_LABEL: "rack-1"}, _system_config={}),
     pytest.mark.timeout(1000),
 ]
 
@@ -90,7 +90,8 @@ def race(folder: Path, name: str, epochs: int) -> tuple[list[str], str]:
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(name=name, storage_path=str(folder / "runs")),
     ).submit()
-    used: list[str] = handle.result(timeout=180).return_value
+    used, domains = handle.result(timeout=180).return_value
+    assert domains == ("rack-1", "rack-1")
     (chosen,) = [event for event in handle.events() if event.kind is EventKind.STRATEGY]
     return used, chosen.reason
 
