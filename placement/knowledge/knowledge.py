@@ -243,9 +243,14 @@ class Knowledge:
             if gpu not in view.models and known.observations.get(gpu)
         }
 
-    def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy]:
-        """Return the strategies that won races in jobs of this model, by the form of the group."""
-        known = self._strategies.get(view.fingerprint or "", {})
+    def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
+        """Return the strategies that won races in jobs of this model, by the form of the group.
+
+        None while the job has not told its model.
+        """
+        if view.fingerprint is None:
+            return None
+        known = self._strategies.get(view.fingerprint, {})
         return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
