@@ -152,22 +152,29 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
     return tuple(found)
 
 
-def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool]) -> tuple[Move, ...]:
-    """Return the moves from leaving ranks to staying ones: the tiles that only leavers own.
+def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: int = 1) -> tuple[Move, ...]:
+    """Return the moves after which staying ranks own `copies` of each tile, or one each where fewer stay.
+
+    Ranks that leave send where they can, and the ranks that own the fewest tiles receive.
 
     Args:
-        stays: whether a rank does, by rank; at least one.
+        stays: by rank, True if the rank stays; at least one.
+
+    Raises ValueError: no rank stays.
     """
-    load = [0.0 if stay else float("inf") for stay in stays]
-    for mine in owners:
-        for rank in mine:
-            load[rank] += 1
+    staying = [rank for rank, stay in enumerate(stays) if stay]
+    if not staying:
+        raise ValueError(f"one rank at least must stay, but all {len(stays)} leave")
+    load = collections.Counter(rank for mine in owners for rank in mine)
     found = []
     for tile, mine in enumerate(owners):
-        if not any(stays[rank] for rank in mine):
-            destination = min(range(len(load)), key=lambda rank: (load[rank], rank))
+        source = min(mine, key=lambda rank: stays[rank])
+        others = [rank for rank in staying if rank not in mine]
+        for _ in range(min(copies, len(staying)) - (len(staying) - len(others))):
+            destination = min(others, key=lambda rank: (load[rank], rank))
+            others.remove(destination)
             load[destination] += 1
-            found.append(Move(tile, mine[0], destination))
+            found.append(Move(tile, source, destination))
     return tuple(found)
 
 

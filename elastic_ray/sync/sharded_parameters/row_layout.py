@@ -279,33 +279,6 @@ def moves(
     return tuple(found)
 
 
-def hand_over(held: Sequence[Set[ShardId]], stays: Sequence[bool]) -> tuple[tuple[ShardId, int, int], ...]:
-    """Return the shards given to staying ranks, so that one more loss after the others leave loses nothing.
-
-    Args:
-        held: the shards of each rank.
-        stays: whether a rank does; at least one.
-
-    Returns shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
-    those in turn that have received the fewest.
-    """
-    staying = [rank for rank, stay in enumerate(stays) if stay]
-    if not staying:
-        raise ValueError(f"one rank at least must stay, but all {len(stays)} leave")
-    load = dict.fromkeys(staying, 0)
-    given: list[tuple[ShardId, int, int]] = []
-    for shard in sorted({shard for mine in held for shard in mine}):
-        holders = [rank for rank, mine in enumerate(held) if shard in mine]
-        source = min(holders, key=lambda rank: (stays[rank], rank))
-        have = [rank for rank in holders if stays[rank]]
-        while len(have) < min(COPIES, len(staying)):
-            destination = min((each for each in staying if each not in have), key=lambda each: (load[each], each))
-            load[destination] += 1
-            have.append(destination)
-            given.append((shard, source, destination))
-    return tuple(given)
-
-
 def to_code(shard: ShardId) -> int:
     """Return a shard as a number above 0, for :func:`from_code`."""
     return shard.world << 20 | shard.index

@@ -15,6 +15,7 @@ from elastic_ray.state.replicas import sum_of_bits
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.sharded.placement import hand_over
 from elastic_ray.sync.sharded_parameters.deferred_initialisation import initialise
 from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     NO_MEMORY_YET,
@@ -39,13 +40,13 @@ from elastic_ray.sync.sharded_parameters.held_shards import (
 )
 from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
 from elastic_ray.sync.sharded_parameters.row_layout import (
+    COPIES,
     Layout,
     Piece,
     RowMove,
     ShardId,
     check_shard_sizes,
     from_code,
-    hand_over,
     layout_of,
     lost,
     meanwhile,
@@ -275,16 +276,17 @@ class ShardHolder:
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
         """Move shards before ranks leave, so that two staying ranks hold each; called on every rank."""
-        counts, layout = self._held.counts, self._layout
-        given = hand_over([set(layout.held_by(rank)) for rank in range(group.world_size)], stays)
+        layout = self._layout
+        given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [
-            RowMove(source, destination, piece)
-            for shard, source, destination in given
-            for piece in pieces_of(counts, shard)
+            RowMove(each.source, each.destination, piece)
+            for each in given
+            for piece in pieces_of(self._held.counts, ShardId(layout.parts, each.tile))
         ]
         received = carry_out(group.communicator, sent, self._held.give) if sent else []
-        for shard, _, destination in given:
-            if destination == group.rank:
+        for each in given:
+            if each.destination == group.rank:
+                shard = ShardId(layout.parts, each.tile)
                 self._held.shards[shard] = self._held.take(received, shard)
 
     # -- the whole -----------------------------------------------------------------------------------------------------

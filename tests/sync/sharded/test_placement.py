@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from elastic_ray.sync.sharded.placement import hand_over, lost, moves, place
+from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
 from elastic_ray.sync.sharded.tiles import RowTiling, from_words, to_words
 
 Owners = tuple[tuple[int, ...], ...]
@@ -109,6 +109,13 @@ def test_leavers_hand_over_what_only_they_own(tiles: int, world: int, copies: in
         assert not any(move.tile in each for each in held)
         held[move.destination].add(move.tile)
     assert not lost(tiles, held)
+
+
+def test_as_many_copies_as_asked_for_stay() -> None:
+    assert hand_over([(0, 1), (1, 2)], [False, True, True, True], 2) == (Move(0, 0, 3),)
+    assert hand_over([(0, 1), (1, 2)], [False, False, True], 2) == (Move(0, 0, 2),)
+    with pytest.raises(ValueError, match="one rank at least must stay, but all 2 leave"):
+        hand_over([(0, 1)], [False, False])
 
 
 def test_what_is_handed_over_goes_to_the_least_loaded() -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ray.sync.sharded.placement import hand_over
 from elastic_ray.sync.sharded_parameters.row_layout import (
     COPIES,
     Layout,
@@ -17,7 +18,6 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     check_shard_sizes,
     covered,
     from_code,
-    hand_over,
     layout_of,
     lost,
     meanwhile,
@@ -113,10 +113,11 @@ def test_leavers_hand_over_so_that_losses_lose_nothing(rows: list[int], layout: 
     stays = data.draw(st.lists(st.booleans(), min_size=world, max_size=world).filter(any))
     held = held_in(layout)
     before = [set(mine) for mine in held]
-    for shard, source, destination in hand_over(held, stays):
-        assert shard in before[source] and stays[destination] and shard not in held[destination]
-        assert not stays[source] or not any(shard in before[rank] for rank in range(world) if not stays[rank])
-        held[destination].add(shard)
+    for move in hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES):
+        shard = ShardId(layout.parts, move.tile)
+        assert shard in before[move.source] and stays[move.destination] and shard not in held[move.destination]
+        assert not stays[move.source] or not any(shard in before[rank] for rank in range(world) if not stays[rank])
+        held[move.destination].add(shard)
     left = [held[rank] for rank in range(world) if stays[rank]]
     assert not lost(rows, left)
     for dead in range(len(left)):
