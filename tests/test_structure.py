@@ -28,7 +28,7 @@ FOREIGN_ATTRIBUTES = (
 # Classes that share their name with another of their package, and why.
 SAME_NAMES = {
     "Pause": "elastic_ray.events.Pause is what a change takes, elastic_ray.adaptation.Pause asks to pause a job",
-    "Report": "elastic_ray.Report is what a loop has reported, elastic_ray.adaptation.Report what a policy reports",
+    "Report": "elastic_ray.events.Report is what a loop reports, elastic_ray.adaptation.Report what a policy reports",
 }
 
 # Private names that tests use, by reason. What is not listed is reached by what users and other modules see.

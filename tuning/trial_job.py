@@ -130,7 +130,7 @@ def make_template(
     if spec.datasets:
         raise ValueError(
             "an ElasticTrainer with datasets= cannot be tried out: each trial would need a reader of its own. Read the "
-            "data in the train function, from Parquet files with elastic_ray.ArrowDataset"
+            "data in the train function, from Parquet files with elastic_ray.data.arrow.ArrowDataset"
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
     TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)

@@ -13,7 +13,8 @@ class Epochs:
 
     Examples:
         >>> import elastic_ray as er
-        >>> epochs = er.Epochs(2)
+        >>> from elastic_ray.loop.epochs import Epochs
+        >>> epochs = Epochs(2)
         >>> while not epochs.done:
         ...     epoch = epochs.begin_epoch()
         ...     epochs.end_epoch()

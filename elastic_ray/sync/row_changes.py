@@ -20,7 +20,7 @@ _LOOKED_AT = 8
 
 _HOW = (
     "Change them where the optimizer steps, by optimizer.register_step_post_hook(lambda *_: "
-    "elastic_ray.change_parameters(function, parameters)), which reaches all rows, or by load_state_dict() on all "
+    "elastic_ray.sync.change_parameters(function, parameters)), which reaches all rows, or by load_state_dict() on all "
     "ranks; see docs/recipes.md, An average of the weights"
 )
 
@@ -75,7 +75,7 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
         raise RuntimeError(
             "change_parameters(...) of sharded parameters must be called while their optimizer steps, for parameters "
             "of the module that AdaptiveDataParallel wraps with it: optimizer.register_step_post_hook(lambda *_: "
-            "elastic_ray.change_parameters(...)); see docs/recipes.md, An average of the weights"
+            "elastic_ray.sync.change_parameters(...)); see docs/recipes.md, An average of the weights"
         )
     places = list(zip(*([updated.places[id(param)] for param in group] for group in groups), strict=True))
     with updated.by_hand.served():

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
-from elastic_ray.sync import Owner, Reduce, Rule, Strategy, Wire
+from elastic_ray.sync import Strategy
 from elastic_ray.sync.engine.reduction import PROBE_EVERY
+from elastic_ray.sync.spec import Owner, Reduce, Rule, Wire
 from tests.loop.alone import session_of
 from tests.loop.changing import Change, Kill, Outcome, run_job
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from elastic_ray.loop.api import current_session
-from elastic_ray.sync import AllReduce, Auto, Rows, StrategyError
+from elastic_ray.sync import AllReduce, Auto, StrategyError
+from elastic_ray.sync.spec import Rows
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 from tests.sync.switching import Trainee

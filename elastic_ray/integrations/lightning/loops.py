@@ -24,6 +24,7 @@ from elastic_ray.integrations.lightning.shared import accumulating, set_rank
 from elastic_ray.integrations.lightning.state import StepState, TrainerState
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session
+from elastic_ray.loop.epochs import Epochs
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.state.progress import RunProgress
@@ -60,7 +61,7 @@ class _BatchLostError(Exception):
 class ElasticFitLoop(_FitLoop):
     """Fit loop that counts the job's epochs in place of its own; a trainer's loop becomes one by its class."""
 
-    _epochs: er.Epochs | None = None
+    _epochs: Epochs | None = None
     _came_later = False  # within an epoch, whose end it takes part in though training may be done then
     _place: dict[str, Any] | None = None  # in the data, of the checkpoint that was read
     _data_fetcher: Any
@@ -119,7 +120,7 @@ class ElasticFitLoop(_FitLoop):
         if self._combined_loader is None:  # limit_train_batches=0, or nothing to train
             return super().run()
         session = current_session()
-        epochs = er.Epochs(self._count_epochs())
+        epochs = Epochs(self._count_epochs())
         session.states.register("lightning", DictState(TrainerState(self.trainer)))
         averages = (each for each in self.trainer.callbacks if isinstance(each, _AVERAGING))
         for number, callback in enumerate(averages):  # whose own state_dict() is without the average

@@ -117,8 +117,8 @@ def _no_datasets(name: str) -> str:
         return f"the job has no datasets: pass ElasticTrainer(..., datasets={{{name!r}: ray.data.read_parquet(...)}})"
     return (
         "get_dataset_shard() is for the train function of an ElasticTrainer(..., datasets={...}): without a trainer, "
-        "and under torchrun, nothing reads a Ray dataset for the group. Use elastic_ray.ArrowDataset for Parquet "
-        "files, or ds.iter_torch_batches() in a single process"
+        "and under torchrun, nothing reads a Ray dataset for the group. Use elastic_ray.data.arrow.ArrowDataset for "
+        "Parquet files, or ds.iter_torch_batches() in a single process"
     )
 
 

@@ -36,8 +36,8 @@ OF_NO_GROUP = (
     "that a loop keeps (p.detach().clone()) stay in the group that they were made in, and a second sharded model that "
     "AdaptiveDataParallel does not wrap is in none; only in the wrapped module do rows move with the group. Make an "
     "average of the weights a part of that module, and move it where the optimizer steps: "
-    "optimizer.register_step_post_hook(lambda *_: elastic_ray.change_parameters(...)); see docs/recipes.md, An average "
-    "of the weights"
+    "optimizer.register_step_post_hook(lambda *_: elastic_ray.sync.change_parameters(...)); see docs/recipes.md, An "
+    "average of the weights"
 )
 CREATES_GRAPH = (
     "create_graph=True is not supported for a sharded model: torch frees the parameters that a gradient of a gradient "

@@ -318,7 +318,7 @@ class ShardHolder:
                 f"rows of parameters that rank {bad[0][0]} owns differ from those that rank {bad[0][1]} "
                 f"has of them, in model {self._number}: whatever changes parameters of a sharded model besides its "
                 "optimizer's step (initialisation after the first step, clipping of weights, averages that are written "
-                "back) reaches own rows only. Use load_state_dict() on all ranks, or elastic_ray.change_parameters"
+                "back) reaches own rows only. Use load_state_dict() on all ranks, or elastic_ray.sync.change_parameters"
             )
 
     def collect(self, group: Group) -> Whole | None:
