@@ -351,7 +351,7 @@ class TrialJob:
         return handle
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Tell the sweep's actor something, if it is there."""
+        """Send the sweep's actor a message, if it is there."""
         with contextlib.suppress(RayError, ValueError):
             if (sweep := find_actor(f"sweep:{self._sweep}")) is not None:
                 getattr(sweep, method).remote(*arguments)

@@ -239,7 +239,7 @@ class CheckpointCache:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Forget runs whose time is over."""
+        """Discard runs whose time is over."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

@@ -179,7 +179,7 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the job's user something, as an event of kind ``policy``.
+    """Notify the job's user, as an event of kind ``policy``.
 
     Attributes:
         metrics: numbers and strings by name, as ``elastic_ray.report`` takes them.

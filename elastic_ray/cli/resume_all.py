@@ -71,7 +71,7 @@ def resume_all(storage: str) -> None:
 
 
 def _look(storage: str, known: Mapping[str, JobAnswers]) -> _Found:
-    """Look at all runs and sweeps of a storage path."""
+    """Inspect all runs and sweeps of a storage path."""
     import pyarrow.fs
 
     from elastic_ray.checkpoints.run_directory import SUBMISSION_FILE, RunStorage, resolve
@@ -100,7 +100,7 @@ def _path(entry: Any) -> str:
 
 
 def _judge(text: bytes, run: Any, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found) -> None:
-    """Look whether one job is to be submitted again."""
+    """Check whether one job is to be submitted again."""
     from elastic_ray.cli import cluster
     from placement.storage.private_files import check_own
 

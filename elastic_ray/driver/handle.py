@@ -119,7 +119,7 @@ class JobHandle:
     """
 
     def __init__(self, controller: Any, spec: JobSpec) -> None:
-        """Take the lease; made by ``ElasticTrainer.submit`` and :meth:`attach`.
+        """Claim the lease; made by ``ElasticTrainer.submit`` and :meth:`attach`.
 
         Args:
             controller: handle of the job's controller.
@@ -378,7 +378,7 @@ class JobHandle:
         return reports[position] if position < len(reports) else None
 
     def leave(self) -> None:
-        """Let go of the job: it ends when its lease runs out, unless another process attaches to it in time."""
+        """Drop the claim on the job: it ends when its lease runs out, unless another process attaches to it in time."""
         self._lease.leave()
 
     def stop(self, *, now: bool = False, reason: str = "JobHandle.stop() was called") -> None:

@@ -48,7 +48,7 @@ class PassEpochs:
         self._models.append(module)
 
     def begin_pass(self, loader: object) -> bool:
-        """Begin a pass over a loader; True if the pass is to be skipped, because the others have left it behind.
+        """Start a pass over a loader; True if the pass is to be skipped, because the others have left it behind.
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`Session.sync_point`.

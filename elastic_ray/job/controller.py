@@ -176,7 +176,7 @@ class JobController:
                 self._end()
 
     def _live(self, spec: JobSpec) -> None:
-        """Begin with a job, or continue with what the controller before had noted."""
+        """Start a job, or continue with what the controller before had noted."""
         self._stored_train_loop = spec.stored_train_loop
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         remembered = self._journal.read()
@@ -308,7 +308,7 @@ class JobController:
         self._closed.set()
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Take the allocator's decision for this job."""
+        """Receive the allocator's decision for this job."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
@@ -348,7 +348,7 @@ class JobController:
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
 
     async def introduce(self, told: WorkerReregistration) -> None:
-        """Take the registration of a worker of an earlier controller."""
+        """Receive the registration of a worker of an earlier controller."""
         if self._reconnection is not None:
             self._reconnection.hear(told)
 

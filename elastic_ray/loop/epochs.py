@@ -62,7 +62,7 @@ class Epochs:
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 
     def begin_epoch(self) -> int:
-        """Begin the next epoch; returns its number, from 0. For a worker that joins it is the one the others are in.
+        """Start the next epoch; returns its number, from 0. For a worker that joins it is the one the others are in.
 
         Raises:
             RuntimeError: the one before has not ended, or there is none left.

@@ -124,7 +124,7 @@ class LaggingLook:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Take another number; return whether those before it are finite that the GPU has come to since."""
+        """Receive another number; return whether those before it are finite that the GPU has come to since."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite

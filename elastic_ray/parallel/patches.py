@@ -271,7 +271,7 @@ _NOT_GIVEN = (
 
 
 def check_scaler(run: Run) -> None:
-    """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
+    """Check whether an enabled scaler that no state of the run holds has called the optimizer's step.
 
     Raises RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
     """

@@ -332,7 +332,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 
     def _end_lost_pass(self) -> None:
-        """Take part in what other ranks reduce, after a backward pass ran out of memory."""
+        """Join the reductions of other ranks, after a backward pass ran out of memory."""
         self._sync.end_lost_pass(give_zero_gradients)
         if self._scaler is not None:  # it asks for gradients
             for param in () if self._sharded else self._trainable.params:
@@ -437,7 +437,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
     def _register(self, kept: KeptModel, schedulers: Sequence[Sequence[Any]], schedule: str) -> None:
-        """Tell the run what of the model its other ranks need, and what a lost step must take back."""
+        """Report to the run what of the model its other ranks need, and what a lost step must take back."""
         states, registry, index = self._run.states, self._run.registry, self._index
         registry.add_hook(HookPoint.BEFORE_END, self._steps[0].finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._trainable.check)

@@ -48,7 +48,7 @@ class Participant:
         """
 
     def join(self, what: Announced) -> None:
-        """Take part in what others have announced of the model, because this rank has no sample in the step."""
+        """Join the collectives that others have announced of the model, because this rank has no sample in the step."""
 
     def remember(self) -> Any:
         """A step begins: what it takes to undo it."""
@@ -164,4 +164,4 @@ class Participant:
         return {}
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""

@@ -181,7 +181,7 @@ class GroupChanges:
             raise
 
     def _taken_by_unit(self, wishes: UnitWishes, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Take a group on all workers of a unit alike: one may have missed that it was called off meanwhile."""
+        """Enter a group on all workers of a unit alike: one may have missed that it was called off meanwhile."""
         taken, ended = None, None
         newest = 1
         while True:
@@ -198,7 +198,7 @@ class GroupChanges:
                 return taken
 
     def _follow(self) -> None:
-        """Follow the membership into another group."""
+        """Enter, as the membership does, another group."""
         self._run.group.follow()
         self._run.consensus.follow_group()
 
@@ -280,7 +280,7 @@ class GroupChanges:
         return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
-        """Take another batch shape; that of a policy goes first."""
+        """Set another batch shape; that of a policy goes first."""
         self._run.set_shape(self._adaptation.held_shape() or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:

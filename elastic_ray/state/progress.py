@@ -102,13 +102,13 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def begin_pass(self, ordinal: int) -> None:
-        """Begin or continue the epoch's pass of this number."""
+        """Start or continue the epoch's pass of this number."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
 
     def forget_passes(self, ordinal: int) -> None:
-        """Forget passes from this number on, which were nested in a step that is over, or lost."""
+        """Discard passes from this number on, which were nested in a step that is over, or lost."""
         del self.passes[ordinal:]
 
     def commit(self, generation: int) -> None:
@@ -154,7 +154,7 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def meet(self) -> None:
-        """Note that user code is in its next collective."""
+        """Record that user code is in its next collective."""
         self.meeting = True
 
     def count_collective(self) -> None:

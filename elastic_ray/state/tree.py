@@ -39,7 +39,7 @@ class Stateful(Protocol):
         """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state; the tree's tensors belong to the callee from now on."""
+        """Restore a captured state; the tree's tensors belong to the callee from now on."""
 
 
 @runtime_checkable

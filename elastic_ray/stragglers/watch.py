@@ -296,7 +296,7 @@ class StragglerWatch:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
         self._memory, self._sends = MemoryTrace.from_state(tree["memory"]), SendTrace.from_state(tree["sends"])
         self._recent = RecentSteps(**tree["recent"])

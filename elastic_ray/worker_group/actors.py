@@ -241,7 +241,7 @@ class WorkerActors:
         self._on_result(worker, end)
 
     def adopt(self, told: WorkerReregistration) -> None:
-        """Take over a worker of a controller before this one."""
+        """Adopt a worker of a controller before this one."""
         worker = told.worker
         self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node
         self._fulfilled.add(worker)
@@ -311,7 +311,7 @@ class WorkerActors:
             return None
 
     def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
-        """Tell workers something; one that is gone misses nothing."""
+        """Send workers a message; one that is gone misses nothing."""
         for worker in workers:
             for name in process_names(worker, self._unit):
                 actor = self._actors.get(name)

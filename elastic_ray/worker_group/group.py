@@ -149,7 +149,7 @@ class WorkerGroup:
             self._perform(instruction)
 
     def post_to_members(self, message: ControllerMessage) -> None:
-        """Tell all members something."""
+        """Send all members a message."""
         self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
@@ -196,7 +196,7 @@ class WorkerGroup:
         await self.actors.refilled()
 
     def heard(self, worker: str, position: int = 0) -> bool:
-        """Note a message of a worker; True if it matters.
+        """Record a message of a worker; True if it matters.
 
         It does not of one that was declared lost, or served the trial before: the job continues without it.
         """

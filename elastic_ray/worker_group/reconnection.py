@@ -42,7 +42,7 @@ class Reconnection:
         self._told: dict[str, WorkerReregistration] = {}
 
     def hear(self, told: WorkerReregistration) -> None:
-        """Take the registration of a worker."""
+        """Receive the registration of a worker."""
         self._told[told.worker] = told
         for member in told.spec.members if told.spec is not None else ():
             self._processes.setdefault(member.worker, "")
@@ -64,7 +64,7 @@ class Reconnection:
         return tuple(self._told.values())
 
     async def _look(self) -> None:
-        """Look for workers that are gone or stopped, of which nothing is expected any more."""
+        """Search for workers that are gone or stopped, of which nothing is expected any more."""
         begin_s = time.monotonic()
         while True:
             self._strike(await asyncio.to_thread(self._dead, self._missing))

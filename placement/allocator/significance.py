@@ -97,7 +97,7 @@ class KnownJob:
         return not self.target and not self.view.paused
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """Take a heartbeat."""
+        """Receive a heartbeat."""
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:

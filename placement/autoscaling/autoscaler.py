@@ -141,7 +141,7 @@ class Autoscaler:
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
-        """Forget a job that has ended; return its cost [USD]. May be called while ``decide`` runs in another thread."""
+        """Discard an ended job; return its cost [USD]. May be called while ``decide`` runs in another thread."""
         self._forgotten.add(job)
         return self._bills.pop(job, Bill()).usd
 

@@ -41,12 +41,12 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note_prices(self, prices: Mapping[str, float]) -> None:
-        """Note the prices that a decision has found."""
+        """Record the prices that a decision has found."""
         self.prices.clear()
         self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
-        """Forget, where so many more would be too many."""
+        """Discard old entries if there would be too many."""
         if len(self.rows) + entries > self.most:
             self.rows.clear()
         if len(self.ratios) + entries > self.most:

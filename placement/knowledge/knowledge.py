@@ -121,7 +121,7 @@ class Knowledge:
         self.version = 0  # rises whenever there is something new to keep
 
     def machines(self, cluster: Cluster) -> None:
-        """Look at the nodes: where those of a GPU type are not what they were, its observations are forgotten.
+        """Inspect the nodes: where those of a GPU type are not what they were, its observations are forgotten.
 
         A type is the same as long as one node of it is there that is of a kind that was there before (a cluster may
         mix sizes, and grow by others); it has changed when none is.
@@ -136,14 +136,14 @@ class Knowledge:
                 self.forget(gpu)
 
     def forget(self, gpu: str) -> None:
-        """Forget everything about a GPU type."""
+        """Discard everything about a GPU type."""
         for families in self._families.values():
             families.pop(gpu, None)
         for key in [key for key in self._read if key[1] == gpu]:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Take in what a job's heartbeat says; the newest observation of a shape counts."""
+        """Receive what a job's heartbeat says; the newest observation of a shape counts."""
         if view.fingerprint is None:
             return
         self._lengths.hear(view)
@@ -253,7 +253,7 @@ class Knowledge:
         return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
-        """Take in what was kept; what was measured on other machines than these, or too long ago, is left out.
+        """Receive what was kept; what was measured on other machines than these, or too long ago, is left out.
 
         A time ahead of now, by the clock of who wrote it, counts as now.
         """
@@ -385,7 +385,7 @@ class EndedJobs:
         return True
 
     def recall(self, lengths: Iterable[KnownLength]) -> None:
-        """Take in what was kept."""
+        """Receive what was kept."""
         fresh: dict[str, list[KnownLength]] = {}
         for each in lengths:
             fresh.setdefault(each.fingerprint, []).append(each)

@@ -85,7 +85,7 @@ class _FreeSlots:
         self.allocation: dict[str, dict[str, int]] = {job: dict(place) for job, place in allocation.items()}
 
     def give(self, view: JobView, most: int) -> dict[str, int]:
-        """Take up to so many slots for a job; returns them by node."""
+        """Reserve up to so many slots for a job; returns them by node."""
         given: dict[str, int] = {}
         place = self.allocation[view.job]
         for _ in range(most):

@@ -38,7 +38,7 @@ class Call:
     given_up: bool = False  # its caller does not wait for it any more; a call that continues in pieces ends itself
 
     def heard(self) -> bool:
-        """Note that a piece is done; True if its caller still waits for the others."""
+        """Record that a piece is done; True if its caller still waits for the others."""
         self.heard_s = time.monotonic()
         return not self.given_up
 

@@ -148,7 +148,7 @@ class ElasticFitLoop(_FitLoop):
             raise
 
     def _start_where_restored(self) -> None:
-        """Begin at the place of a checkpoint that Lightning has read (``fit(ckpt_path=)``), if it has read any."""
+        """Start at the place of a checkpoint that Lightning has read (``fit(ckpt_path=)``), if it has read any."""
         if not self._loaded_from_state_dict:
             if self.epoch_loop.global_step:  # trained before, by this trainer
                 self._begin_at_own_place()
@@ -178,7 +178,7 @@ class ElasticFitLoop(_FitLoop):
         self._begin_at_own_place(batches if within else 0)
 
     def _begin_at_own_place(self, batches: int = 0) -> None:
-        """Begin where the trainer's counters stand, unless the job begins at a place of its own.
+        """Start where the trainer's counters stand, unless the job begins at a place of its own.
 
         Args:
             batches: trained on in the epoch in progress, under another strategy.
@@ -222,7 +222,7 @@ class ElasticFitLoop(_FitLoop):
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
-        """Begin the epoch that the job is in."""
+        """Start the epoch that the job is in."""
         assert self._epochs is not None
         epoch = self._epochs.begin_epoch()
         self._came_later = False
@@ -251,7 +251,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         return not self._came_later and super().done
 
     def reset(self) -> None:
-        """Begin the epoch's counts, or continue with those of the others."""
+        """Start the epoch's counts, or continue with those of the others."""
         session = current_session()
         ordinal, passes = session.ledger.next_ordinal, session.progress.passes
         if ordinal >= len(passes) or not (passes[ordinal].position or passes[ordinal].done):

@@ -177,7 +177,7 @@ class GradientReducer:
         refuse_weights(self._ledger.step)
 
     def _nest(self) -> None:
-        """Note that a backward pass within the pass was seen."""
+        """Record that a backward pass within the pass was seen."""
         self._nests, self._early = True, False
 
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
@@ -260,7 +260,7 @@ class GradientReducer:
         self._buckets[index].adopt(waiting)
 
     def _announce(self) -> None:
-        """Tell the other ranks that this one reduces gradients: they answer while backward continues."""
+        """Announce to the other ranks that this one reduces gradients: they answer while backward continues."""
         self._told = True
         weighed = self._step is not None and self._step.weighed
         self._announced = self._announcements.weighed if weighed else self._announcements.plain
@@ -285,7 +285,7 @@ class GradientReducer:
         self._met = (self._group.group.generation, self._announced)
 
     def _begin_step(self, step: LoaderStep) -> None:
-        """Begin the first backward pass of a step."""
+        """Start the first backward pass of a step."""
         self._step = step
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
@@ -496,7 +496,7 @@ class GradientReducer:
             first = last
 
     def _conclude_statistics(self, step: LoaderStep, norms: Sequence[float]) -> None:
-        """Take the step's statistics, where they can be told apart from what it had reduced before."""
+        """Receive the step's statistics, where they can be told apart from what it had reduced before."""
         if not (self._goes_on and self._accumulates):
             self._statistics.collect(step, norms, grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
@@ -506,7 +506,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
-        """Look at the gradients of a rank alone."""
+        """Inspect the gradients of a rank alone."""
         self._tried = True  # what buckets refuse is better told with the first gradient
         for bucket in self._buckets:
             if self._measures:

@@ -275,7 +275,7 @@ class TileHolder:
         self.held, self._whole = None, True
 
     def take_whole(self) -> None:
-        """Take the whole state that the optimizer was given, read or not."""
+        """Receive the whole state that the optimizer was given, read or not."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
 
@@ -291,7 +291,7 @@ class TileHolder:
             self._optimizer.state.pop(param, None)
 
     def forget_stored(self) -> None:
-        """Forget the stored state, which the next update makes outdated."""
+        """Discard the stored state, which the next update makes outdated."""
         if self.held is not None:
             self.stored.forget()
 

@@ -77,7 +77,7 @@ def is_sharded_model(module: nn.Module) -> bool:
 
 
 def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Note what a module was sharded with."""
+    """Record what a module was sharded with."""
     setattr(module, _SHARD_SIZE, shard_size)
 
 

@@ -354,7 +354,7 @@ class ShardedOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Take over what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
+        """Adopt what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
 
         Args:
             whole: whether the optimizer holds the whole state of that update, and the model all parameters.

@@ -91,7 +91,7 @@ class NoiseTracker:
         self.adam_steps: list[list[float]] = [[0.0, 0.0] for _ in range(optimizers)]
 
     def read_from(self, source: StatesSource) -> None:
-        """Take groups and states of the optimizer from there: it may not hold all of them itself."""
+        """Copy groups and states of the optimizer from there: it may not hold all of them itself."""
         self._source = source
 
     @property
@@ -243,7 +243,7 @@ class NoiseTracker:
         }
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state; preconditioners start afresh."""
+        """Restore a captured state; preconditioners start afresh."""
         self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
         *groups, self._whole = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
         self._shared = tuple(groups)

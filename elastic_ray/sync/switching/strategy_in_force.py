@@ -94,7 +94,7 @@ class StrategyTuner:
         return repr(self._settings)
 
     def tell(self, table: Callable[[], str]) -> None:
-        """Tell the job's user of a choice, once it is in force; all ranks come by here."""
+        """Notify the job's user of a choice, once it is in force; all ranks come by here."""
         choice = self._choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
@@ -186,7 +186,7 @@ class StrategyTuner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""
         self._settings = ChoiceSettings(**tree["settings"])
         self._topology = tree["topology"]
         self._choice = self._before = Choice.from_state(tree["choice"])
@@ -412,7 +412,7 @@ class StrategyInForce:
         return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
-        """Take over a captured state; whether buckets are to be laid out anew.
+        """Restore a captured state; whether buckets are to be laid out anew.
 
         The strategy of a run that began with another one stays behind with it.
         """
