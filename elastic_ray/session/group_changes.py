@@ -172,7 +172,7 @@ class GroupChanges:
         return self._go_to(spec, communicator)
 
     def _taken(self, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """The group to go on with."""
+        """The group to continue with."""
         try:
             return self._membership.take_next(timeout_s=timeout_s)
         except LostGroupError:
@@ -192,7 +192,7 @@ class GroupChanges:
                 ended = error
             told = wishes.alike(0.0 if ended is not None or taken is None else float(taken[0].generation))
             if min(told) == 0.0:
-                raise ended or LostGroupError("another worker of the unit has no group to go on with")
+                raise ended or LostGroupError("another worker of the unit has no group to continue with")
             newest = round(max(told))
             if taken is not None and min(told) == newest:
                 return taken
