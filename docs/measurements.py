@@ -118,7 +118,8 @@ def merged(rows: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) 
             section = result[same[-1]]["section"] if same else "Steps"
             result.insert(same[-1] + 1 if same else len(result), {"section": section, **each})
         else:
-            result[place] |= {**each, "unit": result[place]["unit"] or each["unit"]}
+            ratio = "x" if result[place]["unit"] == "x" else ""  # which a benchmark does not print
+            result[place] |= {**each, "unit": each["unit"] or ratio}
     return result
 
 
