@@ -67,7 +67,7 @@ def test_a_benchmarks_line_replaces_its_own_claim() -> None:
         measurements.printed(log, "kill.log")
     after = measurements.merged(before, measurements.printed(log, "build/release/bench_kill.log"))
     assert [(each["claim"], each["value"], each["unit"], each["machine"]) for each in after] == [
-        ("c", 31.3, "x", "4 CPUs"),
+        ("c", 31.3, "s", "4 CPUs"),
         ("new", 2.0, "", "4 CPUs"),
         ("c", 1, "x", ""),
     ]
