@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
@@ -12,12 +13,14 @@ from placement.arguments import NamesArguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
+from placement.cluster.utility import Utility
 
 _SWITCHES = (
     "fixed_batch",
     "restart",
     "automatic_checkpoints",
     "keep_last_state",
+    "branch_when_idle",
     "private_files",
     "verify_checkpoints",
     "tensorboard",
@@ -55,6 +58,8 @@ class ElasticConfig(NamesArguments):
         automatic_checkpoints: save the whole elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage now and then, so that a job that loses all of its workers, or its whole
             cluster, continues from there. The job saves itself once more when it finishes.
+        branch_when_idle: compare larger batches by branches of the job (``JobHandle.branch``) where slots are idle that
+            no other job can use, each time that the job's steps have doubled, from the 400th on.
         keep_last_state: keep the last automatic checkpoint of a job that has finished; ``Result.checkpoint`` is that
             of a job that reports none, and ``load_model_state`` reads it. False deletes it.
         checkpoint_interval_s: time between two of them; None finds the best from what one costs and how often workers
@@ -104,6 +109,7 @@ class ElasticConfig(NamesArguments):
     fixed_batch: bool = False
     automatic_checkpoints: bool = True
     keep_last_state: bool = True
+    branch_when_idle: bool = False
     checkpoint_interval_s: float | None = None
     stragglers: Response = "tell"
     straggler_patience_s: float = 60.0
@@ -180,6 +186,9 @@ class SchedulingConfig(NamesArguments):
         spot: how the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them wherever
             they are to be had, or ``mixed``: its minimum of workers on on-demand nodes, the others anywhere.
         budget_usd: what the job may cost [USD]; the autoscaler plans with it and says at once if it cannot be kept.
+        utility: what it is worth that the job is done, by seconds after ``submit()``: pairs of time and value [USD],
+            such as ``((3600, 50), (7200, 0))``; linear between, the first value before the first, and the last line
+            goes on beyond the last. Once its length is known the job has no worker that costs more than it gains.
         weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a
             matter of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first
             all the same.
@@ -214,6 +223,7 @@ class SchedulingConfig(NamesArguments):
     whole_nodes: bool = False
     spot: SpotUse = "prefer"
     budget_usd: float | None = None
+    utility: Sequence[tuple[float, float]] | None = None
     weight: float = 1.0
     tenant_weight: float | None = None
     mixed_gpu_types: bool = False
@@ -228,6 +238,11 @@ class SchedulingConfig(NamesArguments):
         return self.unit.size if isinstance(self.unit, Unit) else self.unit
 
     @property
+    def completion_utility(self) -> Utility | None:
+        """``utility`` as a function of time."""
+        return None if self.utility is None else Utility(self.utility)  # type: ignore[arg-type]
+
+    @property
     def allowed_sizes(self) -> AllowedSizes:
         """``sizes``, ``multiple_of`` and ``memory`` together."""
         return AllowedSizes(
@@ -240,6 +255,8 @@ class SchedulingConfig(NamesArguments):
         if self.sizes == ():
             raise ValueError("sizes must hold the numbers of workers that are allowed, or be None for any, but got ()")
         _ = self.allowed_sizes  # raises
+        if (told := self.completion_utility) is not None:
+            object.__setattr__(self, "utility", told.points)
         if not isinstance(self.unit, Unit):
             check_size("unit", self.unit)
         if self.unit_size > 1 and (self.mixed_gpu_types or self.memory is not None):

@@ -19,6 +19,7 @@ from placement.lazy_names import lazy_names
 from placement.text import printable, printable_lines
 
 if TYPE_CHECKING:
+    from elastic_ray.batch.branch_losses import BranchError
     from elastic_ray.batch.tuner import BatchDoesNotFitError
     from elastic_ray.communication.communicator import CommunicationFailedError
     from elastic_ray.consensus.intents import RanksDisagreeError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 # Errors of rooms above, loaded on first use.
 _HOMES = {
+    "elastic_ray.batch.branch_losses": "BranchError",
     "elastic_ray.batch.tuner": "BatchDoesNotFitError",
     "elastic_ray.communication.communicator": "CommunicationFailedError",
     "elastic_ray.consensus.intents": "RanksDisagreeError",
@@ -47,6 +49,7 @@ _HOMES = {
 __all__ = [
     "AccessRefusedError",
     "BatchDoesNotFitError",
+    "BranchError",
     "CommunicationFailedError",
     "ForeignDirectoryError",
     "ImpossibleResourcesError",

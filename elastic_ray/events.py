@@ -34,6 +34,7 @@ class EventKind(str, enum.Enum):
     CANCELLED = "cancelled"
     BATCH = "batch"
     BATCH_KEPT = "batch_kept"
+    BRANCH = "branch"
     STRATEGY = "strategy"
     STRAGGLER = "straggler"
     OUT_OF_MEMORY = "out_of_memory"
@@ -260,6 +261,8 @@ class JobStatus:
         batch_size: global batch size M [samples].
         throughput: [samples/s], measured.
         goodput: throughput x statistical efficiency [samples/s], None before the model is fitted.
+        efficiency: statistical efficiency of the present batch M, (M0 + B) / (M + B) with M0 the initial batch and B
+            the gradient noise scale, at most 1; None likewise.
         metrics: the latest metrics of rank 0, as reported.
         message: what the job waits for, or why it ended; empty when it simply runs.
         cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
@@ -315,6 +318,7 @@ class JobStatus:
     batch_size: int = 0
     throughput: float = 0.0
     goodput: float | None = None
+    efficiency: float | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     message: str = ""
     cost_usd: float | None = None

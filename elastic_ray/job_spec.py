@@ -78,6 +78,7 @@ class JobSpec(RunSettings):
     # the user's name for the model, by which jobs share what they measure; None derives one
     model_fingerprint: str | None = None
     trial: TrialSpec | None = None  # of a trial of a sweep; None for any other job
+    branch_of: str = ""  # job that it is a branch of; empty for any other job
     submission: str = ""  # id of Ray's job submission that it was started from; empty if from none
     user: str = ""  # who has submitted it
     # by which its workers and its controller know each other; it travels through Ray alone, and a controller that Ray

@@ -94,6 +94,10 @@ class UnitPlace:
         """Workers of the unit."""
         return math.prod(self.sizes)
 
+    def fitting(self, batch_size: int) -> int:
+        """Return the largest batch up to one of this size that the workers can share out equally."""
+        return max(batch_size - batch_size % self.shards, self.shards)
+
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
         """Return the part of the unit's samples that the worker reads, and the number of parts.
 

@@ -48,6 +48,7 @@ class Cause(str, enum.Enum):
     ON_DEMAND_KEPT = "on demand kept", "waits: on-demand nodes are kept for the minimum of {0}"
     DEADLINE = "deadline", "deadline: {0} or more meet it"
     NO_DEADLINE = "no deadline", "deadline: {0}"
+    UTILITY = "utility", "utility: more than {0} cost more than they gain"
     SIZES = "sizes", "its sizes allow {0} of the {1} workers that fit"
     NO_ROOM = "no room", "waits: needs at least {0}, {1} fit"
     MEMORY = "memory", "memory bound: needs at least {0}, {1} fit"
@@ -66,6 +67,17 @@ class Cause(str, enum.Enum):
     OTHER_TYPES = "other types", "with {0}, which no other job needs"
     WISH = "wish", "its policy asked for {0}, {1} of them from slots of no use to others"
     WISH_IN_PART = "wish in part", "its policy asked for {0}, of which {1} are to be had"
+    # of the cluster's size
+    LEAST_COST = "least cost", "{0}: {1} on {2}"
+    NO_PROGRESS = "no progress", "no size is known to make progress: {0}"
+    BAND = "band", "utility {0:.2f} is {1} its band: {2}"
+    NEEDED = "needed", "{0}: {1}"
+    UNUSED = "unused", "no job needs them"
+    CLOSED = "closed", "no more for now: {0}"
+    UNMET = "unmet", "its {0} cannot be met: {1}"
+    UNPLANNED = "unplanned", "its {0} cannot be planned for: its length is not known yet"
+    PASSED = "passed", "its deadline has passed"
+    NO_NODE = "no node", "{0} of {1} workers find no node within the limits of the node types"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,11 +88,15 @@ class Reason:
     # what its words have places for
     facts: tuple[Any, ...] = ()  # texts and numbers
     figures: str = ""  # gain, loss and what else was weighed, for ``explain``; empty for none
+    unit: int = 1  # processes of each worker that it counts
 
     @property
     def words(self) -> str:
         """The cause in words, whole."""
-        return self.cause.words.format(*self.facts)
+        if self.unit == 1 or self.cause is Cause.POLICY:
+            return self.cause.words.format(*self.facts)
+        facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
+        return self.cause.words.replace("worker", "unit").format(*facts)
 
     def __str__(self) -> str:
         said = self.words.split()
@@ -89,14 +105,22 @@ class Reason:
     @property
     def explained(self) -> str:
         """The cause with all figures."""
-        return "; ".join(each for each in (self.words, self.figures) if each)
+        whole = f"a unit is {self.unit} workers on one node" if self.unit > 1 else ""
+        return "; ".join(each for each in (self.words, self.figures, whole) if each)
+
+    def of_unit(self, unit: int) -> Reason:
+        """Return the reason of a job whose workers are units of so many."""
+        return self if unit == self.unit else dataclasses.replace(self, unit=unit)
+
+    def with_figures(self, figures: str) -> Reason:
+        """Return the reason with these figures after its own."""
+        return dataclasses.replace(self, figures="; ".join(filter(None, (self.figures, figures))))
 
     def because(self, cause: Reason | None) -> Reason:
         """Return the decision with what limits or forces it as its cause; the former cause becomes a figure."""
         if cause is None:
             return self
-        figures = "; ".join(each for each in (cause.figures, self.explained) if each)
-        return dataclasses.replace(cause, figures=figures)
+        return cause.with_figures(self.explained)
 
 
 def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:

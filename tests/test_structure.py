@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("placement", "elastic_ray", "tuning")
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_UNDOCUMENTED_LINES = 20, 600, 60, 8
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_UNDOCUMENTED_LINES = 20, 650, 60, 8
 
 # Objects of Ray and NNI, which are set up by writing into them.
 FOREIGN = ("TuneController", "launcher", "nni.trial", "theirs", "self._tuner")
@@ -53,13 +53,13 @@ PRIVATE_NAMES = {
     "what lies with each rank, which no rank shows another": """_debtors _divided _gathered _gradients _holder _owed
         _reducer _shard _states _steps _sync _table _tracker""",
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind
-        _meet _module _nccl _optimizers _run _session _speak""",
+        _meet _module _nccl _session _speak""",
     "the background work of a saver or a notifier, which a test waits for": "_background _busy _looking _making _parts",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
         _streams _tell _waiting""",
 }
 # Test modules whose helpers others still import; a helper belongs in a module that is no test.
-LENDING_TESTS = 7
+LENDING_TESTS = 0
 # Tests with names of more than nine words after `test_`; fewer from change to change.
 LONG_NAMES, MOST_WORDS = 0, 9
 

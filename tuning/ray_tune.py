@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -9,12 +10,14 @@ import logging
 import math
 import os
 import posixpath
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
+from ray import tune
 from ray.train import Checkpoint
 from ray.train._internal.session import _TrainingResult
 from ray.train._internal.storage import StorageContext
@@ -24,14 +27,25 @@ from ray.tune.execution.tune_controller import TuneController
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from ray.tune.schedulers import AsyncHyperBandScheduler, HyperBandScheduler, MedianStoppingRule
 
+from elastic_ray.checkpoints.run_directory import SUBMISSION_FILE, RunStorage
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.driver.overrides import login_name, read_overrides
+from elastic_ray.driver.trainer import kept_submission
 from elastic_ray.events import JobPhase
 from elastic_ray.worker.lazy_patch import patched
 from elastic_ray.worker.train_loop import PickledTrainLoop, pack, with_config
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
 from tuning.rung_sizes import Sweep
-from tuning.sweep import StopWatch, SweepDriver, SweepStoppedError, claim_sweep, release_sweep, this_driver
+from tuning.sweep import (
+    StopWatch,
+    SweepDriver,
+    SweepStoppedError,
+    claim_sweep,
+    release_sweep,
+    sweep_runs,
+    this_driver,
+)
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise, check_searchable
 
@@ -171,6 +185,7 @@ def elastic(
     spec = dataclasses.replace(template.spec, train_loop=in_tune(template.spec.train_loop))
     template = dataclasses.replace(template, spec=spec)
     _claim_sweeps()
+    _resume_sweeps()
     name = getattr(train_loop_or_trainer, "__name__", "trial")
     return type(f"elastic_{name}", (ElasticTrainable,), {"_template": template})
 
@@ -384,6 +399,8 @@ def _claim_sweeps() -> None:
             trials = getattr(getattr(self, "search_alg", None), "total_samples", None)
             limits = _elastic_of(self)[0]._template.limits
             watch.claim(name, this_driver(self.experiment_path, promise, limits, trials))
+            _keep_submission(name, _trials_of(self)[0].storage)
+        watch.check()
         add(self)
 
     def clean_and_release(self: TuneController) -> None:
@@ -394,6 +411,46 @@ def _claim_sweeps() -> None:
 
     TuneController._maybe_add_actors = claim_and_add  # type: ignore[method-assign]
     TuneController.cleanup = clean_and_release  # type: ignore[method-assign]
+
+
+def _keep_submission(name: str, storage: StorageContext) -> None:
+    """Keep what submits the sweep's script again, in the experiment's directory; storage that fails is logged."""
+    told, path = read_overrides(os.environ), storage.experiment_fs_path
+    kept = kept_submission(name, path, told.submission, told.command, told.user or login_name())
+    try:
+        RunStorage(path, storage.storage_filesystem).write_submission(kept.to_json())
+    except OSError as error:
+        logger.warning("`elastic-ray resume --all` will not know sweep %s: %s", name, error)
+
+
+def _resume_sweeps() -> None:
+    """Have Tune's loop, which is to run in this process, continue the experiments that `resume --all` is about.
+
+    The script is the one that began them: its ``Tuner(...).fit()`` would begin them anew.
+    """
+    start: Any = TuneController.__init__
+    if start.__module__ == __name__ or not read_overrides(os.environ).resume:
+        return
+
+    def resume_or_start(self: TuneController, *args: Any, resume_config: Any = None, **named: Any) -> None:
+        storage = named.get("storage")
+        again = resume_config is None and _was_submitted(storage)
+        start(self, *args, resume_config=tune.ResumeConfig() if again else resume_config, **named)
+        if again and storage is not None and not self.resumed:
+            raise RuntimeError(
+                f"the sweep in {storage.experiment_fs_path} cannot be restored, as Ray's log says, and was not begun "
+                "anew: move that directory away to do so"
+            )
+
+    TuneController.__init__ = resume_or_start  # type: ignore[method-assign]
+
+
+def _was_submitted(storage: StorageContext | None) -> bool:
+    """True if an experiment's directory has what `elastic-ray submit` was given for it."""
+    if storage is None:
+        return False
+    path = posixpath.join(storage.experiment_fs_path, SUBMISSION_FILE)
+    return bool(storage.storage_filesystem.get_file_info(path).is_file)
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
@@ -468,11 +525,33 @@ class _Watch:
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
         self.driver: SweepDriver | None = None
+        self._claiming: concurrent.futures.Future[None] | None = None
 
     def claim(self, name: str, driver: SweepDriver) -> None:
-        """Claim the sweep of this name for the driver; raises SweepRunsError if it has one."""
-        claim_sweep(name, driver)
+        """Claim the sweep of this name for the driver; raises SweepRunsError if it has one.
+
+        A sweep without an actor has no other driver: its actor starts beside the first trial's, see :meth:`check`.
+        """
+        if sweep_runs(name):
+            claim_sweep(name, driver)
+        else:
+            self._claiming = concurrent.futures.Future()
+            threading.Thread(target=self._claim, args=(self._claiming, name, driver), daemon=True).start()
         self.driver = driver
+
+    @staticmethod
+    def _claim(claiming: concurrent.futures.Future[None], name: str, driver: SweepDriver) -> None:
+        try:
+            claim_sweep(name, driver)
+            claiming.set_result(None)
+        except Exception as error:
+            claiming.set_exception(error)
+
+    def check(self) -> None:
+        """Raise SweepRunsError, or what else a claim in the background has failed with."""
+        if self._claiming is not None and self._claiming.done():
+            claiming, self._claiming = self._claiming, None
+            claiming.result()
 
     def due(self) -> bool:
         """True if it is time to look again; the next look is due after a while."""

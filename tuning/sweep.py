@@ -23,7 +23,6 @@ from placement.cluster.free_resources import FreeResources
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head, find_actor
 from placement.text import log_plainly
 from tuning.rung_sizes import Sweep, SweepPlanner
-from tuning.sweep_processes import SweepProcesses
 from tuning.trials import CheckpointCache, Promise, TrialRecord, weights
 
 logger = logging.getLogger("tuning.sweep")
@@ -117,6 +116,11 @@ def this_driver(
         folder=folder,
         words=f"driven by process {os.getpid()} on {socket.gethostname()}, results in {folder}",
     )
+
+
+def sweep_runs(name: str) -> bool:
+    """True if the sweep of this name has an actor: it runs, or has ended within seconds."""
+    return find_actor(f"sweep:{name}") is not None
 
 
 def claim_sweep(name: str, driver: SweepDriver) -> None:
@@ -253,6 +257,7 @@ class SweepActor:
     def __init__(self, name: str, promise: Promise | None) -> None:
         from elastic_ray.job.controller import start  # their imports, which drivers are spared here
         from elastic_ray.job.host import ControllerHosts
+        from tuning.sweep_processes import SweepProcesses
 
         log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
@@ -270,6 +275,7 @@ class SweepActor:
         self._cached = CheckpointCache()
         self._handle = ray.get_runtime_context().current_actor
         self._driver: SweepDriver | None = None
+        self._claimed = False
         self._folder, self._seen_s = "", 0.0
         self._since_s = time.monotonic() + _FIRST_S
         self._stop_reason, self._stopped_by_s, self._stopped, self._told_s = "", 0.0, False, 0.0
@@ -285,8 +291,10 @@ class SweepActor:
             silent_s = now_s - self._seen_s
             if silent_s < (_SILENT_S if self._busy else _SEEN_S):
                 return bool(self._busy) or silent_s < _TOLD_S, other.words
-        if not self._busy:  # else it was resumed
+        if not self._busy or not self._claimed:  # else it was resumed
             self._promise, self._planner = driver.promise, driver.planner()
+        self._claimed = True
+        if not self._busy:
             self._stop_reason, self._stopped, self._told_s = "", False, 0.0
         if driver.folder != self._folder:
             self._records = {each.trial: self._records[each.trial] for each in self._busy.values()}

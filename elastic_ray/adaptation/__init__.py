@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ScaleRate,
         SetBatch,
         SetStrategy,
+        SetTopology,
         Stop,
     )
     from elastic_ray.adaptation.view import PolicyView
@@ -38,7 +39,9 @@ _HOMES = {
     "elastic_ray.adaptation.policies.noise_scale_batch": "NoiseScaleBatch",
     "elastic_ray.adaptation.policies.scaling": "ThroughputScaling UtilityCost",
     "elastic_ray.adaptation.policy": "Policy PolicyError",
-    "elastic_ray.adaptation.requests": "Checkpoint Pause Report Request Resize ScaleRate SetBatch SetStrategy Stop",
+    "elastic_ray.adaptation.requests": (
+        "Checkpoint Pause Report Request Resize ScaleRate SetBatch SetStrategy SetTopology Stop"
+    ),
     "elastic_ray.adaptation.view": "PolicyView",
 }
 
@@ -60,6 +63,7 @@ __all__ = [
     "ScaleRate",
     "SetBatch",
     "SetStrategy",
+    "SetTopology",
     "Stop",
     "ThroughputScaling",
     "UtilityCost",

@@ -36,6 +36,7 @@ class Policy:
         strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it continues without that
             request, and an event of kind ``policy`` says so.
         deadline_s: longest time that a hook may take [s]; a policy that takes longer is not asked again.
+        owns_batch: what other policies ask for the batch does not count.
 
     Examples:
         >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
@@ -47,6 +48,7 @@ class Policy:
         [Resize(to=3, min=None, max=None)]
     """
 
+    owns_batch: bool = False
     watches: Sequence[str] = ()
     strict: bool = False
     deadline_s: float = 10.0
@@ -74,6 +76,10 @@ class Policy:
     def after_train(self, view: PolicyView) -> Answer:
         """Hook after the train function has returned; only ``Report`` has an effect here."""
         return None
+
+    def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
+        """Return the batches to come, as far as the policy knows: (samples from now, batch), for the allocator."""
+        return ()
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state, as plain values; the instance's attributes unless overridden."""

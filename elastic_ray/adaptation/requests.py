@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from elastic_ray.state.plain_metrics import plain_metrics
 from elastic_ray.sync.naming import NAMED
-from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.spec import TOPOLOGIES, Strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +127,26 @@ class SetStrategy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SetTopology:
+    """Have all-reduces take another way through the group from the next step on; the rest of the strategy stays.
+
+    A strategy that is being chosen (``"auto"``) stays as it is then.
+
+    Attributes:
+        topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as of ``Reduce``.
+        model: number of the model, in the order in which the loop wraps them.
+    """
+
+    topology: str
+    model: int = 0
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(f"SetTopology(topology) must be one of {', '.join(TOPOLOGIES)}, but got {self.topology!r}")
+        _check_whole("SetTopology(model)", self.model, "", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Save an automatic checkpoint after the present step, as soon as storage is free.
 
@@ -198,10 +218,11 @@ class Report:
         object.__setattr__(self, "metrics", plain_metrics(self.metrics))
 
 
-Request: TypeAlias = Resize | SetBatch | ScaleRate | SetStrategy | Checkpoint | Stop | Pause | Report
+Request: TypeAlias = Resize | SetBatch | ScaleRate | SetStrategy | SetTopology | Checkpoint | Stop | Pause | Report
 
 _KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (Resize, SetBatch, ScaleRate, SetStrategy, Checkpoint, Stop, Pause, Report)
+    kind.__name__: kind
+    for kind in (Resize, SetBatch, ScaleRate, SetStrategy, SetTopology, Checkpoint, Stop, Pause, Report)
 }
 
 

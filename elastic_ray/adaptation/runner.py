@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import HookCaller, HookTimeoutError, Policy, PolicyError, name_of, overrides
-from elastic_ray.adaptation.requests import Report, Request, from_plain, is_request, to_plain
+from elastic_ray.adaptation.requests import Report, Request, SetBatch, from_plain, is_request, to_plain
 from elastic_ray.adaptation.shared_values import SharedValues
 from elastic_ray.adaptation.view import PolicyView, WatchedMetrics
 
@@ -95,6 +95,16 @@ class PolicyRunner:
             if self._is_asked(number) and overrides(policy, hook):
                 self._ask(number, policy, hook, view)
 
+    def coming_batches(self, view: PolicyView) -> tuple[tuple[float, int], ...]:
+        """Return the batches to come by what the policies know: (samples of the run, batch), by samples."""
+        found: dict[float, int] = {}
+        for policy in self._policies:
+            try:
+                found |= {view.samples + ahead: size for ahead, size in policy.coming_batches(view)}
+            except Exception:  # it is for the allocator alone
+                logger.warning("policy %s failed in coming_batches", name_of(policy), exc_info=True)
+        return tuple(sorted(found.items()))
+
     def _is_asked(self, number: int) -> bool:
         return number not in self.values.off and not self._pending[number].is_off
 
@@ -163,6 +173,8 @@ class PolicyRunner:
     def _apply(self, policy: Policy, hook: str, request: Request, step: int) -> None:
         """Carry out what all ranks ask for, and tell what became of it; raises PolicyError of a strict policy."""
         name = name_of(policy)
+        if isinstance(request, SetBatch) and any(each.owns_batch for each in self._policies if each is not policy):
+            return
         refused = self._applies.apply(request, self.values)
         detail = {"policy": name, "hook": hook, "request": to_plain(request), "step": step, "refused": refused}
         if not refused:

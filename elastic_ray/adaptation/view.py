@@ -32,6 +32,8 @@ class PolicyView:
         batch_size: global batch of a full step [samples].
         initial_batch_size: global batch that the learning rate belongs to [samples].
         max_batch_size: largest batch that the loader allows [samples]; None for a fixed one.
+        critical_batch: largest batch at which samples are worth as much, as the job's branches have measured it
+            [samples]; None where none have.
         learning_rates: of the first model's parameter groups, as user code and schedulers set them.
         rate_factor: what ``ScaleRate`` requests have multiplied them by.
         noise: gradient noise of the first model, None before it is measured.
@@ -66,6 +68,7 @@ class PolicyView:
     batch_size: int = 0
     initial_batch_size: int = 0
     max_batch_size: int | None = None
+    critical_batch: int | None = None
     learning_rates: tuple[float, ...] = ()
     rate_factor: float = 1.0
     noise: NoiseScale | None = None

@@ -73,6 +73,11 @@ def real_count(tensor: Tensor) -> int:
     return math.prod(real_shape(tensor))
 
 
+def local(tensor: Any) -> Any:
+    """Return this worker's part of a tensor; the tensor itself where it is whole."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """Return a view of a tensor's real numbers; the tensor itself unless it is complex."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

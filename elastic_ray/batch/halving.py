@@ -1,4 +1,4 @@
-"""Halving of steps on a single worker, so that the gradients of the halves tell signal from noise (pure).
+"""Halving of steps on a single worker whose layers do not show the noise of its gradient (pure).
 
 One worker with one micro-batch has one gradient in a step, which says nothing of its noise. Two successive gradients
 are no substitute: the model has moved between them, by ||G' - G||^2 / 2 in the variance, which grows with batch and

@@ -69,6 +69,11 @@ class BatchLimits:
         return self.max_batch_size is None
 
     @property
+    def per_worker(self) -> bool:
+        """True if each worker has M0, so that the global batch grows with the workers."""
+        return not self.fixed and self.local_bsz_bounds == (self.init_batch_size, self.init_batch_size)
+
+    @property
     def one_size(self) -> bool:
         """True if M0 is the only global batch, though it may be divided differently."""
         return self.max_batch_size in (None, self.init_batch_size)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
+from placement.cluster.jobs import FoundStrategy
 from placement.goodput.fitting import Observation
 from placement.goodput.mixed import MixedObservation
 from placement.goodput.model import GoodputModel
@@ -59,10 +60,14 @@ class BatchPlanner:
         self._mixed: tuple[str, ...] = ()  # types of groups with several, those that were fitted longest ago first
         self._strategy: str | None = None  # of the first that did: what is reported to others
         self.loader: LoaderInfo | None = None  # the training loader's limits, None before a worker is ready
+        self._unbound: LoaderInfo | None = None  # likewise, without the critical batch
         self.latest: StepReport | None = None
         self.throughput = 0.0
         # last measured throughputs of as many workers with the same batch [samples/s]
         self.rates = collections.deque[float](maxlen=_RATES)
+        # the fastest strategies that jobs of the model have found, by the form of the group
+        self.known_strategies: Mapping[str, FoundStrategy] = {}
+        self.critical_batch: int | None = None  # largest batch that branches have found to be worth it [samples]
         # whether no rank takes more of a step than others, since more did not fit into its memory
         self.equal_shares = False
 
@@ -145,7 +150,13 @@ class BatchPlanner:
 
     @property
     def efficiency(self) -> float | None:
-        """Statistical efficiency of the present batch, 0 to 1; None before there is a model."""
+        """Statistical efficiency of the present batch as people see it, at most 1; None before there is a model."""
+        progress = self.progress_per_sample
+        return None if progress is None else min(progress, 1.0)
+
+    @property
+    def progress_per_sample(self) -> float | None:
+        """Progress per sample at the present batch over that at M0, above 1 for a smaller one; None without a model."""
         model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None
@@ -155,8 +166,9 @@ class BatchPlanner:
         """Open the planner with the limits of a worker's loader."""
         if self.loader is not None or loader is None:
             return
-        self.loader = loader
-        self._tuner_on(self._gpu, loader.limits)
+        self.loader = self._unbound = loader
+        self._bound()
+        self._tuner_on(self._gpu, self.loader.limits)
 
     def _tuner_on(self, gpu: str | None, limits: BatchLimits) -> BatchTuner:
         if gpu not in self._tuners:
@@ -172,16 +184,15 @@ class BatchPlanner:
 
         None where the loader decides (a fixed batch).
         """
-        if self.loader is None:
+        if self.loader is None or self._unbound is None:
             return None
         self._before = (self._choice, self._replicas, self._gpu)
         tuner = self._tuner_on(gpu, self.loader.limits)
         decision = tuner.decide(group.nodes, group.world_size, self._choice, current_replicas=self._replicas)
         choice = decision.choice
         if self._held is not None:
-            choice = bounded(
-                self.loader.limits, cut_within(self.loader.limits, self._held, group.world_size), tuner.upper
-            )
+            limits = self._unbound.limits  # a ramp is the user's own word
+            choice = bounded(limits, cut_within(limits, self._held, group.world_size), tuner.upper)
         self._choice, self._replicas, self._chosen_for = choice, group.world_size, group.generation
         self._gpu = self._gpus[group.generation] = gpu
         for generation in sorted(self._gpus)[:-_GENERATIONS]:
@@ -208,6 +219,12 @@ class BatchPlanner:
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
 
+    def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
+        """Receive which strategies won in jobs of the model; True if that is news."""
+        news = strategies != self.known_strategies
+        self.known_strategies = strategies
+        return news
+
     def observe(self, report: StepReport) -> int | None:
         """Receive rank 0's report; returns the batch size before, where the same workers train with another one now."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
@@ -229,11 +246,33 @@ class BatchPlanner:
 
     def _follow_tokens(self, per_sample: float) -> None:
         """The loop has counted so many tokens a sample: the declared batch has another number of samples."""
-        loader = self.loader
+        loader = self._unbound
         if loader is None or loader.tokens is None or loader.tokens.per_sample == per_sample:
             return
         tokens, limits = loader.tokens.limits(loader.limits, per_sample, loader.dataset_size)
-        self.loader = dataclasses.replace(loader, tokens=tokens, limits=limits)
+        self.loader = self._unbound = dataclasses.replace(loader, tokens=tokens, limits=limits)
+        self._bound()
+
+    @property
+    def unbound_limits(self) -> BatchLimits | None:
+        """The training loader's own limits; None before a worker is ready."""
+        return None if self._unbound is None else self._unbound.limits
+
+    def set_critical_batch(self, batch_size: int) -> None:
+        """Let the batch be at most this, in place of what earlier branches have found [samples]."""
+        self.critical_batch = batch_size
+        self._bound()
+
+    def _bound(self) -> None:
+        """Use the loader's limits, with the critical batch for the largest where that is less."""
+        loader, most = self._unbound, self.critical_batch
+        if loader is None:
+            return
+        limits = loader.limits
+        if most is not None and limits.max_batch_size is not None:
+            bound = max(limits.init_batch_size, min(limits.max_batch_size, most))
+            limits = dataclasses.replace(limits, max_batch_size=bound)
+        self.loader = dataclasses.replace(loader, limits=limits)
         for tuner in self._tuners.values():
             tuner.set_limits(limits)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.tokens import TokenBatch
 from elastic_ray.stragglers.slow_workers import SlowWorker
+from placement.cluster.jobs import FoundStrategy
 from placement.cluster.progress import Progress
 from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale
@@ -85,7 +87,8 @@ class StepReport:
     synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
     out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
     ``ratios`` are its ranks' times for equal work over the median; empty before enough steps were measured.
-    ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
+    ``held_batch`` is the global batch that a policy of the user has set, ``coming`` the ones that it will set, with the
+    samples from now until then, ``wish`` the fewest and most workers that it
     asks for; None without. ``parts`` is what each GPU type took of the steps of a group on several; empty where the
     group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
     rates are multiplied by, for its batch and by policies; the mean over its parameter groups. ``first_step_s`` is the
@@ -94,6 +97,7 @@ class StepReport:
     the loop has reported last, after the report's number; None where it has none. ``memory_bound`` is the most samples
     that a worker may take at once, since one ran out of memory with more. ``backend`` carries
     gradients between ranks; empty for one rank. ``mfu`` is model FLOPs utilisation; None where that is not known.
+    ``found`` are strategies that have won races, by the form of the group (``sync.choosing``).
     ``tokens_per_sample`` is what the loader's samples have; None where its batch is not declared in tokens.
     """
 
@@ -112,6 +116,7 @@ class StepReport:
     progress: Progress | None = None
     strategy: str = ""
     held_batch: int | None = None
+    coming: tuple[tuple[float, int], ...] = ()
     wish: tuple[int | None, int | None] | None = None
     uneven: bool = False
     stragglers: tuple[SlowWorker, ...] = ()
@@ -125,3 +130,4 @@ class StepReport:
     backend: str = ""
     mfu: float | None = None
     tokens_per_sample: float | None = None
+    found: Mapping[str, FoundStrategy] = dataclasses.field(default_factory=dict)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.device_numbers import as_real, real_count, with_steps_read
+from elastic_ray.batch.device_numbers import as_real, local, real_count, with_steps_read
 
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""
@@ -215,10 +215,11 @@ class FlatPreconditioner:
         functions: Sequence[_Function | None],
         steps: Sequence[float],
     ) -> None:
-        self._optimizer, self._params, self._groups = optimizer, params, groups
+        self._optimizer, self.params, self._groups = optimizer, params, groups
+        self._places = {id(param): place for place, param in enumerate(params)}
         self._functions, self._steps = functions, steps
         self._elapsed = 0
-        self._counts = [real_count(p) for p in params]
+        self._counts = [real_count(local(p)) for p in params]
         self._dtype = torch.promote_types(torch.float32, params[0].dtype.to_real())
         self._device = params[0].device
         self._floors: list[Tensor] = []
@@ -271,14 +272,14 @@ class FlatPreconditioner:
     def _state(self, piece: _Piece) -> _State:
         """Return the optimizer state of a piece."""
         found: dict[str, Any] = {"step": self._steps[piece.place] + self._elapsed}
-        for key, value in self._optimizer.state[self._params[piece.place]].items():
+        for key, value in self._optimizer.state[self.params[piece.place]].items():
             if key in _USED and isinstance(value, Tensor):
-                found[key] = as_real(value).reshape(-1)[piece.start : piece.stop]
+                found[key] = as_real(local(value)).reshape(-1)[piece.start : piece.stop]
         return found
 
     def _find_floors(self) -> list[Tensor]:
         """Return a hundredth of the root mean square of each parameter's denominators."""
-        norms: list[list[Tensor]] = [[] for _ in self._params]
+        norms: list[list[Tensor]] = [[] for _ in self.params]
         for part in self._parts:
             for piece, norm in zip(part, torch._foreach_norm(self._denominators(part)), strict=True):
                 norms[piece.place].append(norm)
@@ -287,6 +288,33 @@ class FlatPreconditioner:
         found = torch._foreach_mul(whole, [LEAST_PART / max(1, count) ** 0.5 for count in self._counts])
         torch._foreach_clamp_min_(found, torch.finfo(self._dtype).tiny)
         return list(found)
+
+    @torch.no_grad()
+    def factors_of(self, param: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return the factors for what ``cut`` returns of the parameter; None for 1."""
+        place = self._places[id(param)]
+        function = self._functions[place]
+        if function is None:
+            return None
+        state: dict[str, Any] = {"step": self._steps[place] + self._elapsed}
+        for key, value in self._optimizer.state[param].items():
+            if key in _USED and isinstance(value, Tensor):
+                state[key] = cut(value.view(param.shape))
+        [size] = function([state], [self._groups[place]])
+        return size.to(self._dtype).clamp_min_(self._floors[place]).reciprocal_()
+
+    @torch.no_grad()
+    def squared_norms(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return ||P g||^2 of the gradients of some of the parameters."""
+        flat = {self._places[id(p)]: as_real(grad.detach()).reshape(-1) for p, grad in zip(params, grads, strict=True)}
+        found: dict[int, list[Tensor]] = {place: [] for place in flat}
+        for part in self._parts:
+            if pieces := [each for each in part if each.place in flat]:
+                mine = [flat[each.place][each.start : each.stop] for each in pieces]
+                scaled = torch._foreach_div(mine, self._denominators(pieces))
+                for piece, norm in zip(pieces, torch._foreach_norm(scaled), strict=True):
+                    found[piece.place].append(norm)
+        return [torch.stack(each).square().sum() if len(each) > 1 else each[0].square() for each in found.values()]
 
     @torch.no_grad()
     def squared_norm(self, flat: Tensor, start: int = 0) -> Tensor:

@@ -253,7 +253,7 @@ class BatchTuner:
         if atomic_bsz <= lower:
             raise BatchDoesNotFitError(
                 f"{failed}, the smallest local batch allowed; "
-                + ("lower local_bsz_bounds, " if lower > 1 else "")
+                + ("" if lower == 1 else "lower batch_size, " if self.limits.per_worker else "lower local_bsz_bounds, ")
                 + "use a smaller model or sample, or workers with more memory"
             )
         known = [m for (_, _, m, _), r in self._records.items() if m <= 0.9 * atomic_bsz and r.steps >= MIN_STEPS]
@@ -298,7 +298,7 @@ class BatchTuner:
         )
 
     def _hindered(self, choice: BatchChoice, replicas: int) -> str:
-        if self.limits.one_size:
+        if self.limits.one_size or self.limits.per_worker:
             return ""
         if self._noise is None and self._has_no_halves(choice, replicas):
             return "no halves"
@@ -316,7 +316,7 @@ class BatchTuner:
         limits, model, stays = self.limits, self.model, f"the batch stays {self.limits.size_of(keep, replicas)}"
         limit = self._limit(now, MAX_GROWTH)
         forced = self._forced(keep, replicas, now)
-        if self.limits.one_size:
+        if self.limits.one_size or self.limits.per_worker:
             return keep, forced or f"{stays}: it may not be another"
         if (back := self._watch.step_back()) is not None:
             return cut_within(limits, back.batch_size, replicas), back.reason

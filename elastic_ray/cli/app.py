@@ -22,6 +22,7 @@ _HOMES = {
     "pause": "jobs",
     "resume": "jobs",
     "resize": "jobs",
+    "branch": "branch",
     "usage": "usage",
     "verify": "verify",
     "nodes": "overview",

@@ -168,8 +168,12 @@ def scaling_lines(decision: ScalingDecision) -> list[str]:
     """Return lines on the cluster's wanted nodes, what changes and why, and what users of jobs must know."""
     nodes = ", ".join(f"{n} {name}" for name, n in decision.nodes.items() if n) or "none"
     lines = [f"nodes wanted: {nodes}; {decision.usd_per_h:.3g} USD/h"]
-    lines += [f"  {reason}" for reason in decision.reasons.values()]
-    return [*lines, *(f"  job {job}: {note}" for job, note in decision.notes.items())]
+    lines += [f"  {name}{_more(decision, name)}: {reason}" for name, reason in decision.reasons.items()]
+    return [*lines, *(f"  job {job}: {decision.note(job)}" for job in decision.notes)]
+
+
+def _more(decision: ScalingDecision, name: str) -> str:
+    return f" +{decision.add[name]}" if name in decision.add else ""
 
 
 def headline(seen: CoreSnapshot) -> str:

@@ -15,8 +15,7 @@ from elastic_ray.cli.output import say
 from elastic_ray.record.submitted import SubmittedJob
 
 if TYPE_CHECKING:
-    import pyarrow.fs
-
+    from elastic_ray.checkpoints.run_directory import RunStorage
     from elastic_ray.cli.listings import JobAnswers
 
 _SWEEP_FILE = "tuner.pkl"  # Ray Tune's; it is looked for, and never read
@@ -48,7 +47,7 @@ def resume_all(storage: str) -> None:
     for submission, jobs in scripts.items():
         names = ", ".join(job.job for job in jobs)
         try:
-            send_again(jobs[0].command, submission=submission, user=jobs[0].user)
+            send_again(jobs[0].command, submission=submission, user=jobs[0].user, resume=True)
         except ray_jobs.TakenError:
             script = ray_jobs.find(submission)
             if script is not None and script.ended:
@@ -86,10 +85,11 @@ def _look(storage: str, known: Mapping[str, JobAnswers]) -> _Found:
     for entry in sorted((each for each in entries if each.type == pyarrow.fs.FileType.Directory), key=_path):
         name, run = posixpath.basename(entry.path), RunStorage(entry.path, filesystem)
         try:
-            if filesystem.get_file_info(posixpath.join(run.path, SUBMISSION_FILE)).is_file:
-                _judge(run.read_submission(), run, known, answers, found)
-            elif filesystem.get_file_info(posixpath.join(run.path, _SWEEP_FILE)).is_file:
-                _judge_sweep(name, filesystem, run.path, found)
+            kept = filesystem.get_file_info(posixpath.join(run.path, SUBMISSION_FILE)).is_file
+            if filesystem.get_file_info(posixpath.join(run.path, _SWEEP_FILE)).is_file:
+                _judge_sweep(name, run, SubmittedJob.from_json(run.read_submission()) if kept else None, answers, found)
+            elif kept:
+                _judge(SubmittedJob.from_json(run.read_submission()), run, known, answers, found)
         except (OSError, ValueError) as error:
             found.refused[name] = f"{run.where} cannot be read: {error}"
     return found
@@ -99,12 +99,10 @@ def _path(entry: Any) -> str:
     return str(entry.path)
 
 
-def _judge(text: bytes, run: Any, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found) -> None:
+def _judge(
+    job: SubmittedJob, run: RunStorage, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found
+) -> None:
     """Check whether one job is to be submitted again."""
-    from elastic_ray.cli import cluster
-    from placement.storage.private_files import check_own
-
-    job = SubmittedJob.from_json(text)
     why = job.why_not(run.read_events())
     if why is None:
         return
@@ -116,6 +114,14 @@ def _judge(text: bytes, run: Any, known: Mapping[str, JobAnswers], answers: dict
                 f"end or stop it, then {job.by_hand}"
             )
         return
+    _judge_lost(job, why, run, answers, found)
+
+
+def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str, bool], found: _Found) -> None:
+    """Check whether a job, or a sweep, that does not run here was lost with its cluster; ``why`` it is not resumed."""
+    from elastic_ray.cli import cluster
+    from placement.storage.private_files import check_own
+
     if job.session == cluster.session():
         if not job.submission or not _script_runs(job.submission):
             found.refused[job.job] = f"it was lost on this very cluster, whose head has not ended; {job.by_hand}"
@@ -152,14 +158,17 @@ def _answers(address: str) -> bool:
     return False
 
 
-def _judge_sweep(name: str, filesystem: pyarrow.fs.FileSystem, path: str, found: _Found) -> None:
-    """Name a sweep with trials that have not ended: only its script has what restores it."""
+def _judge_sweep(
+    name: str, run: RunStorage, kept: SubmittedJob | None, answers: dict[str, bool], found: _Found
+) -> None:
+    """Check whether a sweep with trials that have not ended is to be submitted again: only its script restores it."""
     from elastic_ray.cli import cluster
 
-    if cluster.find_sweeps(name, ()):
+    if cluster.find_sweeps(name if kept is None else kept.job, ()):
         return
     import pyarrow.fs
 
+    filesystem, path = run.filesystem, run.path
     entries = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
     states = [each for each in entries if posixpath.basename(each.path).startswith("experiment_state")]
     if not states:
@@ -170,8 +179,12 @@ def _judge_sweep(name: str, filesystem: pyarrow.fs.FileSystem, path: str, found:
         trials = [json.loads(trial[0])["status"] for trial in json.loads(text)["trial_data"]]
     except (TypeError, LookupError) as error:
         raise ValueError(f"{max(states, key=_path).path} is of another Ray: {error!r}") from error
-    if any(status not in _ENDED_TRIAL for status in trials):
+    if all(status in _ENDED_TRIAL for status in trials):
+        return
+    if kept is not None and kept.command:
+        _judge_lost(kept, "", run, answers, found)
+    else:
         found.refused[name] = (
-            "it is a sweep, whose searcher and train function only its script has; continue it there: "
-            f"Tuner.restore({path!r}, trainable=...).fit()"
+            "it is a sweep, whose searcher and train function only its script has, and `elastic-ray submit` did not "
+            f"start it; continue it there: Tuner.restore({path!r}, trainable=...).fit()"
         )

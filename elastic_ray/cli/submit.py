@@ -124,7 +124,9 @@ def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
                 ) from error
 
 
-def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, replay: int = 0) -> str:
+def send(
+    job: JobFile, again: tuple[str, ...], *, submission: str, user: str, replay: int = 0, resume: bool = False
+) -> str:
     """Submit a job; returns the shell command that Ray runs.
 
     Args:
@@ -132,6 +134,7 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, re
         again: arguments that submit it again.
         user: owner of the jobs.
         replay: steps after which a replay ends; 0 for none.
+        resume: whether its sweeps continue from their directories.
 
     Raises TakenError: there is such an id. ClickException: Ray refuses it.
     """
@@ -147,6 +150,7 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, re
         user=user,
         command=() if replay else again,
         replay=replay,
+        resume=resume,
     )
     entrypoint = command(job.script.resolve().relative_to(job.working_dir), job.arguments, said, job.python)
     ray_jobs.submit(
@@ -160,7 +164,13 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, re
 
 
 def send_again(
-    again: tuple[str, ...], *, submission: str, user: str, workers: tuple[int, int] | None = None, replay: int = 0
+    again: tuple[str, ...],
+    *,
+    submission: str,
+    user: str,
+    workers: tuple[int, int] | None = None,
+    replay: int = 0,
+    resume: bool = False,
 ) -> None:
     """Submit what an earlier submission has kept of itself.
 
@@ -168,6 +178,7 @@ def send_again(
         user: owner of the jobs.
         workers: limits in place of its own.
         replay: steps after which a replay ends; 0 for none.
+        resume: whether its sweeps continue from their directories.
 
     Raises TakenError: there is such an id. ClickException: it cannot be submitted, the file is gone say.
     """
@@ -177,7 +188,7 @@ def send_again(
     job = _job(**{**told, "workers": workers or told["workers"]})
     if env_json is not None:
         job = dataclasses.replace(job, runtime_env=read_env(env_json))
-    send(job, again, submission=submission, user=user, replay=replay)
+    send(job, again, submission=submission, user=user, replay=replay, resume=resume)
 
 
 def _from_file(path: Path) -> JobFile:

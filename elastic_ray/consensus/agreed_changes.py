@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 # What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
-# preemption, how often rank 0 has reported, its wishes that all ranks hold the same model (1) and compare it (2), and
-# whether a rank ran out of memory.
-CONTROL_SIZE = 9
+# preemption, how often rank 0 has reported, its wishes that all ranks hold the same model (1) and compare it (2),
+# whether a rank ran out of memory, and the critical batch that rank 0 knows.
+CONTROL_SIZE = 10
 # A vote continues with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
@@ -48,6 +48,7 @@ class AgreedChanges:
         ran_out: a rank ran out of memory in the step in progress: this one, or, once the sums are known, any.
         saves: checkpoints are reported in the present group.
         reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
+        critical_batch: what the job's branches have measured; None where none have, and in a group's first step.
 
     Args:
         wishes: what the controller wants of this rank.
@@ -61,13 +62,14 @@ class AgreedChanges:
         self.ran_out = False
         self.reports = 0
         self.batch: BatchChoice | None = None
+        self.critical_batch: int | None = None
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
 
     def begin(self) -> None:
         """Enter a group, in which agreements of another one do not count."""
-        self.generation, self.batch, self.ran_out = 0, None, False
+        self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self.comparison = self.saves = False
 
@@ -130,6 +132,7 @@ class AgreedChanges:
             float(self.reports) if rank == 0 else 0.0,
             float(self._wants_consensus + 2 * self._wants_comparison) if rank == 0 else 0.0,
             float(self.ran_out),
+            float(wishes.critical_batch) if rank == 0 else 0.0,
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -148,6 +151,8 @@ class AgreedChanges:
         self.ran_out = self.ran_out or sums[8] > 0
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
+        if sums[9] > 0:
+            self.critical_batch = round(sums[9])
 
     def vote(
         self, communicator: Communicator, added: Sums, agree: Callable[[Sequence[float]], Sequence[float]]

@@ -23,13 +23,15 @@ class UnitWishes:
         unit: the workers that are to know alike.
 
     Attributes:
-        prepared_ahead, wanted_batch, stop_requested, preempting: as of ``WorkerMembership``.
+        prepared_ahead, wanted_batch, critical_batch, stop_requested, preempting: as of ``WorkerMembership``.
         voided: the present group was called off.
+        measured: by position, number of parameter groups whose statistics were taken.
     """
 
     def __init__(self, membership: WorkerMembership, unit: UnitGroup) -> None:
         self._membership, self._unit = membership, unit
         self.stop_requested = self.preempting = False
+        self.measured: list[float] = []
         self.begin()
 
     @property
@@ -42,13 +44,15 @@ class UnitWishes:
         self.prepared_ahead = 0
         self.voided, self._save = False, 0
         self.wanted_batch: BatchChoice | None = None
+        self.critical_batch = 0
 
-    def settle(self, *, well: bool, due: bool) -> bool:
+    def settle(self, *, well: bool, due: bool, measured: float = 0.0) -> bool:
         """At one place of the program on all of the unit's workers: whether all is well there, and what they know.
 
         Args:
             well: what was to be done since the last time is done here.
             due: this worker has something to save.
+            measured: number of parameter groups whose statistics it has taken.
 
         Raises UnitLostError: one of them is gone.
         """
@@ -64,14 +68,17 @@ class UnitWishes:
                 float(due and self._unit.leads and 1 + secrets.randbits(_TOKEN_BITS)),
                 float(batch.atomic_bsz) if batch is not None else 0.0,
                 float(batch.accum_steps) if batch is not None else 0.0,
+                measured,
+                float(mine.critical_batch),
             ]
         )
         first = rows[0]
         alike = all(row[1] == first[1] for row in rows)
         self.prepared_ahead = max(0, round(first[1]) - mine.generation) if alike and first[1] else 0
         self.stop_requested, self.preempting, self.voided = (any(row[each] for row in rows) for each in (2, 3, 4))
-        self._save = round(first[5])
+        self._save, self.measured = round(first[5]), [row[8] for row in rows]
         self.wanted_batch = BatchChoice(atomic_bsz=round(first[6]), accum_steps=round(first[7])) if first[6] else None
+        self.critical_batch = round(first[9])
         return all(bool(row[0]) for row in rows)
 
     def take_save(self) -> int:

@@ -151,6 +151,21 @@ class LoaderArguments:
         return (not self.whole_batches) if self.shuffle is None else self.shuffle
 
 
+def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
+    """Return the samples of each worker under ``scale_with_workers``.
+
+    Args:
+        given: the arguments of the loader.
+        plain: whether ``batch_size`` is one number, and no batch of tokens is declared.
+
+    Raises ValueError: another argument decides the batch.
+    """
+    if not plain or given.whole_batches:
+        other = "whole_batches" if given.whole_batches else "a ramp of batch_size, or batch_tokens"
+        raise ValueError(f"scale_with_workers=True needs one batch_size of each worker, but got {other}: leave one out")
+    return given.batch_size
+
+
 def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderArguments:
     """Return the arguments of the DataLoader that was given as dataset.
 

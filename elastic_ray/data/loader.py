@@ -17,7 +17,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_with
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tokens import WEIGH, TokenBatch, read_token_batch
-from elastic_ray.data.arguments import LoaderArguments, describe_sample, first_length, taken_over
+from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, describe_sample, first_length, taken_over
 from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StepSplit, StreamBatches
 from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
@@ -109,41 +109,37 @@ class AdaptiveDataLoader(ResumableLoader):
     the epoch alone decide, however workers come, go and fail; a step that a failure voids is drawn again.
 
     Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``; evaluation loaders (``shuffle=False``) share
-    their samples among the workers too: add results up in an ``Accumulator``. A loop left by ``break`` ends the pass,
-    and so does the end of the epoch for an iterator that ``next`` has advanced only so far.
+    their samples among the workers too: add results up in an ``Accumulator``.
 
-    Samplers: any sampler or iterable of indices decides the order of the whole, seeded by ``seed`` and the epoch;
-    a ``DistributedSampler`` is taken apart into its shuffle, seed and drop_last. Iterable datasets: every rank reads
-    the whole stream and keeps its share (``num_workers`` must be 0), see ``elastic_ray.data.order.StreamSharder``.
+    A sampler or iterable of indices decides the order of the whole, seeded by ``seed`` and the epoch; of a
+    ``DistributedSampler`` count shuffle, seed and drop_last. Of an iterable dataset every rank reads the whole stream
+    and keeps its share (``num_workers`` must be 0).
 
-    Worker processes of the DataLoader live through every change of the job's size. As in torch, each pass starts them
-    with the dataset as the epoch's code has left it. ``persistent_workers=True`` starts them once, and later changes do
-    not reach their copies of the dataset; each copy's ``set_epoch(epoch)`` is called before an epoch's first sample.
+    Worker processes of the DataLoader live through every change of the job's size. With ``persistent_workers=True``
+    they keep their copies of the dataset, whose ``set_epoch(epoch)`` is called before an epoch's first sample.
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
         batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset. Or how it grows by
             progress (0 to 1), as ``[(0, 64), (0.1, 256)]``: M0 is the first; 256 are 255 on 3 workers.
         batch_tokens: the global batch in tokens, in place of ``batch_size``, rounded down to whole samples; or how it
-            grows by tokens trained on, as ``[(0, 65_536), ("0.25B", 262_144)]``.
+            grows by tokens trained on: ``[(0, 65_536), ("0.25B", 262_144)]``.
         tokens_per_sample: tokens of each sample; ``"weigh"`` where the loop counts them by :meth:`weigh`.
-        max_batch_tokens: largest batch that the job may choose, as by :meth:`autoscale_batch_size`; None keeps it.
-        shuffle: another order in each epoch. Unless said otherwise True, except beside a ``sampler``, which decides
-            alone, and for whole batches.
-        sampler: order of the indices, see above.
+        scale_with_workers: ``batch_size`` is each worker's, and the learning rate one worker's, for the scaling rule.
+        max_batch_tokens: largest batch, as of :meth:`autoscale_batch_size`; None keeps the batch.
+        shuffle: another order in each epoch; by default True, except beside a ``sampler`` and for whole batches.
+        sampler: order of the indices.
         batch_sampler: with ``whole_batches`` only: gives the batches, as lists of indices.
         drop_last: leave out a last step smaller than the batch.
         seed: seed of the order.
         num_workers: DataLoader worker processes.
         persistent_workers: keep them from pass to pass.
-        whole_batches: for evaluation of what only whole batches tell (a ranking over 100 candidates): every batch of
-            ``batch_size`` goes to one rank as it is, in the dataset's order unless ``shuffle=True``.
-        on_epoch: ``on_epoch(dataset, epoch)`` is called before an epoch's first sample in every process that fetches
-            samples, with its copy of the dataset (after ``set_epoch``, see above).
-        options: further arguments of ``torch.utils.data.DataLoader`` (``collate_fn``, ``pin_memory``, ...).
+        whole_batches: each batch goes to one rank as it is, in the dataset's order unless ``shuffle=True``: for
+            evaluation of what only whole batches tell, such as a ranking over 100 candidates.
+        on_epoch: called as ``on_epoch(dataset, epoch)``, as ``set_epoch`` and after it.
+        options: of ``torch.utils.data.DataLoader`` besides.
 
-    Raises:
-        TypeError, ValueError: an argument that cannot be right; the message names it and the way out.
+    Raises TypeError or ValueError: an argument that cannot be right; the message names it and the way out.
 
     Examples:
         >>> from elastic_ray import remaining_epochs_until
@@ -161,6 +157,7 @@ class AdaptiveDataLoader(ResumableLoader):
         batch_tokens: int | str | Sequence[tuple[int | str, int | str]] | None = None,
         tokens_per_sample: int | str | None = None,
         max_batch_tokens: int | str | None = None,
+        scale_with_workers: bool = False,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
         drop_last: bool = False,
@@ -210,6 +207,9 @@ class AdaptiveDataLoader(ResumableLoader):
         self._source = make_source(given, seed=seed, drop_last=self._drop_last)
         self._plan = PlanFacts(given, self._source, seed=seed, drop_last=self._drop_last)
         self._announce()
+        if scale_with_workers:
+            each = batch_of_worker(given, plain=not ramp and tokens is None)
+            self.autoscale_batch_size(max(self.dataset_size or each << 20, each), (each, each))
         if ramp:
             self.autoscale_batch_size(max(size for _, size in ramp))
             self._session.add_policies([BatchSchedule(dict(ramp), by="progress")])
@@ -247,8 +247,9 @@ class AdaptiveDataLoader(ResumableLoader):
             RuntimeError: another loader of this train loop adapts its batch already, or training has begun.
             ValueError: limits that exclude each other or the batch size.
         """
-        if self._given.whole_batches:
-            raise RuntimeError("a loader of whole batches is for evaluation: its batch size does not change")
+        if self._given.whole_batches or self._limits.per_worker:
+            what = "of whole batches is for evaluation" if self._given.whole_batches else "has scale_with_workers=True"
+            raise RuntimeError(f"a loader {what}: the job does not choose its batch size")
         self.join(session_of_thread() or self._session)
         if self._session.synced and not self._is_late:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
@@ -377,8 +378,11 @@ class AdaptiveDataLoader(ResumableLoader):
     @property
     def current_batch_size(self) -> int:
         """Global batch size now [samples]."""
-        limits = self._limits
-        return limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.world_size)
+        limits, unit = self._limits, self._session.run.unit
+        if limits.fixed:
+            return limits.init_batch_size
+        size = limits.size_of(self.shape, self._session.world_size)
+        return size if unit is None else unit.place.fitting(size)
 
     @property
     def total_batch_size(self) -> int:

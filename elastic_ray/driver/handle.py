@@ -6,6 +6,7 @@ import bisect
 import logging
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,6 +15,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
 from elastic_ray.access import join
+from elastic_ray.batch.branch_losses import BranchPlan, BranchResult
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.errors import JobLostError, TrainFunctionError
@@ -102,6 +104,7 @@ def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -
 
 
 _AWAY_POLL_S = 0.1
+_BRANCH_POLL_S = 0.5
 _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 
@@ -273,7 +276,7 @@ class JobHandle:
             return None
 
     def explain_strategy(self) -> str | None:
-        """Return the last choice of ``strategy="auto"`` as a table of parameters, predicted and measured times.
+        """Return the last choice of ``strategy="auto"`` as a table of parameters and measured times.
 
         Returns:
             A table as text; None before a choice, and where strategies are set by hand.
@@ -328,6 +331,44 @@ class JobHandle:
         """
         self._refuse_ended("resumed")
         self._ask("resume")
+
+    def branch(
+        self,
+        *,
+        factors: Sequence[int] = (2, 4),
+        steps: int = 400,
+        metric: str = "loss",
+        tolerance: float = 0.01,
+        timeout: float | None = None,
+    ) -> BranchResult:
+        """Measure up to which batch the job's samples are worth as much, by branches, and have its batch stay below.
+
+        Each branch is a job of the lowest weight that starts from this job's newest automatic checkpoint and trains on
+        the same samples at another batch; this job trains on meanwhile. Waits for the result, see docs/batch.md.
+
+        Args:
+            factors: batches to try, in present ones; those above the loader's largest are left out.
+            steps: of the branch that keeps the present batch; the others train on as many samples.
+            metric: that the loop reports; smaller is better.
+            tolerance: part of the present batch's loss by which a larger batch may be worse.
+            timeout: longest wait [s]; None waits for ever. The branches continue.
+
+        Raises:
+            BranchError: the job cannot be branched, a branch failed, or its reports do not tell.
+            ValueError: an argument is out of range, or the job has ended.
+            TimeoutError: there is no result within ``timeout``.
+        """
+        self._refuse_ended("branched")
+        self._ask("branch", BranchPlan(factors=tuple(factors), steps=steps, metric=metric, tolerance=tolerance))
+        deadline_s = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            result: BranchResult | None = self._ask("branched")
+            if result is not None:
+                return result
+            self._refuse_ended("branched")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the branches of job {self.job!r} have not ended within {timeout:g} s")
+            time.sleep(_BRANCH_POLL_S)
 
     def _refuse_ended(self, what: str) -> None:
         if self.done():

@@ -7,6 +7,7 @@
 - ``ELASTIC_RAY_COMMAND`` (JSON): what ``elastic-ray submit`` was given, which each run keeps for its next cluster;
 - ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and end after so many steps, for
   ``elastic-ray verify --replay``;
+- ``ELASTIC_RAY_RESUME`` (``1``): sweeps of Ray Tune continue from their directories, for ``elastic-ray resume --all``;
 - ``ELASTIC_RAY_USER``: owner of the jobs, in place of the user of the script's process;
 - ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
 
@@ -40,11 +41,23 @@ NAME = "ELASTIC_RAY_NAME"
 SUBMISSION = "ELASTIC_RAY_SUBMISSION"
 COMMAND = "ELASTIC_RAY_COMMAND"
 REPLAY = "ELASTIC_RAY_REPLAY"
+RESUME = "ELASTIC_RAY_RESUME"
 USER = "ELASTIC_RAY_USER"
 
 _PREFIX = "ELASTIC_RAY_"
 _OTHERS = ("POOL", "TRACKER_DIR", "NNI", "NNI_HOST", "NNI_PARAMETER", "TEST_DEVICE")
-_KNOWN = (WORKERS, USE_GPU, SCHEDULING, NAME, SUBMISSION, COMMAND, REPLAY, USER, *(_PREFIX + name for name in _OTHERS))
+_KNOWN = (
+    WORKERS,
+    USE_GPU,
+    SCHEDULING,
+    NAME,
+    SUBMISSION,
+    COMMAND,
+    REPLAY,
+    RESUME,
+    USER,
+    *(_PREFIX + name for name in _OTHERS),
+)
 
 _FORMAT = "%m%d-%H%M%S"
 _MOST_LETTERS = 60  # of a name of at most 128
@@ -77,6 +90,7 @@ class Overrides:
     user: str = ""  # owner of the jobs; empty for the user of the script's process
     command: tuple[str, ...] = ()  # arguments of ``elastic-ray submit``; empty outside of a submission
     replay: int = 0  # steps after which a replay of the script's job ends; 0 where it is none
+    resume: bool = False  # whether sweeps continue from their directories
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of these overrides."""
@@ -88,6 +102,7 @@ class Overrides:
             SUBMISSION: self.submission,
             USER: self.user,
             REPLAY: str(self.replay) if self.replay else "",
+            RESUME: "1" if self.resume else "",
             COMMAND: json.dumps(self.command) if self.command else "",
         }
         return {variable: value for variable, value in values.items() if value}
@@ -140,8 +155,9 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
     for unknown in sorted(name for name in environment if name.startswith(_PREFIX) and name not in _KNOWN):
         logger.warning("environment variable %s has no effect%s", unknown, meant(unknown, _KNOWN))
     workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")
-    if use_gpu not in ("", "0", "1"):
-        raise ValueError(f"{USE_GPU} must be 0 or 1, but got {use_gpu!r}")
+    for name in (USE_GPU, RESUME):
+        if (told := environment.get(name, "")) not in ("", "0", "1"):
+            raise ValueError(f"{name} must be 0 or 1, but got {told!r}")
     try:
         limits = parse_workers(workers) if workers else None
     except ValueError as error:
@@ -158,6 +174,7 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
         user=environment.get(USER, ""),
         command=tuple(map(str, command)),
         replay=int(replay),
+        resume=environment.get(RESUME) == "1",
     )
 
 

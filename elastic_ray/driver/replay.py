@@ -16,6 +16,7 @@ from elastic_ray.checkpoints.automatic import StateFile, copy_state, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.model_loading import differences
 from elastic_ray.driver.trainer import ElasticTrainer
+from elastic_ray.events import EventKind
 
 TOLERANCE = 1e-3
 _POLL_S = 0.5
@@ -83,7 +84,10 @@ class Window:
         if stored is None:
             return None
         found = differences((self.run, self.after), (self.replayed, stored))
-        return ReplayResult(steps=self.steps, differences=found)
+        events = (*self.run.read_events(), *self.replayed.read_events())
+        return ReplayResult(
+            steps=self.steps, differences=found, adapts=any(each.kind is EventKind.BATCH for each in events)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +96,23 @@ class ReplayResult:
 
     steps: str  # which steps, in words
     differences: Mapping[str, float]  # by tensor, the largest difference over the largest value
+    adapts: bool = False  # whether the batch has changed in either: it goes by speeds, which no replay has again
 
     @property
     def equal(self) -> bool:
         """True if all tensors are equal within rounding."""
         return all(each <= TOLERANCE for each in self.differences.values())
 
+    @property
+    def proven(self) -> bool | None:
+        """True if the models are equal, False if not; None where another model is no contradiction."""
+        return True if self.equal else None if self.adapts else False
+
     def __str__(self) -> str:
         worst = max(self.differences, key=lambda name: self.differences[name])
         said = "gave the same model within rounding" if self.equal else "gave another model"
+        if self.proven is None:
+            said += ", which proves nothing, for the batch has followed speeds"
         return (
             f"{self.steps}, trained again, {said}: of {len(self.differences)} tensors {worst} differs most, by "
             f"{self.differences[worst]:.1e} of its largest value"

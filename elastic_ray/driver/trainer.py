@@ -42,6 +42,25 @@ from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscal
 from placement.storage.storage_calls import call_storage
 
 
+def kept_submission(
+    job: str, storage: str, submission: str, command: tuple[str, ...], user: str, *, named: bool = True
+) -> SubmittedJob:
+    """Return what the directory of a run, or of a sweep, keeps of its submission; the arguments are its fields."""
+    context = ray.get_runtime_context()
+    return SubmittedJob(
+        job=job,
+        storage=storage,
+        session=context.get_session_name(),
+        address=context.gcs_address,
+        submitted_s=time.time(),
+        submission=submission,
+        command=command,
+        user=user,
+        named=named,
+        script=os.path.abspath(sys.argv[0]) if sys.argv and os.path.isfile(sys.argv[0]) else "",
+    )
+
+
 def impossible(
     bundle: Resources,
     min_workers: int,
@@ -238,7 +257,9 @@ class ElasticTrainer:
             logger.warning("%s", warning)
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
         storage.create_within(spec.elastic.storage_timeout_s)
-        kept = self._kept(spec).to_json()
+        kept = kept_submission(
+            spec.job, spec.storage_path, spec.submission, self._command, spec.user, named=self._name is not None
+        ).to_json()
         timeout_s = spec.elastic.storage_timeout_s
         call_storage(storage.where, "writing", lambda: storage.write_submission(kept), timeout_s=timeout_s)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
@@ -255,22 +276,6 @@ class ElasticTrainer:
             packed = pack_datasets(self._datasets, spec.job, most)
             start_coordinator(spec.datasets, packed, controller, spec.runtime_env)
         return JobHandle(controller, spec)
-
-    def _kept(self, spec: JobSpec) -> SubmittedJob:
-        """Return what the run's directory keeps of the submission."""
-        context = ray.get_runtime_context()
-        return SubmittedJob(
-            job=spec.job,
-            storage=spec.storage_path,
-            session=context.get_session_name(),
-            address=context.gcs_address,
-            submitted_s=time.time(),
-            submission=spec.submission,
-            command=self._command,
-            user=spec.user,
-            named=self._name is not None,
-            script=os.path.abspath(sys.argv[0]) if sys.argv and os.path.isfile(sys.argv[0]) else "",
-        )
 
     def fit(self) -> Result:
         """Run the job to its end, showing its progress; Ctrl-C stops it.

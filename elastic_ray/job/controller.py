@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_ray.background import Background
+from elastic_ray.batch.branch_losses import BranchPlan, BranchResult
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.journal import Journal
@@ -39,6 +40,7 @@ from elastic_ray.worker.setup import ProcessOwner
 from elastic_ray.worker.stored_train_loop import delete_train_loop, stored_train_loop, with_stored_train_loop
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
+from placement.allocator.actor import find_allocator
 from placement.ray_cluster import groups
 from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.named_actors import (
@@ -77,6 +79,8 @@ def start(spec: JobSpec) -> Any:
 
 
 def _create(spec: JobSpec) -> Any:
+    """Return a new controller. Raises ValueError: one of that name is alive."""
+    find_allocator()  # the cluster's first job has one made, whose process starts beside its controller's
     # A worker node that goes away must not take the job's memory of itself along.
     name = _name_of(spec)
     controller = create_on_head(JobController, name, spec, spoken(), max_restarts=-1)
@@ -198,7 +202,7 @@ class JobController:
             self._recovered.set()
         else:
             self._state_before = remembered[0]
-            self._reconnection = Reconnection(self._state_before)
+            self._reconnection = Reconnection(self._state_before, self._spec.scheduling.unit_size)
             self._job.recall(*remembered)
         self._main = asyncio.get_event_loop().create_task(self._run())
 
@@ -278,6 +282,15 @@ class JobController:
         await self._recovered.wait()
         self._job.weigh(weight)
         await self._persist_state()
+
+    async def branch(self, plan: BranchPlan) -> None:
+        """Start to compare branches of the job. Raises BranchError: it cannot be branched."""
+        await self._recovered.wait()
+        self._job.branches.begin(plan, start)
+
+    async def branched(self) -> BranchResult | None:
+        """Return the result of the last comparison; None while it runs. Raises BranchError: it failed."""
+        return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
@@ -398,6 +411,7 @@ class JobController:
                         opening.result()
                     if opening.done() or job.group.machine.workers:  # those of the controller before train already
                         job.tick()
+                        job.branches.tick(start, time.monotonic())
         except Exception as error:  # a bug of ours must end the job with its reason, not leave it hanging
             logger.exception("job %s: its controller failed", self._spec.job)
             job.finish(JobPhase.FAILED, error=error)

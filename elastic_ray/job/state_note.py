@@ -57,6 +57,7 @@ def controller_state(
         saved=saved,
         stopping=stopping,
         paused=paused,
+        critical_batch=parts.planner.critical_batch,
         preempted=preemption.reason if preemption.active else None,
         processes=group.actors.processes(),
         homes=group.actors.homes(),

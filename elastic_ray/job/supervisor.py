@@ -16,6 +16,7 @@ from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report,
 from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.context import JobContext
+from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
 from elastic_ray.job.notifier import Notifier
 from elastic_ray.job.preemption import Preemption
@@ -26,7 +27,7 @@ from elastic_ray.job.state_note import controller_state
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
-from elastic_ray.membership.messages import StopJob
+from elastic_ray.membership.messages import StopJob, StrategiesKnown
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
@@ -96,6 +97,7 @@ class JobSupervisor:
         self._notifier = Notifier(spec, self.events.warn)
         self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self.status, self._notifier)
         self._messages, self._batches = WorkerMessages(self, parts, self._errors), BatchChanges(parts)
+        self.branches = JobBranches(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
@@ -402,6 +404,8 @@ class JobSupervisor:
         self._begin_s = time.monotonic() - max(0.0, now_s - state.submitted_s)
         self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
         self._paused = state.paused
+        if state.critical_batch is not None:
+            self._planner.set_critical_batch(state.critical_batch)
         self._trackers.recall(state.trackers, events)
         self._metrics.recall(len(events))
         self._losses.recall(
@@ -482,6 +486,8 @@ class JobSupervisor:
         self.record.allocator_told(answer.note, cost_usd, answer.start_s)
         if answer.priors:
             self._batches.advise(answer.priors)
+        if self._planner.know(answer.strategies):
+            self.group.actors.post(self.group.training(), StrategiesKnown(strategies=answer.strategies))
 
     def _view(self) -> JobView:
         """Return the job's view for the allocator."""

@@ -120,7 +120,8 @@ class WorkerMessages:
         if self._planner.wish != wish:
             self._allocator.soon()
         if before is not None:
-            detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
+            efficiency = self._planner.efficiency
+            detail = {"from_batch_size": before, "to_batch_size": report.batch_size, "efficiency": efficiency}
             replicas = report.replicas
             held = f"batch {report.held_batch}: set by a policy" if report.held_batch is not None else ""
             self._events.add(EventKind.BATCH, replicas, replicas, held or self._record.batch_reason, detail=detail)
@@ -149,6 +150,8 @@ class WorkerMessages:
                 else:
                     self._job.finish(JobPhase.FAILED, error=error)
                 return
+        if self._planner.loader is None:
+            self._allocator.soon()  # which may know of the model
         self._planner.open(message.loader)
         self._group.take(message)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.instructions import AllLost, Announce, Complete, Instruction, Note, Release, Withdraw
-from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.membership.messages import GenerationSpec, Member, Returned
 from elastic_ray.membership.roster import InFlight, Roster, WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
@@ -57,6 +57,7 @@ class GenerationChanges(Roster):
         self.named = named  # number of the latest worker that was asked for
         self.announced: tuple[str, ...] = ()  # members of the latest generation that was announced since the last start
         self.trained = False  # whether one has taken effect since then
+        self.returned: dict[str, Returned] = {}  # workers whose train function has returned, also if gone since
         self._short = 0  # workers of the announced generation, if that has fewer than the job's memory asks for
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._losses: tuple[int, tuple[str, ...]] = 0, ()  # a generation, and members that it has lost
@@ -134,7 +135,7 @@ class GenerationChanges(Roster):
             members=tuple(Member(worker=w.worker, node=w.node) for w in members),
             void_below=self.issued if forced or self.current is None else 0,
             reason=reason,
-            returned=tuple(each.returned for each in self.workers.values() if each.returned is not None),
+            returned=tuple(self.returned.values()),
         )
         self.in_flight = InFlight(
             spec=spec,
@@ -180,7 +181,7 @@ class GenerationChanges(Roster):
             self._hope = None
             self._call_off(planned[: 0 if flight and flight.begun else None])
             self._issue(survivors, forced=True, reason=cause, now_s=now_s)
-        elif self.in_phase(WorkerPhase.FINISHED):
+        elif self.returned:
             self._end(Complete())
         elif self.holders():
             self._call_off(planned)

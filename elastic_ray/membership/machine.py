@@ -216,7 +216,8 @@ class JobMembership(GenerationChanges):
         record = self.workers.get(worker)
         if record is None:
             return
-        record.finish(returned)
+        record.finish()
+        self.returned[worker] = returned
         if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
             self._end(Complete())
 
@@ -268,7 +269,7 @@ class JobMembership(GenerationChanges):
 
     def _reconcile(self, now_s: float) -> None:
         """Ask for workers, give them back and announce a generation, towards the target."""
-        if self.in_phase(WorkerPhase.FINISHED):
+        if self.returned:
             return  # the job is ending
         leavers, unwanted = surplus(self, self._target)
         for record in unwanted:
@@ -337,6 +338,7 @@ class JobMembership(GenerationChanges):
         self.announced, self.trained = (), False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
+        self.returned.clear()
         self._idle()
         self._suspicion = self._first_wish_s = None
         self._not_before_s = self._retry_s = 0.0

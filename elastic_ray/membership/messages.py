@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from elastic_ray.batch.limits import BatchChoice
+from placement.cluster.jobs import FoundStrategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +15,7 @@ class Member:
 
     worker: str
     node: str
+    domain: str = ""  # part of the network that the node is in, as its label says
     gpu_type: str = ""  # of the node's GPUs, in a job whose shares follow the types' speeds; else empty
     speed: float = 0.0  # of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known
 
@@ -47,6 +50,7 @@ class GenerationSpec:
     void_below: int = 0
     batch: BatchChoice | None = None  # batch shape from the first step on; None keeps the loader's own choice
     equal_shares: bool = False  # no rank takes more of a step than others from now on, however slow they are
+    critical_batch: int = 0  # that the job's branches have measured [samples]; 0 where none have
     reason: str = ""  # why, as a sentence
     returned: tuple[Returned, ...] = ()  # workers of earlier generations whose train function has returned
 
@@ -110,6 +114,13 @@ class BatchProposal:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalBatch:
+    """Message: largest batch at which samples are worth as much, as the job's branches have measured it."""
+
+    batch_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopJob:
     """Message: end the job cleanly after the present step.
 
@@ -120,7 +131,14 @@ class StopJob:
     save: bool = False
 
 
-ControllerMessage = GenerationSpec | Cancel | BatchProposal | StopJob
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StrategiesKnown:
+    """Message: the fastest strategies that jobs of the model have found, by the form of the group."""
+
+    strategies: Mapping[str, FoundStrategy]
+
+
+ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | StopJob | StrategiesKnown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.events import Pause
-from elastic_ray.membership.messages import GenerationSpec, Returned
+from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.signals import Switched
 
 
@@ -40,7 +40,6 @@ class WorkerRecord:
     failures: int = 0  # planned generations in a row that could not be formed with it as a joiner
     replaced: bool = False  # it is to go once another is ready in its place
     joined_others: bool = False  # it is a member of a group that had trained before it came
-    returned: Returned | None = None
 
     @property
     def stays(self) -> bool:
@@ -79,9 +78,9 @@ class WorkerRecord:
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
-    def finish(self, returned: Returned) -> None:
+    def finish(self) -> None:
         """Mark the worker as finished: its train function has returned."""
-        self.phase, self.returned = WorkerPhase.FINISHED, returned
+        self.phase = WorkerPhase.FINISHED
 
     def hold_state(self) -> None:
         """Mark the worker as holding a trained state."""

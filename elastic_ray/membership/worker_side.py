@@ -10,13 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
-from elastic_ray.membership.messages import BatchProposal, Cancel, ControllerMessage, GenerationSpec, StopJob
+from elastic_ray.membership.messages import (
+    BatchProposal,
+    Cancel,
+    ControllerMessage,
+    CriticalBatch,
+    GenerationSpec,
+    StopJob,
+    StrategiesKnown,
+)
+from placement.cluster.jobs import FoundStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +57,8 @@ class WorkerMembership:
         voided: the present generation was called off.
         prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
         wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
+        known_strategies: the fastest that jobs of the model have found, by the form of the group.
+        critical_batch: what the job's branches have measured [samples]; 0 where none have.
         stop_requested, preempting: the job is to stop; it is to continue another time.
     """
 
@@ -72,9 +83,11 @@ class WorkerMembership:
         self.voided = False
         self._wish: BatchProposal | None = None
         self.wanted_batch: BatchChoice | None = None
+        self.critical_batch = 0
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
+        self.known_strategies: Mapping[str, FoundStrategy] = {}
 
     def post(self, message: ControllerMessage) -> None:
         """Receive a message of the controller; returns at once."""
@@ -87,6 +100,10 @@ class WorkerMembership:
                     self._void_groups()
                 case BatchProposal():
                     self._wish = message
+                case StrategiesKnown(strategies=strategies):
+                    self.known_strategies = strategies
+                case CriticalBatch(batch_size=batch_size):
+                    self.critical_batch = batch_size
                 case StopJob(save=True):
                     self.preempting = True
                 case StopJob():
@@ -115,7 +132,7 @@ class WorkerMembership:
             return  # its cancellation was faster
         if self._spec is not None and spec.generation <= self._spec.generation:
             return
-        self._spec = spec
+        self._spec, self.critical_batch = spec, spec.critical_batch or self.critical_batch
         self._void_groups()
         rank = spec.rank_of(self.worker)
         if rank is None:

@@ -15,10 +15,10 @@ class Monitor:
     Attributes:
         noise_every: steps from one measurement of the gradient noise scale to the next, 1 or more; None is what the
             job itself needs: the first 16 steps, then every fourth one. With one gradient per step (one worker without
-            accumulation) a step that is measured is taken in two halves, and None is one in 4 to 32 where the batch
-            adapts, else none.
+            accumulation) layers are measured, or steps in two halves (``docs/batch.md``); None is as often as costs
+            little where the batch adapts, else never.
         variance_every: the same of the gradient variance per parameter group; None for never. With one gradient per
-            step it needs two halves as well.
+            step it takes steps in two halves.
         norms_every: the same of gradient and update norms per parameter group; None for never.
         workers: whether each worker's times, memory and bytes on the wire are measured, in every step.
 

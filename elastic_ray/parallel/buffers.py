@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -81,3 +82,54 @@ class SavedBuffers:
         """Restore the buffers if any holds NaN or infinity."""
         if not all(bool(buffer.isfinite().all()) for buffer, _ in self._saved):
             self.restore()
+
+
+class WrittenTensors:
+    """Tensors of a module that its forward passes write to (queues, centres, a teacher's weights), for lost steps.
+
+    Normalisation's statistics are left as the lost passes have made them: they count more samples, and nothing else.
+    Frozen parameters are copied from their second change on, so that those of a backbone are in memory once.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        for owner in module.modules():
+            if not isinstance(owner, torch.nn.modules.batchnorm._NormBase):
+                self._places += [(owner._buffers, name) for name in owner._buffers]
+            frozen: Any = owner._parameters
+            self._places += [(frozen, name) for name, p in frozen.items() if p is not None and not p.requires_grad]
+        self._known: list[_Written | None] = [None] * len(self._places)
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def remember(self) -> list[_Written | None]:
+        """Return what they are now."""
+        for number, (holder, name) in enumerate(self._places):
+            now, known = holder.get(name), self._known[number]
+            if now is None or now.requires_grad or now.is_inference():
+                self._known[number] = None
+            elif known is None or known.tensor is not now or known.version != now._version:
+                copied = known is not None or not isinstance(now, torch.nn.Parameter)
+                self._known[number] = _Written(now, now._version, now.detach().clone() if copied else None)
+        return list(self._known)
+
+    @torch.no_grad()
+    def roll_back(self, before: list[_Written | None]) -> None:
+        """Return to what they were."""
+        for (holder, name), known in zip(self._places, before, strict=True):
+            if known is None or known.copied is None:
+                continue
+            if known.version != known.tensor._version:
+                known.tensor.copy_(known.copied)
+            if name in holder:
+                holder[name] = known.tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """A tensor, its count of changes, and its values then."""
+
+    tensor: torch.Tensor
+    version: int
+    copied: torch.Tensor | None

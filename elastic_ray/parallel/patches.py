@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from elastic_ray.batch.device_numbers import local
+
 if TYPE_CHECKING:
+    from elastic_ray.communication.unit_group import UnitGroup
     from elastic_ray.run.run import Run
     from elastic_ray.steps.ledger import StepLedger
 
@@ -136,7 +140,14 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
         scaler.load_state_dict(kept)
 
 
-def keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
+def patch_scaler(scaler: Any, run: Run) -> None:
+    """Have a scaler know accumulation, and the other workers of a unit."""
+    _keep_scale_while_accumulating(scaler, run.ledger)
+    if run.unit is not None and scaler.is_enabled():
+        _agree_on_overflow(scaler, run.unit)
+
+
+def _keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
     """Keep the loss scale constant while gradients accumulate: it changes with optimizer steps only."""
     original = type(scaler).update
 
@@ -148,6 +159,36 @@ def keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
             _take_back_scale(self, before)
 
     _override(scaler, update=update)
+
+
+def _agree_on_overflow(scaler: Any, unit: UnitGroup) -> None:
+    """Leave an update out on all workers of a unit where the gradients of one have overflowed; of parts of tensors."""
+    original = type(scaler)._unscale_grads_
+
+    @functools.wraps(original)
+    def unscale(self: Any, optimizer: Any, inv_scale: Any, found_inf: torch.Tensor, *args: Any) -> Any:
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parts = [local(p).detach() for p in held]
+        for part, p in zip(parts, held, strict=True):
+            part.grad = local(p.grad)
+        found = original(self, _Parts([{"params": parts}]), inv_scale, found_inf, *args)
+        seen = [row[0] for row in unit.gather([max(map(float, found.values()), default=-1.0)])]
+        if max(seen) < 0:
+            return found  # no worker has gradients, as torch says
+        found = found or {found_inf.device: found_inf}
+        if max(seen) > 0:
+            for each in found.values():
+                each.fill_(1.0)
+        return found
+
+    _override(scaler, _unscale_grads_=unscale)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """An optimizer's parameters, as a scaler reads them."""
+
+    param_groups: list[dict[str, Any]]
 
 
 def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:

@@ -65,11 +65,10 @@ def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
                 "fully_shard(module, mesh=elastic_ray.unit_mesh())"
             )
     for name, value in given.items():
-        if value is not None and value != [] and not (name == "grad_scaler" and not value.is_enabled()):
-            way_out = "; train in bfloat16, which needs none" if name == "grad_scaler" else ""
+        if value is not None and value != []:
             raise ValueError(
                 f"AdaptiveDataParallel({name}=) is not supported in a job of units (SchedulingConfig(unit=)): leave it "
-                f"out{way_out}"
+                "out"
             )
 
 

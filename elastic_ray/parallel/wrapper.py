@@ -17,7 +17,7 @@ from elastic_ray.batch.scaling_rules import ScalingRule
 from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
-from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
+from elastic_ray.parallel.buffers import BufferSync, SavedBuffers, WrittenTensors
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.flops import ForwardFlops, peak_of
 from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
@@ -30,7 +30,7 @@ from elastic_ray.parallel.patches import (
     check_schedule,
     evaluated,
     inner_optimizers,
-    keep_scale_while_accumulating,
+    patch_scaler,
     patch_state_dict,
     patch_step,
     patch_zero_grad,
@@ -101,11 +101,10 @@ class AdaptiveDataParallel(torch.nn.Module):
     """Replicates ``module`` over the job's workers, however many there are, as ``DistributedDataParallel`` does.
 
     Gradients are averaged over all samples of the step when ``backward()`` returns. ``optimizer.step()`` keeps its
-    meaning; while gradients are accumulated, and for a step that a failure has voided, it does nothing, and its
-    learning rates are scaled for the present batch size and restored afterwards. Parameters, optimizer state and
-    whatever else is given here reach every worker that joins later. Buffers (BatchNorm statistics) follow each
-    worker's own data within an epoch and are averaged over the workers (integers: taken from rank 0) at the end of
-    every pass of a loader and at every change of the group.
+    meaning, with learning rates scaled for the present batch size; it does nothing while gradients are accumulated,
+    and for a step that a failure has voided. Parameters, optimizer state and whatever else is given here reach every
+    worker that joins later. Buffers (BatchNorm statistics) are each worker's
+    own within an epoch and averaged (integers: rank 0's) at the end of a loader's pass and when the group changes.
 
     The module's state dict has the prefix ``module.``, as DDP's. Wrap before the first epoch, on every worker alike.
 
@@ -115,31 +114,29 @@ class AdaptiveDataParallel(torch.nn.Module):
             AdamW), which the loop calls once a step in the same order on every worker. One wrapper for each model.
         lr_scheduler: scheduler (or several) of these optimizers; needed where there is one.
         schedule: count of a scheduler that steps with every batch: ``"progress"`` in steps of the initial batch, so
-            that a decay ends where it should however the batch grows, or optimizer ``"steps"``. ``"seesaw"`` counts as
-            ``"progress"`` and turns decays into growth of the batch (``adaptation.policies.seesaw``).
+            that a decay ends where it should, or optimizer ``"steps"``. ``"seesaw"`` is ``"progress"`` that turns
+            decays into growth of the batch (``adaptation.policies.seesaw``).
         grad_scaler: AMP's ``GradScaler``, where there is one; the statistics need its scale.
         scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``, ``"adam"``,
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
             The default is AdaScale, for optimizers of Adam's kind its square root; ``"none"`` where the strategy
-            averages models. User code and schedulers set the rates at the initial batch size. Each optimizer follows
-            the noise of its own parameters.
+            averages models. User code and schedulers set the rates at the initial batch size.
         nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
             rank they came up: ``"warn"`` reports them and applies them as PyTorch would, ``"skip"`` leaves such updates
             out on all ranks, ``"raise"`` ends the training. Unless it is ``"ignore"``, a train function that returns
-            with parameters that are not finite fails. Updates that AMP's scaler leaves out are no fault.
+            with parameters that are not finite fails.
         strategy: a name (``"all_reduce"``, ``"powersgd"``, ... see ``elastic_ray.sync``), a builder, a ``Strategy``, or
-            the path of one as JSON. None is ``"all_reduce"``.
+            the path of one as JSON; None is ``"all_reduce"``.
         policy: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order.
-        monitor: what is measured of the steps besides the noise scale, and how often; :attr:`measures` has it.
+        monitor: what is measured of the steps besides the noise scale; :attr:`measures` has it.
         stragglers: of a run without a trainer: ``"ignore"`` (as None) slow workers, ``"tell"`` the log, or ``"share"``.
-        fold_random: give torch's generators other numbers on each rank from the first epoch on, so that ranks that are
-            seeded alike draw other dropout masks. False leaves generators as user code has seeded them.
+        fold_random: give torch's generators other numbers on each rank, for other dropout masks; False leaves them.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
         ValueError: the optimizer holds other parameters than the module's, or none; a parameter has no shape yet, or
             belongs to a model that was wrapped before; gradients are stepped within ``backward()``; a trained embedding
-            has ``max_norm`` and there may be several workers.
+            has ``max_norm``.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2)
@@ -180,7 +177,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self.module = module
         session = session_of_new_model()
         if session.run.unit is not None:
-            refuse_in_unit(module, policy=policy, grad_scaler=grad_scaler, monitor=monitor)
+            refuse_in_unit(module, policy=policy, monitor=monitor)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
@@ -462,6 +459,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             Schedulers(self._run, each, *its, schedule)
             for each, its in zip(self._optimizers, zip(names, schedulers, strict=True), strict=True)
         ]
+        if not self._sharded and (written := WrittenTensors(self.module)):
+            states.register_rollback(written.remember, written.roll_back, f"written/{index}")
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
@@ -470,7 +469,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             if saved is not None:
                 for each in self._optimizers:
                     after_step(self._scaler, each, saved.mend)
-            keep_scale_while_accumulating(self._scaler, self._run.ledger)
+            patch_scaler(self._scaler, self._run)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
         registry.add_buffers(BufferSync(self.module))

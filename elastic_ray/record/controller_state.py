@@ -59,6 +59,7 @@ class ControllerState:
     launched_at_s: float | None = None
     raised: int = 0  # workers that were lost to an exception of their own
     paused: str = ""  # why it is paused; empty where it is not
+    critical_batch: int | None = None  # what its branches have measured [samples]; None where none have
     format: int = FORMAT
 
     @classmethod

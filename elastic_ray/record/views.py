@@ -33,6 +33,7 @@ from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
+from placement.goodput.forecast import BatchForecast
 
 _NO_GPU = None, None
 
@@ -95,6 +96,7 @@ def allocator_view(
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
         held_batch=planner.held_batch,
+        forecast=_forecast(planner),
         atomic_bsz_range=_atomic_bsz_range(planner),
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, history.resize_cost_s),
@@ -107,6 +109,7 @@ def allocator_view(
         whole_nodes=spec.scheduling.whole_nodes,
         spot=spec.scheduling.spot,
         budget_usd=spec.scheduling.budget_usd,
+        utility=spec.scheduling.completion_utility,
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
         restarts=history.resizes,
@@ -119,7 +122,15 @@ def allocator_view(
         node_failures=node_failures,
         mixed_gpu_types=spec.scheduling.mixed_gpu_types,
         sizes=spec.scheduling.allowed_sizes,
+        unit=spec.scheduling.unit_size,
+        strategies=planner.latest.found if planner.latest is not None else {},
     )
+
+
+def _forecast(planner: BatchPlanner) -> BatchForecast | None:
+    """Return the batches that the job will be held at, as far as its policies know."""
+    coming = planner.latest.coming if planner.latest is not None and planner.held_batch is not None else ()
+    return BatchForecast(steps=coming) if coming else None
 
 
 def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[int, int | None]:
@@ -146,6 +157,8 @@ def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
 
 
 def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
+    if spec.branch_of:  # it tells nothing of how long jobs of its model are
+        return None
     progress = _run_progress(planner, resume_point)
     if spec.trial is not None and progress is not None:
         return dataclasses.replace(progress, epochs=None)  # a trial that is cut short has no length
@@ -194,6 +207,7 @@ def job_status(
         throughput=planner.throughput,
         tokens_per_s=_in_tokens(planner, planner.throughput),
         goodput=planner.goodput(),
+        efficiency=planner.efficiency,
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
@@ -251,7 +265,7 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
     ]
     eta_s = min((each for each in ends if each is not None), default=None)
     low_s, high_s = eta_range(eta_s, planner.rates, planner.efficiency)
-    samples = samples_to_end(progress, size, first, planner.efficiency)
+    samples = samples_to_end(progress, size, first, planner.progress_per_sample)
     steps = math.ceil(samples / status.batch_size) if samples is not None and status.batch_size else None
     return dataclasses.replace(
         status,

@@ -30,6 +30,7 @@ class Group:
         returned: workers that belong to the group no more, for their train functions have returned.
         members: the members of the present generation by rank; none before the first.
         nodes: the node of each rank of the present generation; before the first, of this worker alone.
+        domains: the network's domain of each rank's node, likewise; empty where its label does not say.
         rank_info: where this worker stands in the present generation; before the first, where it is expected to.
         mixed: whether the present generation is on several types of GPU.
     """
@@ -52,11 +53,13 @@ class Group:
             self.rank, self.world_size = 0, 1
             self.members: tuple[Member, ...] = ()
             self.nodes: tuple[str, ...] = ("",)
+            self.domains: tuple[str, ...] = ("",)
             self.rank_info, self.mixed = self._expected, False
             return
         self.communicator = communicator
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.members, self.nodes = spec.members, tuple(member.node for member in spec.members)
+        self.domains = tuple(member.domain for member in spec.members)
         self.rank_info = spec.place_of(self._worker)
         self.mixed = len({member.gpu_type for member in spec.members}) > 1
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.consensus.intents import Announced
+    from placement.cluster.jobs import FoundStrategy
 
 
 class Participant:
@@ -46,6 +47,14 @@ class Participant:
             agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
                 otherwise, while the gradients of this one are added up.
         """
+
+    def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
+        """Measure the noise of a single gradient in the model's layers, or stop; True if the layers allow it.
+
+        Args:
+            every: steps from one measurement to the next; None for as often as it costs little.
+        """
+        return False
 
     def join(self, what: Announced) -> None:
         """Join the collectives that others have announced of the model, because this rank has no sample in the step."""
@@ -119,8 +128,17 @@ class Participant:
         """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
         return ""
 
+    @property
+    def found_strategies(self) -> Mapping[str, FoundStrategy]:
+        """Strategies that have won races, by the form of the group."""
+        return {}
+
     def set_strategy(self, strategy: object) -> None:
         """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
+
+    def set_topology(self, topology: str) -> None:
+        """Go on by another way through the group; raises ValueError where it cannot be."""
+        raise ValueError("the gradients of a sharded model have no topology")
 
     def fix_drift(self) -> int:
         """Fix what happens after the step that ranks agree on; returns a digest of it, equal on all ranks."""

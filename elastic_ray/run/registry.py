@@ -35,6 +35,7 @@ from placement.goodput.model import NoiseScale
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.parallel.buffers import BufferSync
+    from placement.cluster.jobs import FoundStrategy
 
 Noise = Callable[[], "NoiseScale | None"]
 
@@ -127,6 +128,10 @@ class LoaderRegistry:
     def lead(self, loader: object, info: LoaderInfo) -> None:
         """Make this loader the leading one."""
         if self._fixed_batch:
+            if info.limits.per_worker:
+                raise ValueError(
+                    "scale_with_workers=True and ElasticConfig(fixed_batch=True) contradict each other: leave one out"
+                )
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
 
@@ -190,6 +195,7 @@ class Registry:
         self._least_share = 1
         self.halving_changes = 0  # how often it has changed which steps are halved, but for changes of group and batch
         self._adds_up = False  # gradients over several steps
+        self._needs_halves = False  # layers do not show the noise
         self._saves: Callable[[], bool] = lambda: False
         self.folds_random = True  # torch's generators become each rank's own with the first epoch
 
@@ -274,9 +280,21 @@ class Registry:
 
         Raises ValueError, TypeError: there is no such model or strategy, or the model cannot have it.
         """
+        self._of(model).set_strategy(strategy)
+
+    def set_topology(self, model: int, topology: str) -> None:
+        """Have a model's gradients take another way; as :meth:`set_strategy`."""
+        self._of(model).set_topology(topology)
+
+    def _of(self, model: int) -> Participant:
         if model >= len(self._gradients):
             raise ValueError(f"there is no model {model}: the loop has wrapped {len(self._gradients)}")
-        self._gradients[model].set_strategy(strategy)
+        return self._gradients[model]
+
+    @property
+    def found_strategies(self) -> dict[str, FoundStrategy]:
+        """Strategies of the models that have won races, by the form of the group."""
+        return {form: found for each in self._gradients for form, found in each.found_strategies.items()}
 
     @property
     def strategy_key(self) -> str | None:
@@ -300,8 +318,25 @@ class Registry:
     def halving(self, steps: int) -> Halving | None:
         """Return which steps a single rank takes in two halves after ``steps`` committed ones; None for none.
 
-        They are those for which somebody needs the noise: a batch that adapts, or a monitor.
+        Models whose layers show the noise measure it there instead.
         """
+        wanted = self._wanted_halving(steps)
+        by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None
+        every = self.monitoring.request.noise_every
+        if by_layers and all(each.measure_examples(every, wanted=True) for each in self._gradients):
+            return None
+        for each in self._gradients:
+            each.measure_examples(None, wanted=False)
+        return wanted
+
+    def need_halves(self) -> None:
+        """Have steps halved from now on: the layers of a model have not shown its noise."""
+        if not self._needs_halves:
+            self._needs_halves = True
+            self.halving_changes += 1
+
+    def _wanted_halving(self, steps: int) -> Halving | None:
+        """Return the steps for which somebody needs the noise: a batch that adapts, or a monitor."""
         if self._adds_up or not any(each.gives_statistics for each in self._gradients):
             return None
         limits = self.loaders.info.limits if self.loaders.info is not None else None

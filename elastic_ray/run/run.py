@@ -134,14 +134,16 @@ class Run:
         """True if the present group was called off, as all workers of a unit know."""
         return self.membership.voided if self.wishes is None else self.wishes.voided
 
-    def agree_in_unit(self, failure: str | None, *, saves: bool = False) -> str | None:
+    def agree_in_unit(self, failure: str | None, *, saves: bool = False, measured: float = 0.0) -> str | None:
         """At one place of the program on all workers of a unit: why what they did fails, on one of them or more.
 
         Args:
             failure: why it fails on this one; None if it does not.
             saves: the state is to be saved, whether or not it is time.
+            measured: how many parameter groups' statistics were, as all of them learn.
         """
-        if self.wishes is None or self.wishes.settle(well=failure is None, due=saves or self.registry.saving_is_due):
+        due = saves or self.registry.saving_is_due
+        if self.wishes is None or self.wishes.settle(well=failure is None, due=due, measured=measured):
             return failure
         return failure or "another worker of the unit could not complete its step"
 

@@ -15,6 +15,7 @@ from elastic_ray.adaptation.requests import (
     ScaleRate,
     SetBatch,
     SetStrategy,
+    SetTopology,
     Stop,
 )
 from elastic_ray.adaptation.runner import PolicyRunner
@@ -41,6 +42,7 @@ class Adaptation:
         self.runner = PolicyRunner(self, run.tell, run.controller.tell)
         self._step: LoaderStep | None = None
         self.active = False  # whether there are any
+        self._coming: tuple[tuple[float, int], ...] | None = None  # None where that is to be found out again
 
     @property
     def _progress(self) -> RunProgress:
@@ -85,6 +87,12 @@ class Adaptation:
         return self.runner.values.batch_size
 
     @property
+    def coming(self) -> tuple[tuple[float, int], ...]:
+        """Batches that the policies will ask for, as far as they know: (samples from now, batch), by samples."""
+        samples = self.runner.values.samples
+        return tuple((at - samples, size) for at, size in self._coming or () if at > samples)
+
+    @property
     def stopped(self) -> bool:
         """True if policies have ended the training."""
         return self.runner.values.stopped is not None
@@ -112,6 +120,7 @@ class Adaptation:
             self._call("before_train")
         if values.begin_epoch(self._progress.epoch):
             self._call("before_epoch")
+            self._coming = None
         self._call("before_step")
 
     def after_step(self, step: LoaderStep) -> None:
@@ -128,6 +137,8 @@ class Adaptation:
         if self.wish != wish:
             self._run.controller.report_soon()
         self._call("after_step")
+        if self._coming is None:
+            self._coming = self.runner.coming_batches(self._view())
 
     def end_epoch(self) -> None:
         """Call ``after_epoch`` before the epoch ends."""
@@ -166,6 +177,7 @@ class Adaptation:
             batch_size=round(step.scale * step.init_batch_size) if step is not None else initial,
             initial_batch_size=initial,
             max_batch_size=limits.max_batch_size if limits is not None else None,
+            critical_batch=run.agreed.critical_batch,
             learning_rates=run.registry.models.learning_rates,
             rate_factor=values.rate_factor,
             noise=run.registry.models.noise(),
@@ -188,7 +200,7 @@ class Adaptation:
                 return self._set_batch(request, values)
             case Resize():
                 return self._resize(request, values)
-            case SetStrategy():
+            case SetStrategy() | SetTopology():
                 return self._set_strategy(request)
             case ScaleRate():
                 values.scale_rate(request.factor)
@@ -209,10 +221,13 @@ class Adaptation:
         info = self._run.registry.loaders.info
         if info is None or info.limits.fixed or info.limits.max_batch_size is None:
             return "the batch is fixed: call loader.autoscale_batch_size(max_batch_size=...) to let it change"
+        if info.limits.per_worker:
+            return "each worker has its own batch_size: the loader has scale_with_workers=True"
         most, batch_size = info.limits.max_batch_size, request.batch_size
         if batch_size is not None and batch_size > most:
             return f"max_batch_size is {most}"
         values.hold_batch(batch_size)
+        self._coming = None
         shape = self.held_shape()
         if shape is not None:
             self._run.set_shape(shape)
@@ -229,9 +244,14 @@ class Adaptation:
         values.wish_for(request.bounds)
         return ""
 
-    def _set_strategy(self, request: SetStrategy) -> str:
+    def _set_strategy(self, request: SetStrategy | SetTopology) -> str:
+        """Return why a model cannot have another strategy or topology; empty where it will."""
+        registry = self._run.registry
         try:
-            self._run.registry.set_strategy(request.model, request.strategy)
+            if isinstance(request, SetTopology):
+                registry.set_topology(request.model, request.topology)
+            else:
+                registry.set_strategy(request.model, request.strategy)
         except (ValueError, TypeError) as error:
             return str(error)
         return ""

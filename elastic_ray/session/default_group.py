@@ -161,7 +161,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         if len(sizes) != self.size() or sum(sizes) != flat.numel():
             raise RuntimeError(_SIZES.format(what=what, prepared=flat.numel() // max(1, sizes[0]), present=self.size()))
         (found,), first = self._reduced(what, flat, op), sum(sizes[: self.rank()])
-        output.copy_(found[first : first + output.numel()].view(output.shape))
+        _put([output], [found[first : first + output.numel()]])
 
     # -- what is gathered ----------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         opts = dist.BroadcastOptions()
         opts.rootRank = root
         self.broadcast([given], opts)
-        output.copy_(given[self.rank()])
+        _put([output], [given[self.rank()]])
         return EndedWork(outputs)
 
     def alltoall_base(
@@ -282,8 +282,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         received = torch.cat([each.reshape(-1) for each in outputs])
         sent = torch.cat([each.reshape(-1) for each in inputs])
         self.alltoall_base(received, sent, [each.numel() for each in outputs], [each.numel() for each in inputs])
-        for each, found in zip(outputs, torch.split(received, [each.numel() for each in outputs]), strict=True):
-            each.copy_(found.view(each.shape))
+        _put(outputs, torch.split(received, [each.numel() for each in outputs]))
         return EndedWork(outputs)
 
     def barrier(self, opts: Any = None) -> EndedWork:
@@ -404,9 +403,12 @@ def _of_bytes(content: bytes) -> Any:
 
 
 def _put(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Write results where the user has them; of a group that has become smaller meanwhile, the last one fills up."""
+    """Write results where the user has them; of a group that has become smaller meanwhile, the last one fills up.
+
+    As torch's own groups do, it counts as no change of what autograd has kept.
+    """
     for number, place in enumerate(places):
-        place.detach().copy_(results[min(number, len(results) - 1)].view(place.shape))
+        place.data.copy_(results[min(number, len(results) - 1)].view(place.shape))
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:

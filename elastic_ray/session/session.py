@@ -68,6 +68,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         ratios=run.stragglers.ratios,
         parts=run.gpu_types.take() if not run.stragglers.uneven else (),
         held_batch=adaptation.held_batch,
+        coming=adaptation.coming,
         wish=adaptation.wish,
         learning_rate_factor=run.registry.models.rate_factor,
         first_step_s=run.clock.first_step_s,
@@ -76,6 +77,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         backend=run.group.communicator.backend if run.group.members else "",
         mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
         tokens_per_sample=tokens.per_sample if tokens is not None else None,
+        found=run.registry.found_strategies,
     )
 
 

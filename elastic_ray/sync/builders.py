@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import ClassVar, Protocol
 
-from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.checks import StrategyError, check_count, check_flag
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import NATIVE, Average, Owner, Reduce, Rows, Rule, Strategy, Wire
 from placement.checks import check_whole
@@ -91,7 +91,10 @@ class PowerSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PS:
-    """A single parameter server for all tensors, on rank 0 (AutoDist: PS, synchronous)."""
+    """Gradients are added up on rank 0, which sends the mean back: the traffic of one parameter server (AutoDist: PS).
+
+    All ranks update. AutoDist's server holds and updates the parameters, and may do it asynchronously.
+    """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -100,7 +103,7 @@ class PS:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PSLoadBalancing:
-    """Every rank is the parameter server of some tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
+    """Each rank adds up the gradients of some tensors, balanced by bytes (AutoDist: PSLoadBalancing); see ``PS``."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -330,24 +333,24 @@ class AdaptiveSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Search for the fastest strategy while training: the likeliest are tried for some steps each, and one is kept.
+    """Race of what may be fastest, over real steps of the training; the winner stays.
 
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
-        trials: how many are tried, beside plain all-reduce; those that carry the fewest bytes first.
-        trial_steps: steps of each trial.
-        gain: a strategy is left for another that is faster by more than this share.
+        steps: that are spent at most. They train the model as all others; a job of a kind that is known spends none.
 
     Examples:
         >>> from elastic_ray.sync import Auto
-        >>> Auto(trials=5).exact
+        >>> Auto(steps=20).exact
         True
     """
 
     exact: bool = True
-    trials: int = 3
-    trial_steps: int = 5
-    gain: float = 0.05
+    steps: int = 40
+
+    def __post_init__(self) -> None:
+        check_flag("exact", self.exact)
+        check_count("steps", self.steps, least=12, most=1000)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Return the strategy that training starts with: touched rows for sparse tables, all-reduce for the rest."""

@@ -71,8 +71,7 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
     divided = tiles is not None and tiles.divided
     syncs = [_routed(_reduction(sync, divided=divided), topology) for sync in assigned]
     cuts = _cut_all(profile.params, syncs)
-    nodes = topology.node_numbers
-    cuts = [dataclasses.replace(cut, nodes=nodes) if _is_routed(cut.sync) else cut for cut in cuts]
+    cuts = [dataclasses.replace(cut, nodes=_nodes(cut.sync, topology)) for cut in cuts]
     owners = _owners([(cut.sync, sum(profile.params[i].nbytes for i in cut.params)) for cut in cuts], topology)
     return SyncPlan(
         buckets=tuple(
@@ -90,14 +89,16 @@ def _reduction(sync: Sync, *, divided: bool) -> Sync:
     return sync
 
 
-def _is_routed(sync: Sync) -> bool:
-    """Return True if gradients take a way of their own through the group."""
-    return isinstance(sync, Reduce) and sync.topology != "native"
+def _nodes(sync: Sync, topology: Topology) -> tuple[int, ...]:
+    """Return where ranks are, for gradients that take a way of their own through the group; else nothing."""
+    if not isinstance(sync, Reduce) or sync.topology == "native":
+        return ()
+    return topology.level_numbers if sync.topology == "two_level" else topology.node_numbers
 
 
 def _routed(sync: Sync, topology: Topology) -> Sync:
     """The native way where two levels are one."""
-    if isinstance(sync, Reduce) and sync.topology == "two_level" and not topology.has_levels:
+    if isinstance(sync, Reduce) and sync.topology == "two_level" and topology.why_flat:
         return dataclasses.replace(sync, topology="native")
     return sync
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +95,11 @@ class Topology:
 
     Attributes:
         nodes: the node of each rank, by any name.
+        domains: the network's domain of each node, likewise; none where not all labels say it.
     """
 
     nodes: tuple[str, ...] = ("node-0",)
+    domains: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -105,11 +108,23 @@ class Topology:
 
     @property
     def node_numbers(self) -> tuple[int, ...]:
-        """The node of each rank, as a number from 0 on."""
-        names = sorted(set(self.nodes))
-        return tuple(names.index(node) for node in self.nodes)
+        """The node of each rank, as a number from 0 on; nodes of one domain are neighbours."""
+        return _numbers(tuple(zip(self.domains, self.nodes, strict=True)) if self.domains else self.nodes)
 
     @property
-    def has_levels(self) -> bool:
-        """True if there are several nodes, and several ranks on one of them."""
-        return 1 < len(set(self.nodes)) < len(self.nodes)
+    def level_numbers(self) -> tuple[int, ...]:
+        """The domain of each rank, as a number from 0 on, where the group spans several; else its node."""
+        return _numbers(self.domains) if len(set(self.domains)) > 1 else self.node_numbers
+
+    @property
+    def why_flat(self) -> str:
+        """Reason why there are no two levels; empty where there are."""
+        there = len(set(self.level_numbers))
+        if there == 1:
+            return "all ranks are on one node"
+        return "" if there < self.world_size else "no two ranks share a node or domain"
+
+
+def _numbers(names: Sequence[object]) -> tuple[int, ...]:
+    order = sorted(set(names), key=str)
+    return tuple(order.index(name) for name in names)

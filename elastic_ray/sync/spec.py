@@ -305,6 +305,26 @@ class Strategy:
                     "Strategy.average excludes rules and another default: where models are averaged, gradients are not"
                 )
 
+    def with_topology(self, topology: str) -> Strategy:
+        """Return the strategy with another way through the group for all that is all-reduced.
+
+        Raises StrategyError: nothing is all-reduced, or not in a form that can take this way.
+        """
+        if self.average is not None or not any(isinstance(sync, Reduce) for sync in self.syncs):
+            raise StrategyError(
+                f"topology {topology!r} is of gradients that are all-reduced, but {self.label} has none"
+            )
+        base = self.name.partition(" by ")[0]
+        name = "all_reduce" if base in TOPOLOGIES else base
+        if topology != "native":
+            name = topology if name in ("", "all_reduce") else f"{name} by {topology}"
+        rules = (dataclasses.replace(rule, sync=_by(rule.sync, topology)) for rule in self.rules)
+        return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
+
+    def asks_for(self, topology: str) -> bool:
+        """True if some gradients are to be all-reduced by this way."""
+        return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
+
     @property
     def label(self) -> str:
         """Name of the strategy, or "by hand"."""
@@ -390,6 +410,10 @@ def _wire(sync: Sync) -> Wire:
 
 def _to_dict(sync: Sync) -> dict[str, Any]:
     return {"kind": sync.kind, **dataclasses.asdict(sync)}
+
+
+def _by(sync: Sync, topology: str) -> Sync:
+    return dataclasses.replace(sync, topology=topology) if isinstance(sync, Reduce) else sync
 
 
 def _sync(tree: Any) -> Sync:

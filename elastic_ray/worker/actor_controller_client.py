@@ -155,7 +155,7 @@ class ActorControllerClient:
         """Report again what an earlier controller had received and not written."""
         now_s = time.monotonic()
         for told_s, report in tuple(self._reported):
-            if now_s - told_s < _UNWRITTEN_S:
+            if now_s - told_s < _UNWRITTEN_S and not self._is_mute(report):
                 self.push(dataclasses.replace(report, checkpoint_ref=None, again=True))
 
     def repeat(self) -> bool:

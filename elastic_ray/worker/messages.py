@@ -18,6 +18,7 @@ from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.signals import PrepareFailed, Ready, Rerun, Signal, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.unit import process_names
 from elastic_ray.worker.error_origin import ErrorOrigin
 from elastic_ray.worker.setup import ProcessInfo
 
@@ -123,6 +124,12 @@ class WorkerReregistration:
     ready: WorkerReady | None = None  # what it told when it had built its model; None before
     failed: StepFailed | None = None  # its failed collective, where it waits for the generation after that; else None
     starts_over: bool = False  # it ran out of memory, and builds its model anew with the state that it keeps
+    position: int = 0  # of the process in its unit
+
+    @property
+    def name(self) -> str:
+        """Name of the process for the one who watches it."""
+        return process_names(self.worker, self.position + 1)[self.position]
 
 
 WorkerMessage = (

@@ -86,3 +86,4 @@ class ProcessInfo:
     pid: int
     cuda: bool
     gpu_type: str = ""
+    domain: str = ""  # of the network, likewise

@@ -114,6 +114,12 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
         raise TypeError(_unpicklable(PickledTrainLoop(packed), config, error)) from error
 
 
+def with_policies(packed: bytes, policies: Sequence[Policy]) -> bytes:
+    """Return a packed loop whose run asks these policies as well, before its own."""
+    loop = AdaptedTrainLoop(PickledTrainLoop(packed), policies)
+    return bytes(ray.cloudpickle.dumps((loop, {})))  # type: ignore[no-untyped-call]
+
+
 def call(packed: bytes) -> Any:
     """Run what :func:`pack` made; for workers. In it ``ray.train``'s own functions do what ours do.
 

@@ -58,7 +58,7 @@ from elastic_ray.worker.messages import (
 from elastic_ray.worker.setup import Assignment, ProcessInfo, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
 from elastic_ray.worker.stored_train_loop import stored_train_loop
-from placement.cluster.cluster import GPU_TYPE_LABEL
+from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL
 from placement.ray_cluster import groups
 from placement.text import log_plainly
 
@@ -115,7 +115,8 @@ class Worker:
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()
-        self._process_info = ProcessInfo(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
+        gpu_type, domain = (str(labels.get(label, "")) for label in (GPU_TYPE_LABEL, DOMAIN_LABEL))
+        self._process_info = ProcessInfo(pid=os.getpid(), cuda=cuda, gpu_type=gpu_type, domain=domain)
         return self._process_info
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
@@ -162,8 +163,8 @@ class Worker:
     def _introduce(self) -> WorkerReregistration | None:
         """Return this worker's registration for a restarted controller; None while no run is in progress."""
         assignment, link, process_info, membership = self._assignment, self._link, self._process_info, self._membership
-        if assignment is None or link is None or process_info is None or assignment.unit is not None:
-            return None  # a job of units starts again from what it has saved
+        if assignment is None or link is None or process_info is None:
+            return None
         return WorkerReregistration(
             worker=assignment.worker,
             token=assignment.token,
@@ -179,6 +180,7 @@ class Worker:
             ready=link.last_ready,
             failed=link.last_failed,
             starts_over=link.starts_over,
+            position=assignment.unit.position if assignment.unit is not None else 0,
         )
 
     def _report_again(self) -> None:

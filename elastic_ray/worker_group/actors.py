@@ -126,6 +126,14 @@ class WorkerActors:
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
+    def with_domains(self, spec: GenerationSpec) -> GenerationSpec:
+        """Return the generation with the domains of its members' nodes."""
+        known = {name: info.domain for name, info in self.process_infos.items() if info.domain}
+        if not known:
+            return spec
+        members = (dataclasses.replace(each, domain=known.get(each.worker, "")) for each in spec.members)
+        return dataclasses.replace(spec, members=tuple(members))
+
     def with_gpu_types(self, spec: GenerationSpec, speeds: Mapping[str, float]) -> GenerationSpec:
         """Return the generation with its members' GPU types, and how fast these are [samples/s] as far as is known."""
         members = []
@@ -168,7 +176,7 @@ class WorkerActors:
             self._on_refusal(worker, error, True)
             return
         if self._unit > 1:
-            await self._watch_unit(worker, [actor for actor, _ in taken], running)
+            await self._watch_unit(worker, [actor for actor, _ in taken], self._token, running)
         else:
             await self._watch(worker, taken[0][0], self._token, running[0])
 
@@ -204,10 +212,10 @@ class WorkerActors:
             for position in range(self._unit)
         ]
 
-    async def _watch_unit(self, worker: str, actors: Sequence[Any], running: Sequence[Any]) -> None:
+    async def _watch_unit(self, worker: str, actors: Sequence[Any], token: str, running: Sequence[Any]) -> None:
         """Wait for the end of a run in all processes of a unit, or for the first that is lost or raises."""
         outcomes = [
-            asyncio.ensure_future(self._outcome(actor, self._token, worker, each))
+            asyncio.ensure_future(self._outcome(actor, token, worker, each))
             for actor, each in zip(actors, running, strict=True)
         ]
         try:
@@ -240,15 +248,20 @@ class WorkerActors:
         self._results[worker] = end
         self._on_result(worker, end)
 
-    def adopt(self, told: WorkerReregistration) -> None:
-        """Adopt a worker of a controller before this one."""
-        worker = told.worker
-        self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node
+    def adopt(self, unit: Sequence[WorkerReregistration]) -> None:
+        """Adopt a worker of a controller before this one: its processes, by position."""
+        first, worker = unit[0], unit[0].worker
+        self._groups[worker], self._nodes[worker] = groups.find(first.group), first.node
         self._fulfilled.add(worker)
-        self._actors[worker], self._tokens[worker] = told.actor, told.token
-        self.process_infos[worker] = told.process_info
-        self._processes.adopt(told.actor, told.process, lent=told.lent)
-        self._background.start(self._watch(worker, told.actor, told.token))
+        self._tokens[worker] = first.token
+        for told in unit:
+            self._actors[told.name], self.process_infos[told.name] = told.actor, told.process_info
+            self._processes.adopt(told.actor, told.process, lent=told.lent)
+        if len(unit) > 1:
+            running = [None] * len(unit)
+            self._background.start(self._watch_unit(worker, [told.actor for told in unit], first.token, running))
+        else:
+            self._background.start(self._watch(worker, first.actor, first.token))
 
     def knows(self, worker: str, token: str) -> bool:
         """True if a process with this token serves these workers."""

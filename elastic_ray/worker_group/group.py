@@ -25,9 +25,8 @@ from elastic_ray.membership.instructions import (
     Withdraw,
 )
 from elastic_ray.membership.machine import JobMembership
-from elastic_ray.membership.messages import Cancel, ControllerMessage
+from elastic_ray.membership.messages import Cancel, ControllerMessage, StrategiesKnown
 from elastic_ray.membership.recovery import SurvivingWorker
-from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.losses import SizeHistory
@@ -135,7 +134,7 @@ class WorkerGroup:
     def others_train(self, worker: str) -> bool:
         """True if other workers hold the state, and none has returned from the train function."""
         others = {each.worker for each in (*self.machine.holders(), *self.machine.entering())}
-        return bool(others - self.returned - {worker}) and not self.machine.in_phase(WorkerPhase.FINISHED)
+        return bool(others - self.returned - {worker}) and not self.machine.returned
 
     def take(self, stimulus: Stimulus) -> None:
         """Let the membership machine decide, and do what it says."""
@@ -161,14 +160,16 @@ class WorkerGroup:
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
         """Continue with the workers of a controller before this one, which are all that live."""
-        for each in told:
-            self.actors.adopt(each)
-            self._detector.heard(each.worker)
+        speakers = [each for each in told if not each.position]
+        for each in speakers:
+            unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)
+            self.actors.adopt(unit)
+            self._detector.heard(*(other.name for other in unit))
             if each.ready is not None:
                 self._planner.open(each.ready.loader)
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
         instructions = self.machine.take_over(
-            [_survivor(each) for each in told],
+            [_survivor(each) for each in speakers],
             self.goal,
             issued=state.issued,
             world_size=state.world_size,
@@ -272,9 +273,17 @@ class WorkerGroup:
                 self._observer.released()
             case Announce(spec=spec, to=to):
                 batch = self._planner.choose(spec, self.actors.gpu_type(spec))
-                told = dataclasses.replace(spec, batch=batch, equal_shares=self._planner.equal_shares)
+                told = dataclasses.replace(
+                    spec,
+                    batch=batch,
+                    equal_shares=self._planner.equal_shares,
+                    critical_batch=self._planner.critical_batch or 0,
+                )
+                told = self.actors.with_domains(told)
                 if self._spec.scheduling.mixed_gpu_types:
                     told = self.actors.with_gpu_types(told, self._planner.type_speeds)
+                if known := self._planner.known_strategies:
+                    self.actors.post(to, StrategiesKnown(strategies=known))
                 self.actors.post(to, told)
             case Withdraw(generation=generation, to=to):
                 self._planner.withdraw()

@@ -11,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.record.controller_state import ControllerState
+from elastic_ray.unit import process_names
 from elastic_ray.worker.messages import WorkerReregistration
 from elastic_ray.worker.process import is_running
 from placement.ray_cluster.named_actors import find_actor
@@ -31,10 +32,12 @@ class Reconnection:
     """Introductions so far; the latest of each worker counts, for training continues meanwhile.
 
     Args:
-        noted: what the controller before has noted down.
+        state: what the controller before has noted down.
+        unit: processes of a worker.
     """
 
-    def __init__(self, state: ControllerState) -> None:
+    def __init__(self, state: ControllerState, unit: int) -> None:
+        self._unit = unit
         self._processes = dict(state.processes)
         self._homes, self._pids = state.homes, state.pids
         self._alive = {worker for worker, process in state.processes.items() if process}
@@ -43,16 +46,20 @@ class Reconnection:
 
     def hear(self, told: WorkerReregistration) -> None:
         """Receive the registration of a worker."""
-        self._told[told.worker] = told
+        self._told[told.name] = told
         for member in told.spec.members if told.spec is not None else ():
-            self._processes.setdefault(member.worker, "")
+            for name in process_names(member.worker, self._unit):
+                self._processes.setdefault(name, "")
 
     @property
     def _missing(self) -> list[str]:
         return sorted(self._processes.keys() - self._told.keys() - self._struck)
 
     async def complete(self) -> tuple[WorkerReregistration, ...]:
-        """Return everybody who lives, except those that are stopped: they hang, as far as a job is concerned."""
+        """Return everybody who lives, except those that are stopped: they hang, as far as a job is concerned.
+
+        Those whose unit has lost another one are of no use.
+        """
         begin_s = time.monotonic()
         looking = asyncio.get_running_loop().create_task(self._look())
         while missing := self._missing:
@@ -61,7 +68,11 @@ class Reconnection:
                 break
             await asyncio.sleep(_POLL_S)
         looking.cancel()
-        return tuple(self._told.values())
+        whole = {each.worker for each in self._told.values() if self._is_whole(each.worker)}
+        return tuple(each for each in self._told.values() if each.worker in whole)
+
+    def _is_whole(self, worker: str) -> bool:
+        return self._told.keys() >= set(process_names(worker, self._unit))
 
     async def _look(self) -> None:
         """Search for workers that are gone or stopped, of which nothing is expected any more."""

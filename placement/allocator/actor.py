@@ -73,7 +73,7 @@ _HISTORY = 3  # snapshots of the nodes that are compared
 _ATTEMPTS = 5  # to replace an allocator that has no jobs
 _HEARINGS = 10
 _ANSWER_S = 60.0  # the first answer waits for the actor's process, on a busy machine for long
-_NO_PRICES = "budget_usd={:g} is not watched: AllocatorConfig(autoscaling=...), which knows prices, is not set"
+_NO_PRICES = "{} is not watched: AllocatorConfig(autoscaling=...), which knows prices, is not set"
 _FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -291,6 +291,7 @@ class Allocator:
         avoids = core.avoids.get(view.job)
         return HeartbeatReply(
             priors=self._knowledge.priors(view, time.time()),
+            strategies=self._knowledge.strategies(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
             bill=self._scaler.bill(view.job) if self._scaler is not None else None,
             note="; ".join(filter(None, (self._note(view), avoids.figures if avoids is not None else ""))),
@@ -304,8 +305,10 @@ class Allocator:
 
     def _note(self, view: JobView) -> str:
         if self._scaler is None:
-            return "" if view.budget_usd is None else _NO_PRICES.format(view.budget_usd)
-        return self._scaler.decision.notes.get(view.job, "") if self._scaler.decision is not None else ""
+            said = [] if view.budget_usd is None else [f"budget_usd={view.budget_usd:g}"]
+            said += [] if view.utility is None else ["the cost beside utility"]
+            return "; ".join(map(_NO_PRICES.format, said))
+        return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
         """Handle the end of a job; the view is its last state."""
@@ -351,7 +354,11 @@ class Allocator:
 
         Raises KeyError: no such job; names those that there are.
         """
-        return (await self._start()).explain(job)
+        found, decision = (
+            (await self._start()).explain(job),
+            self._scaler.decision if self._scaler is not None else None,
+        )
+        return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
         """Return the last decision about the cluster's size, and what each job has cost so far [USD]."""

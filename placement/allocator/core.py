@@ -344,7 +344,9 @@ class AllocatorCore:
             job.decided()
         try:
             plan = self._plan(views, self._cluster, now_s)
-            plan = dataclasses.replace(plan, reasons={**plan.reasons, **kept})
+            units = {view.job: view.unit for view in views}
+            reasons = {job: reason.of_unit(units[job]) for job, reason in {**plan.reasons, **kept}.items()}
+            plan = dataclasses.replace(plan, reasons=reasons)
         except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
             rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
             reason = Reason(Cause.REFUSED, (self._policy.name, rule), str(error))
@@ -447,7 +449,8 @@ class AllocatorCore:
             kind = worker_kind(view), view.min_workers
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
-            if job.judge(None if view.paused else reasons[kind], now_s):
+            why = reasons[kind]
+            if job.judge(None if view.paused or why is None else why.of_unit(view.unit), now_s):
                 self._hurry(Trigger.NODES)
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:

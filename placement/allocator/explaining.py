@@ -31,6 +31,7 @@ class Explanation:
     # the job that would have more workers if the cluster had room for one more of this job's; None if there is none
     taker: str | None
     with_room: str  # what the policy says of this job in that case
+    nodes_wanted: str = ""  # why the autoscaler wants nodes for it, with its figures; empty without
 
     def __str__(self) -> str:
         workers = sum(self.nodes.values())
@@ -48,6 +49,7 @@ class Explanation:
             lines.append(f"room for one more worker would go to it: {self.with_room}")
         else:
             lines.append(f"room for one more worker would go to job {self.taker}; of this job: {self.with_room}")
+        lines += [f"nodes: {self.nodes_wanted}"] if self.nodes_wanted else []
         return "\n".join(short_ids(printable(line)) for line in lines)
 
 

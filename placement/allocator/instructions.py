@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from placement.cluster.jobs import Bill
+from placement.cluster.jobs import Bill, FoundStrategy
 from placement.knowledge.knowledge import Prior
 from placement.reasons import Reason
 
@@ -48,4 +48,6 @@ class HeartbeatReply:
     note: str = ""  # what the job's user must be told now, of its deadline, its budget or nodes that cannot be had
     # of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told
     start_s: float | None = None
+    # the fastest strategies that jobs of the model have found, by the form of the group
+    strategies: Mapping[str, FoundStrategy] = dataclasses.field(default_factory=dict)
     nodes: int = 1  # how many nodes there are that could run a worker of the job, were they empty

@@ -34,6 +34,7 @@ from placement.allocator.events import (
 from placement.allocator.snapshot import DecisionRecord
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
+from placement.goodput.forecast import BatchForecast
 from placement.goodput.model import GoodputModel
 from placement.knowledge.knowledge import Knowledge
 from placement.policies import POLICIES, Policy
@@ -47,7 +48,8 @@ _EVENTS: Mapping[str, type[Any]] = {
 }
 # Of the configuration; no core reads them.
 _SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "storage", "orphan_timeout_s")
-_LATE = {"Observation": Observation, "GoodputModel": GoodputModel}  # of annotations whose modules do not import them
+# Of annotations whose modules do not import them.
+_LATE = {"Observation": Observation, "GoodputModel": GoodputModel, "BatchForecast": BatchForecast}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

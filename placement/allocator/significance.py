@@ -16,6 +16,7 @@ from placement.reasons import Cause, Reason
 _LIMITS = (
     *("bundle", "min_workers", "max_workers", "held_at", "paused", "wished", "label_selector", "submitted_s"),
     *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight", "spot", "budget_usd"),
+    "utility",
 )
 
 

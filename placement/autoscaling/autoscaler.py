@@ -14,17 +14,19 @@ from collections.abc import Collection, Mapping, Sequence
 from placement.arguments import NamesArguments
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Account, Demand, Objective, WantedSize, offers
+from placement.autoscaling.objectives.account import Account
+from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
 from placement.cluster.jobs import Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
-from placement.goodput.speeds import GoodputCache
+from placement.goodput.speeds import GoodputCache, foreseen
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
 from placement.planning.wishes import without_wish
 from placement.policies.shared.base import Policy
+from placement.reasons import Cause, Reason
 
 _MOST_HOURS = 1.0
 
@@ -67,11 +69,21 @@ class ScalingDecision:
     release: tuple[str, ...]
     # ids of nodes that will be given up when what replaces them is there, or has not been needed for long
     leaving: tuple[str, ...]
-    reasons: Mapping[str, str]  # by type, a sentence for each that changes or is closed
+    reasons: Mapping[str, Reason]  # by type, of each that changes or is closed
     wants: Mapping[str, WantedSize]  # by job, the workers that it should have, and why
     # by job, what its user must be told now: a deadline or budget that cannot be met, nodes that are short
-    notes: Mapping[str, str]
+    notes: Mapping[str, tuple[Reason, ...]]
     usd_per_h: float  # price of these nodes [USD/h]
+
+    def note(self, job: str) -> str:
+        """Return a job's notes in words; empty for none."""
+        return "; ".join(map(str, self.notes.get(job, ())))
+
+    def explained(self, job: str) -> str:
+        """Return the job's wanted size with all figures, and its notes; empty where it has no use for a node."""
+        want = self.wants.get(job)
+        said = (*((want.reason,) if want is not None else ()), *self.notes.get(job, ()))
+        return "; ".join(each.explained for each in said)
 
     def bundles(self, types: Sequence[NodeType]) -> tuple[tuple[Resources, Mapping[str, str]], ...]:
         """Return the nodes as Ray's autoscaler is asked for them: one bundle with a label selector for each."""
@@ -165,13 +177,15 @@ class Autoscaler:
         self._keep_account(len(views), cluster, now_s)
         lasts_h = {each.name: self._lifetimes.hours(each.name) for each in self._types}
         limited = self._limited(present, now_s)
-        demand = self._demand(views, cluster, limited, lasts_h)
+        # A node that is asked for now is there for the batches of then.
+        coming = self._foreseen(views, cluster)
+        demand = within_utilities(self._demand(coming, cluster, limited, lasts_h), now_s)
         wants = self._objective.decide(demand, now_s)
         static = [node for node in cluster.nodes if type_of(node, self._types) is None]
         fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)
         order = self._order(there, views)
         surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
-        target = self._used(fleet.nodes, there, views, cluster.draining(surplus), now_s)
+        target = self._used(fleet.nodes, there, coming, cluster.draining(surplus), now_s)
         keep = self._kept(target, present, now_s)
         release = self._give_up(keep, target, order, views, cluster, now_s)
         leaving = tuple(sorted(surplus - set(release)))
@@ -206,6 +220,17 @@ class Autoscaler:
             )
             for each in self._types
         )
+
+    def _foreseen(self, views: Sequence[JobView], cluster: Cluster) -> list[JobView]:
+        """Return the jobs with the batches that they will have when nodes have started."""
+        gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
+        start_s = max(each.startup_s for each in self._types)
+        return [
+            view
+            if view.forecast is None
+            else foreseen(view, gpus.get(next(iter(view.allocation), ""), ""), start_s, self._cache)
+            for view in views
+        ]
 
     def _demand(
         self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
@@ -343,18 +368,16 @@ class Autoscaler:
         stay = {name: sum(1 for node in nodes if node.node_id not in gone) for name, nodes in there.items()}
         nodes = {name: max(target[name], n) for name, n in stay.items()}
         add = {name: n - stay[name] for name, n in nodes.items() if n > stay[name]}
-        reasons = {}
+        reasons: dict[str, Reason] = {}
         for each in self._types:
             name, closed = each.name, self._launches.closed(each.name, now_s)
-            said = [] if closed is None else [f"no more are asked for: {closed}"]
-            if name in add or len(there[name]) != stay[name]:
-                said.append(_why(fleet.users[name], wants))
-            if said:
-                reasons[name] = f"{name}: {len(there[name])} -> {nodes[name]} nodes; {'; '.join(said)}"
-        notes = {job: want.note for job, want in wants.items() if want.note}
+            changes = name in add or len(there[name]) != stay[name]
+            said = _why(fleet.users[name], wants).because(closed) if changes else closed
+            if said is not None:
+                reasons[name] = said.with_figures(f"{len(there[name])} -> {nodes[name]} nodes")
+        notes = {job: (want.note,) for job, want in wants.items() if want.note is not None}
         for job, short in fleet.short.items():
-            text = f"{short} of {wants[job].workers} workers find no node within the limits of the node types"
-            notes[job] = f"{notes[job]}; {text}" if job in notes else text
+            notes[job] = (*notes.get(job, ()), Reason(Cause.NO_NODE, (short, wants[job].workers)))
         self._wanted, self._released = nodes, release
         self._launches.watch(nodes, {name: len(each) for name, each in there.items()}, now_s)  # counts from now
         return ScalingDecision(
@@ -369,10 +392,10 @@ class Autoscaler:
         )
 
 
-def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> str:
+def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> Reason:
     """Return the reason of the job that wants most of it."""
     if not users:
-        return "no job needs them"
+        return Reason(Cause.UNUSED)
     first = max(users, key=lambda job: wants[job].workers)
-    others = f" (and {len(users) - 1} other jobs)" if len(users) > 1 else ""
-    return f"job {first}{others}: {wants[first].reason}"
+    who = f"job {first}" if len(users) == 1 else f"job {first} (+{len(users) - 1})"
+    return Reason(Cause.NEEDED, (who, wants[first].reason.words), wants[first].reason.figures)

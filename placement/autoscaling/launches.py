@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.node_types import NodeType, type_of
+from placement.reasons import Cause, Reason
+from placement.text import clipped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Launches:
             elif now_s - asked.since_s >= each.startup_s + self._timeout_s:
                 missing = wanted[name] - there
                 waited_s = now_s - asked.since_s
-                self.refuse(name, f"{missing} x {name} asked for {waited_s:.0f} s ago did not come", now_s)
+                self.refuse(name, f"{missing} x {name} did not come in {waited_s:.0f} s", now_s)
             else:
                 self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
@@ -74,13 +76,13 @@ class Launches:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times
             self._failed[name] = _Failed(times=times + 1, fewest=self._present.get(name, 0))
-            self._closed[name] = now_s + self._retry_s * 2 ** min(times, 3), why
+            self._closed[name] = now_s + self._retry_s * 2 ** min(times, 3), clipped(why)
         self._asked.pop(name, None)
 
-    def closed(self, name: str, now_s: float) -> str | None:
+    def closed(self, name: str, now_s: float) -> Reason | None:
         """Return why no more nodes of this type are asked for now; None if they are."""
         until_s, why = self._closed.get(name, (float("-inf"), ""))
-        return None if now_s >= until_s else f"{why}; asked again in {until_s - now_s:.0f} s"
+        return None if now_s >= until_s else Reason(Cause.CLOSED, (why,), f"asked again in {until_s - now_s:.0f} s")
 
 
 class Lifetimes:

@@ -20,6 +20,9 @@ GPU_TYPE_LABEL = "ray.io/accelerator-type"
 MARKET_LABEL = "ray.io/market-type"
 """Node label that says whether the node may be taken away: ``spot`` or ``on-demand`` (Ray's own)."""
 
+DOMAIN_LABEL = "elastic-ray.io/domain"
+"""Node label of ours that names the part of the network in which the node is near others, such as a rack or zone."""
+
 SPOT = "spot"
 
 TOLERANCE = 1e-6

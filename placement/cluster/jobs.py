@@ -17,9 +17,11 @@ from placement.cluster.labels import check_selector
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.cluster.utility import Utility
 
 if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
+    from placement.goodput.forecast import BatchForecast
     from placement.goodput.model import GoodputModel
 
 SpotUse = Literal["avoid", "prefer", "mixed"]
@@ -38,6 +40,18 @@ class Bill:
     usd: float = 0.0  # so far [USD]
     attained_s: float = 0.0  # worker-seconds that it counts (``JobView.attained_s``)
     worker_usd_per_h: float = 0.0  # price of one of the job's workers when it was last counted [USD/h]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FoundStrategy:
+    """Strategy that was the fastest for a model in a group of some form, and a step under it."""
+
+    name: str
+    step_s: float  # [s]
+
+    def __post_init__(self) -> None:
+        if not self.name or not 0 < self.step_s < 1e9:
+            raise ValueError(f"a strategy needs a name and a step above 0 s, but got {self.name!r} and {self.step_s}")
 
 
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
@@ -67,6 +81,7 @@ class JobView:
         max_batch_size: largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
         held_batch: global batch that a policy of the job's own holds it at [samples], where it fits; None where the
             job takes the best one.
+        forecast: batches that it will be held at later; None where ``held_batch`` stays, as far as known.
         atomic_bsz_range: least and most samples of one worker in one micro-step.
         accumulation: whether the job may accumulate gradients over several micro-steps.
         resize_cost_s: training time lost by one change of size [s], measured or estimated.
@@ -94,6 +109,7 @@ class JobView:
         tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
         spot: how it uses spot nodes; on a cluster without any, all are the same.
         budget_usd: what it may cost [USD]; None if it does not matter.
+        utility: what its end is worth by the time since ``submitted_s``; None if its user does not say.
         slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
             left, where that was seen.
         node_failures: workers that failed, by their node (``placement.cluster.node_record``).
@@ -101,6 +117,8 @@ class JobView:
             that keep a job on one type, or do not look at types, ignore it.
         sizes: numbers of workers that it can train with, where not all between the least and the most will do
             (``placement.planning.constraints``).
+        unit: processes of one worker, which ``bundle`` holds together on one node; reasons call one of several a unit.
+        strategies: the fastest ways to synchronise its model that it has found, by the form of the group.
 
     Examples:
         >>> from placement import JobView
@@ -123,6 +141,7 @@ class JobView:
     init_batch_size: int | None = None
     max_batch_size: int | None = None
     held_batch: int | None = None
+    forecast: BatchForecast | None = None
     atomic_bsz_range: tuple[int, int] | None = None
     accumulation: bool = False
     resize_cost_s: float = 0.2
@@ -147,10 +166,13 @@ class JobView:
     tenant_weight: float | None = None
     spot: SpotUse = "prefer"
     budget_usd: float | None = None
+    utility: Utility | None = None
     slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     node_failures: tuple[NodeFailure, ...] = ()
     mixed_gpu_types: bool = False
     sizes: AllowedSizes = ANY_SIZE
+    unit: int = 1
+    strategies: Mapping[str, FoundStrategy] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -179,6 +201,7 @@ class JobView:
         if any(workers < 1 for workers in self.allocation.values()):
             raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
         check_number(f"most_workers {where}", self.most_workers, least=0)
+        check_number(f"unit {where}", self.unit, least=1)
         check_number(f"resize_cost_s {where}", self.resize_cost_s, least=0, unit="seconds")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
@@ -212,6 +235,8 @@ class JobView:
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=1, unit="sample")
+        if self.forecast is not None and self.held_batch is None:
+            raise ValueError(f"forecast {where} needs a held_batch, which it continues, but got None")
         bounds = self.atomic_bsz_range
         if bounds is not None and not 1 <= bounds[0] <= bounds[1]:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, goodputs
 from placement.cluster.progress import Progress
 from placement.goodput.step_time import Floats
 
@@ -34,6 +34,20 @@ def _left(progress: Progress, epochs: float) -> float:
     else:
         return max(epochs - 1.0, 0.0) * progress.done
     return max(epochs * per_epoch - progress.done, 0.01 * per_epoch)
+
+
+def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
+    """Return the time until the job's end on 1..n workers [s]; None until an epoch is over and its length is known.
+
+    Args:
+        slots: how many of its workers fit on each node of the empty cluster.
+    """
+    missing = remaining(view.progress)
+    if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
+        return None
+    with np.errstate(divide="ignore"):
+        left_s: Floats = missing * view.goodput.init_batch_size / goodputs(view, slots)
+    return left_s
 
 
 def likely_left(progress: Progress | None) -> float | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _HERE = 1.0  # a shape that was measured itself comes before one of as many workers on other nodes
 _BEYOND = 100.0  # further than any shape on the same side of the node's edge
+_HOLDS_S = 1200.0  # time that a decision about a job is for whose batch will change [s]
 _LIMIT = 4.0  # a measured time counts as at most so many times faster or slower than the model says
 
 Ratios = Mapping[tuple[int, int], float]
@@ -61,6 +62,8 @@ def model_of(view: JobView, gpu: str) -> GoodputModel | None:
 def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
     """Return goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
+    That of a job whose batch will change is the mean over the next twenty minutes in that shape.
+
     Args:
         gpu: GPU type.
         nodes: nodes of each shape, (J, C); 0 where the shape is impossible.
@@ -96,7 +99,48 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
             if key not in factors:
                 factors[key] = _factors(found, nodes[j], workers[j])
             result[j] /= factors[key]
+    for j, view in enumerate(views):
+        if view.forecast is not None and (model := model_of(view, gpu)) is not None:
+            result[j] = _mean_rate(view, model, gpu, result[j], (nodes[j : j + 1], workers[j : j + 1]), cache)
     return result
+
+
+def _mean_rate(
+    view: JobView, model: GoodputModel, gpu: str, rate: Floats, shapes: tuple[Ints, Ints], cache: GoodputCache
+) -> Floats:
+    """Return the mean goodput of each shape over the next ``_HOLDS_S``, through the batches of the job's forecast.
+
+    Args:
+        rate: at the present batch, (C,).
+        shapes: nodes and workers, (1, C).
+    """
+    assert view.forecast is not None and view.held_batch is not None, "a forecast continues a held batch"
+    gained, left_s, done, batch = np.zeros_like(rate), np.full_like(rate, _HOLDS_S), 0.0, view.held_batch
+    for begin, coming in view.forecast.steps:
+        _, worth = model.held_at(batch)
+        with np.errstate(divide="ignore"):
+            seconds = np.minimum((begin - done) * worth / rate, left_s)
+        gained, left_s, done, batch = gained + rate * seconds, left_s - seconds, begin, coming
+        if not (left_s > 0).any():
+            break
+        rate = table([dataclasses.replace(view, held_batch=batch, forecast=None)], gpu, *shapes, cache)[0]
+    mean: Floats = (gained + rate * left_s) / _HOLDS_S
+    return mean
+
+
+def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
+    """Return the job with the batch that it will have in so many seconds on the workers that it has on this type."""
+    while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
+        assert view.held_batch is not None, "a forecast continues a held batch"
+        now = dataclasses.replace(view, forecast=None)
+        shape = np.array([[len(view.allocation)]]), np.array([[view.workers]])
+        rate, (_, worth) = float(table([now], gpu, *shape, cache)[0, 0]), model.held_at(view.held_batch)
+        begin, batch = view.forecast.steps[0]
+        if rate * seconds < begin * worth:
+            break
+        seconds -= begin * worth / rate
+        view = dataclasses.replace(view, held_batch=batch, forecast=view.forecast.after(begin)[1])
+    return view
 
 
 def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:

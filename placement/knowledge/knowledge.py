@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import FoundStrategy, JobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -19,6 +19,7 @@ from placement.knowledge.records import (
     KnownLength,
     KnownNoise,
     KnownStep,
+    KnownStrategy,
     Measurements,
     Shape,
     newest,
@@ -118,6 +119,8 @@ class Knowledge:
         self._epochs: dict[str, float] = {}
         self._lengths = EndedJobs(self._config.forget_s)
         self._machines: dict[str, frozenset[str]] = {}
+        self._strategies: dict[str, dict[str, KnownStrategy]] = {}
+        self._told_strategies: dict[str, Mapping[str, FoundStrategy]] = {}  # by job
         self.version = 0  # rises whenever there is something new to keep
 
     def machines(self, cluster: Cluster) -> None:
@@ -147,6 +150,13 @@ class Knowledge:
         if view.fingerprint is None:
             return
         self._lengths.hear(view)
+        told = self._told_strategies.get(view.job, {})
+        for form, found in view.strategies.items():
+            if told.get(form) != found:
+                known = self._strategies.setdefault(view.fingerprint, {})
+                known[form] = KnownStrategy(fingerprint=view.fingerprint, form=form, found=found, seen_s=now_s)
+                self.version += 1
+        self._told_strategies[view.job] = view.strategies
         if _epoch(view) and view.progress is not None and view.progress.epoch_ends[-1] > 0:
             self._epochs[view.fingerprint] = view.progress.epoch_ends[-1] / _epoch(view)
         for gpu, observations in view.observations.items():
@@ -173,6 +183,7 @@ class Knowledge:
     def ended(self, job: str, now_s: float) -> None:
         """End a job; what it measured stays known, and how long it was."""
         self.version += self._lengths.ended(job, now_s)
+        self._told_strategies.pop(job, None)
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]
 
@@ -232,6 +243,11 @@ class Knowledge:
             if gpu not in view.models and known.observations.get(gpu)
         }
 
+    def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy]:
+        """Return the strategies that won races in jobs of this model, by the form of the group."""
+        known = self._strategies.get(view.fingerprint or "", {})
+        return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
+
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
         """Return all measurements of these models that still count, for storage."""
         steps: list[KnownStep] = []
@@ -250,7 +266,13 @@ class Knowledge:
                 if not self._is_old(seen_s, now_s)
             ]
         lengths = tuple(each for each in self._lengths.of(fingerprints) if not self._is_old(each.seen_s, now_s))
-        return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths)
+        strategies = tuple(
+            each
+            for name in sorted(fingerprints)
+            for _, each in sorted(self._strategies.get(name, {}).items())
+            if not self._is_old(each.seen_s, now_s)
+        )
+        return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths, strategies=strategies)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
         """Receive what was kept; what was measured on other machines than these, or too long ago, is left out.
@@ -267,6 +289,10 @@ class Knowledge:
             for each in measurements.lengths
             if not self._is_old(each.seen_s, now_s)
         )
+        for each in measurements.strategies:
+            known, seen_s = self._strategies.setdefault(each.fingerprint, {}), min(each.seen_s, now_s)
+            if not self._is_old(seen_s, now_s) and (each.form not in known or known[each.form].seen_s < seen_s):
+                known[each.form] = dataclasses.replace(each, seen_s=seen_s)
         for noise in measurements.noises:
             if self._is_old(noise.seen_s, now_s):
                 continue

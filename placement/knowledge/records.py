@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from placement.cluster.jobs import FoundStrategy
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
 
@@ -62,12 +63,23 @@ class KnownLength:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnownStrategy:
+    """Stored result of a race of strategies."""
+
+    fingerprint: str  # of the job's model
+    form: str  # of its group
+    found: FoundStrategy
+    seen_s: float  # when [s since the epoch]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """Measurements stored between two lives of an allocator."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
     lengths: tuple[KnownLength, ...] = ()
+    strategies: tuple[KnownStrategy, ...] = ()
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
@@ -75,7 +87,11 @@ def merged(several: Iterable[Measurements]) -> Measurements:
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
+    strategies: dict[tuple[str, str], KnownStrategy] = {}
     for measurements in several:
+        for each in measurements.strategies:
+            if (known := strategies.get((each.fingerprint, each.form))) is None or known.seen_s < each.seen_s:
+                strategies[each.fingerprint, each.form] = each
         for step in measurements.steps:
             key = step.fingerprint, step.gpu_type, step.machines, shape_of(step.observation)
             if key not in steps or steps[key].seen_s < step.seen_s:
@@ -85,7 +101,8 @@ def merged(several: Iterable[Measurements]) -> Measurements:
             if about not in noises or noises[about].seen_s < noise.seen_s:
                 noises[about] = noise
     lengths = newest(length for measurements in several for length in measurements.lengths)
-    return Measurements(steps=tuple(steps.values()), noises=tuple(noises.values()), lengths=lengths)
+    kept = tuple(strategies.values())
+    return Measurements(steps=tuple(steps.values()), noises=tuple(noises.values()), lengths=lengths, strategies=kept)
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
@@ -107,6 +124,10 @@ def covers(measurements: Measurements, other: Measurements, since_s: float) -> b
     for noise in other.noises:
         own = noises.get((noise.fingerprint, noise.gpu_type, noise.epoch))
         if noise.seen_s > since_s and (own is None or own.seen_s < noise.seen_s):
+            return False
+    found = {(each.fingerprint, each.form): each.seen_s for each in measurements.strategies}
+    for each in other.strategies:
+        if found.get((each.fingerprint, each.form), since_s) < each.seen_s:
             return False
     theirs = [each for each in other.lengths if each.seen_s > since_s]
     return set(newest([*measurements.lengths, *theirs])) <= set(measurements.lengths)

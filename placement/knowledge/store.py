@@ -13,11 +13,11 @@ Files of allocators that are gone are folded in: an allocator that has read one,
 written that itself deletes it, once it is an hour old. A living writer loses nothing by that: it writes all it knows
 with its next news.
 
-Columns, one row per measurement (kind ``step``), gradient noise (``noise``) or length of a job (``length``); others'
-are null:
+Columns, one row per measurement (kind ``step``), gradient noise (``noise``), length of a job (``length``) or fastest
+strategy (``strategy``); others' are null:
 
 ======================  ==========  ===================================================================================
-``kind``                string      ``step``, ``noise`` or ``length``
+``kind``                string      ``step``, ``noise``, ``length`` or ``strategy``
 ``fingerprint``         string      which model, see ``elastic_ray.record.fingerprint``
 ``gpu_type``            string      of the nodes, Ray's label ``ray.io/accelerator-type``; empty without
 ``seen_s``              float64     when it was measured [s since the epoch]
@@ -41,6 +41,8 @@ are null:
 ``samples``             float64     length: progress in all, in samples at the initial batch
 ``part``                float64     length: of the length that the job had declared, null = it had declared none
 ``declarer``            string      length: who had declared it
+``form``                string      strategy: backend and nodes of the group's ranks
+``strategy``            string      strategy: its name; ``step_time_s`` as of ``step``
 ======================  ==========  ===================================================================================
 """
 
@@ -60,10 +62,20 @@ import pyarrow.fs
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from placement.cluster.jobs import FoundStrategy
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
 from placement.knowledge.knowledge import KnowledgeConfig
-from placement.knowledge.records import Batches, KnownLength, KnownNoise, KnownStep, Measurements, covers, merged
+from placement.knowledge.records import (
+    Batches,
+    KnownLength,
+    KnownNoise,
+    KnownStep,
+    KnownStrategy,
+    Measurements,
+    covers,
+    merged,
+)
 from placement.storage.private_files import make_directory, open_output
 
 logger = logging.getLogger("placement.allocator")
@@ -96,6 +108,8 @@ _SCHEMA = pa.schema(
         ("samples", pa.float64()),
         ("part", pa.float64()),
         ("declarer", pa.string()),
+        ("form", pa.string()),
+        ("strategy", pa.string()),
     ],
     metadata=_FORMAT,
 )
@@ -197,6 +211,7 @@ def _table(measurements: Measurements) -> pa.Table:
     """Return the measurements as rows of ``_SCHEMA``, steps before noises."""
     rows = [_step_row(step) for step in measurements.steps] + [_noise_row(noise) for noise in measurements.noises]
     rows += [_length_row(length) for length in measurements.lengths]
+    rows += [_strategy_row(each) for each in measurements.strategies]
     if not rows:
         return _SCHEMA.empty_table()
     # Table.from_pylist() would import pandas, 40 MB, only to see that this is none of its own.
@@ -251,9 +266,28 @@ def _length_row(length: KnownLength) -> dict[str, Any]:
     return {"kind": "length", "gpu_type": "", **dataclasses.asdict(length)}
 
 
+def _strategy_row(known: KnownStrategy) -> dict[str, Any]:
+    """Return the winner of a race as a row of the file."""
+    return {
+        "kind": "strategy",
+        "fingerprint": known.fingerprint,
+        "gpu_type": "",
+        "seen_s": known.seen_s,
+        "form": known.form,
+        "strategy": known.found.name,
+        "step_time_s": known.found.step_s,
+    }
+
+
+def _strategy(row: dict[str, Any]) -> KnownStrategy:
+    """Return the strategy in a row of its kind; raises TypeError or ValueError where a value is out of range."""
+    found = FoundStrategy(name=row["strategy"], step_s=row["step_time_s"])
+    return KnownStrategy(fingerprint=row["fingerprint"], form=row["form"], found=found, seen_s=row["seen_s"])
+
+
 def _measurements(table: pa.Table) -> Measurements:
     """Return the measurements in the rows; columns missing in files of earlier versions are null."""
-    for name in ("samples", "part", "declarer"):
+    for name in ("samples", "part", "declarer", "form", "strategy"):
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
     rows = table.select(_SCHEMA.names).to_pylist()
@@ -261,6 +295,7 @@ def _measurements(table: pa.Table) -> Measurements:
         steps=tuple(_step(row) for row in rows if row["kind"] == "step"),
         noises=tuple(_noise(row) for row in rows if row["kind"] == "noise"),
         lengths=tuple(_length(row) for row in rows if row["kind"] == "length"),
+        strategies=tuple(_strategy(row) for row in rows if row["kind"] == "strategy"),
     )
 
 

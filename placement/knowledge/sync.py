@@ -100,12 +100,14 @@ class KnowledgeSync:
         await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
 
     async def _load(self, key: tuple[str, str], store: KnowledgeStore, calls: StorageCalls) -> None:
+        """Load what jobs of a storage root have measured."""
         try:
             measurements = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
         except Exception as error:  # a job trains without it all the same
             logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
             return
-        self._roots[key].know(step.fingerprint for step in measurements.steps)
+        self._roots[key].know(each.fingerprint for each in measurements.steps)
+        self._roots[key].know(each.fingerprint for each in measurements.strategies)
         self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
@@ -134,7 +136,7 @@ class KnowledgeSync:
         version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints, time.time())
         root.begin()
         try:
-            if measurements.steps:
+            if measurements.steps or measurements.strategies:
                 await root.calls.run(
                     "writing what jobs have measured", lambda: root.store.save(measurements), timeout_s=_CALL_TIMEOUT_S
                 )

@@ -1,10 +1,10 @@
 """Constraints of real clusters beyond a policy's own rules; they hold for every policy, which need not know of them.
 
-Outermost first: sizes are those that a job can train with; deadlines raise minimums; mixed jobs stand with their
-minimum on on-demand nodes; tenants have their shares; within a tenant, priorities come one after the other; jobs that
-may not be stopped keep their minimum; sizes are whole nodes where that is preferred. Each of these asks the policy
-about some of the jobs on a part of the cluster. The order of tenants above priorities means that a tenant gets no more
-of the cluster by higher priorities of its jobs.
+Outermost first: sizes are those that a job can train with; deadlines raise minimums; a worker costs no more than its
+job's utility gains; mixed jobs stand with their minimum on on-demand nodes; tenants have their shares; within a
+tenant, priorities come one after the other; jobs that may not be stopped keep their minimum; sizes are whole nodes
+where that is preferred. Each of these asks the policy about some of the jobs on a part of the cluster. The order of
+tenants above priorities means that a tenant gets no more of the cluster by higher priorities of its jobs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from placement.planning.multi_node import check_apart, shared
 from placement.planning.problem import Plan, Problem, Solver, by_priority
 from placement.planning.spot import with_minimums_on_demand
 from placement.planning.tenants import Tenant, by_tenant, check_tenants
+from placement.planning.utilities import limit_by_utility, utility_notes
 from placement.reasons import Cause, Reason
 
 # What a job gives back may let others grow into sizes of theirs that are not allowed either; more than two are rare.
@@ -172,6 +173,7 @@ class Constraints:
             or view.tenant != tenant
             or not view.preemptible
             or view.deadline_s is not None
+            or view.utility is not None
             or view.whole_nodes
             or view.spot == "mixed"
             or not view.sizes.free
@@ -245,8 +247,12 @@ def _decide_once(
     least = {view.job: view.min_workers for view in problem.views if view.spot == "mixed"}
     while True:
         raised, notes = guarantee(problem.views, problem.cluster, guaranteed, now_s, refused)
+        asked = raised
         raised = dataclasses.replace(
-            raised, multi_node_nodes=problem.multi_node_nodes, apart=problem.apart, kept=problem.kept
+            limit_by_utility(raised, now_s),
+            multi_node_nodes=problem.multi_node_nodes,
+            apart=problem.apart,
+            kept=problem.kept,
         )
         within = functools.partial(by_tenant, solve=functools.partial(by_priority, solve=inner), tenants=tenants)
         plan = with_minimums_on_demand(raised, within, least, running)
@@ -259,6 +265,7 @@ def _decide_once(
     plan = on_nodes_of_their_own(raised, plan, apart=apart) if worth else plan
     if apart:
         check_apart(plan.allocation)
+    notes = {**utility_notes(asked, raised, plan.allocation), **notes}
     return dataclasses.replace(plan.noted(notes), guaranteed=raised.guaranteed)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
-from placement.cluster.jobs import JobView, goodputs
-from placement.goodput.remaining import remaining
+from placement.cluster.jobs import JobView
+from placement.goodput.remaining import seconds_to_end
 from placement.planning.problem import Problem, by_precedence, secured
 from placement.reasons import Cause, Reason, count
 
@@ -29,8 +29,7 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change for more than it has
 
-    with the remaining work from declared epochs x measured progress per epoch (``remaining.remaining``), known once an
-    epoch is over.
+    with the remaining work as ``seconds_to_end`` has it.
 
     Args:
         slots: how many of its workers fit on each node of the empty cluster.
@@ -38,19 +37,16 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
     """
     assert view.deadline_s is not None, f"job {view.job} has no deadline"
     left_s = view.deadline_s - now_s
-    missing = remaining(view.progress)
     if left_s <= 0:
         return SatisfactoryShare(workers=None, why_not="has passed")
-    if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
+    takes_s = seconds_to_end(view, slots)
+    if takes_s is None:
         return SatisfactoryShare(workers=None, why_not="not known yet how long the job takes")
-    rates = goodputs(view, slots)
-    with np.errstate(divide="ignore"):
-        takes_s = missing * view.goodput.init_batch_size / rates
     takes_s[view.workers :] += view.resize_cost_s
     enough = np.flatnonzero(takes_s[view.min_workers - 1 :] <= left_s)
     if not len(enough):
         return SatisfactoryShare(
-            workers=None, why_not=f"cannot be met, not with {max(len(rates), view.min_workers)} workers either"
+            workers=None, why_not=f"cannot be met, not with {max(len(takes_s), view.min_workers)} workers either"
         )
     workers = view.min_workers + int(enough[0])
     return SatisfactoryShare(workers=view.sizes.at_least(workers) or workers)

@@ -202,11 +202,11 @@ class ClusterScaler:
         notes.keep_account(self._autoscaler.account)
         self._requests.ask(decision.bundles(self._config.node_types))
         if before is None or (before.nodes, before.release) != (decision.nodes, decision.release):
-            for reason in decision.reasons.values():
-                logger.info("nodes: %s", reason)
-        for job, note in decision.notes.items():
-            if before is None or before.notes.get(job) != note:
-                logger.warning("job %s: %s", job, note)
+            for name, reason in decision.reasons.items():
+                logger.info("nodes of type %s: %s", name, reason.explained)
+        for job in decision.notes:
+            if before is None or before.note(job) != decision.note(job):
+                logger.warning("job %s: %s", job, decision.note(job))
         self.decision = decision
 
     async def withdraw(self) -> None:

@@ -66,6 +66,7 @@ def simulate(
     mixed_gpu_types: bool = False,
     sizes: AllowedSizes = ANY_SIZE,
     apart: bool | None = False,
+    foresight: bool = True,
     on_progress: OnProgress | None = None,
 ) -> SimulationReport:
     """Replay one trace under one policy.
@@ -89,6 +90,7 @@ def simulate(
         mixed_gpu_types: whether jobs that are not rigid may have GPUs of several types.
         sizes: numbers of workers that such jobs can train with, as far as their batches allow any of them.
         apart: ``AllocatorConfig.one_multi_node_job_per_node``.
+        foresight: whether jobs whose batch follows a ramp (``TraceJob.ramp``) tell what is to come of it.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -126,6 +128,7 @@ def simulate(
         mixed_gpu_types=mixed_gpu_types and not rigid,
         sizes=ANY_SIZE if rigid else sizes,
         apart=apart,
+        foresight=foresight,
     )
     with one_thread():
         jobs = simulation.jobs(specs, applications)
@@ -157,6 +160,7 @@ class _Simulation:
     mixed_gpu_types: bool
     sizes: AllowedSizes
     apart: bool | None
+    foresight: bool
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
         """Return the jobs before anything has happened to them."""
@@ -177,6 +181,7 @@ class _Simulation:
                 spot=self.spot_use,
                 mixed_gpu_types=self.mixed_gpu_types,
                 sizes=self.sizes if self.requested or spec.sizes.free else spec.sizes,
+                foresight=self.foresight,
             )
             jobs.append(job)
         return jobs
@@ -291,12 +296,19 @@ def _told(
     told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)
     if told is None or not specs:
         return policy
-    types = {node.gpu_type: int(node.total["GPU"]) for node in nodes.nodes}
+    types = gpu_types(nodes)
     if len(types) > 1:
         raise InputError(
             f"policy {policy.name!r} rents GPUs of one type, but the cluster has {', '.join(sorted(types))}"
         )
-    ((gpu, per_node),) = types.items()
+    return told(job_classes(specs, applications, nodes, rules), float(sum(node.total["GPU"] for node in nodes.nodes)))
+
+
+def job_classes(
+    specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
+) -> dict[str, JobClass]:
+    """Return what arrives on a cluster of one GPU type, by application: jobs an hour, and their time at each size."""
+    gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]
     hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)
     classes = {}
@@ -305,7 +317,7 @@ def _told(
         times = {k: alone_s(applications[name], gpu, per_node, k) for k in SIZES if k <= rules.most_workers}
         curve = {k: each * rules.divisor(name) + pause_s for k, each in times.items() if math.isfinite(each)}
         classes[name] = JobClass(per_h=jobs / hours, seconds=curve)
-    return told(classes, float(sum(node.total["GPU"] for node in nodes.nodes)))
+    return classes
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:

@@ -85,10 +85,10 @@ class LiveDriver:
         """The job's epoch ends, or its new workers join, unless it was placed anew since this was foreseen."""
         if self._version.get(job.name) != version or job.name not in self._present:
             return
-        joins = job.joined_s <= now_s
+        joins, batch = job.joined_s <= now_s, job.fixed_batch
         self._advance(job, now_s)
         if job.name in self._present:
-            if joins:
+            if joins or job.fixed_batch != batch:
                 self._at(now_s + self._pace.measured_s, lambda at_s: self._tell(job, at_s))
             self._foresee(job)
 

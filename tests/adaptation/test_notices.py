@@ -16,7 +16,7 @@ from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.worker.actor_controller_client import HeartbeatThread
 from elastic_ray.worker.messages import WorkerHeartbeat, WorkerNotice
-from tests.job.test_allocator_view import planner_on, report
+from tests.job.planners import planner_on, report
 
 
 class Parts:

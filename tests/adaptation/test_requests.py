@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.adaptation import Checkpoint, Report, Request, Resize, ScaleRate, SetBatch, SetStrategy, Stop
+from elastic_ray.adaptation import (
+    Checkpoint,
+    Report,
+    Request,
+    Resize,
+    ScaleRate,
+    SetBatch,
+    SetStrategy,
+    SetTopology,
+    Stop,
+)
 from elastic_ray.adaptation.requests import from_plain, is_request, to_plain
 from elastic_ray.sync import Strategy
 from elastic_ray.sync.spec import Owner, Rule
@@ -23,6 +33,7 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(ScaleRate, st.floats(1e-6, 1e6)),
     st.builds(SetStrategy, st.sampled_from(["all_reduce", "bf16", "auto"]), st.integers(0, 3)),
     st.just(SetStrategy(Strategy(rules=(Rule(pattern="*.bias", sync=Owner()),)))),
+    st.builds(SetTopology, st.sampled_from(["native", "ring"]), st.integers(0, 3)),
     st.just(Checkpoint()),
     st.builds(Stop, st.text(max_size=20)),
     st.builds(Report, st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=3)),
@@ -46,6 +57,8 @@ def test_requests_travel_as_json(request: Request) -> None:
         (lambda: ScaleRate(float("nan")), "must be above 0 and finite"),
         (lambda: SetStrategy("al_reduce"), "must be one of all_reduce, two_level"),
         (lambda: SetStrategy("bf16", model=-1), "SetStrategy(model) must be 0 or more"),
+        (lambda: SetTopology("mesh"), "SetTopology(topology) must be one of native, two_level"),
+        (lambda: SetTopology("ring", model=-1), "SetTopology(model) must be 0 or more"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(make: Any, text: str) -> None:

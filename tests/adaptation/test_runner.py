@@ -311,3 +311,22 @@ def test_copies_that_come_another_way_are_asked_once() -> None:
     assert len(rank.runner.capture()["names"]) == 5
     rank.runner.add([Wishes(), Wishes(), Wishes()])
     assert len(rank.runner.capture()["names"]) == 6
+
+
+class _Owner(Policy):
+    owns_batch = True
+
+    def before_step(self, view: PolicyView) -> Answer:
+        return SetBatch(64)
+
+
+def test_the_owner_of_the_batch_alone_sets_it() -> None:
+    class Other(Policy):
+        strict = True
+
+        def before_step(self, view: PolicyView) -> Answer:
+            return [SetBatch(8), ScaleRate(2.0)]
+
+    ranks = [Rank(_Owner(), Other()) for _ in range(2)]
+    step(ranks, 1)
+    assert all(rank.applied == [SetBatch(64), ScaleRate(2.0)] for rank in ranks)

@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.adaptation import PolicyView, Resize, ThroughputScaling, UtilityCost
-from elastic_ray.adaptation.policies.scaling import SizeSearch, parse_utility, scaling_efficiency, utility_at
+from elastic_ray.adaptation.policies.scaling import SizeSearch, parse_utility
+from placement.cluster.utility import scaling_efficiency
 from tests.adaptation.scripted import ScriptedRun
 
 SMALL: dict[str, int] = {"every": 10, "stride": 1, "steps_to_stay": 10}
@@ -142,7 +144,7 @@ def test_a_group_that_cannot_change_is_left_alone() -> None:
     ],
 )
 def test_utilities_as_text(text: str, time_s: float, value: float) -> None:
-    assert utility_at(parse_utility(text), time_s) == pytest.approx(value)
+    assert float(parse_utility(text).at(np.array(time_s))) == pytest.approx(value)
 
 
 @given(
@@ -154,7 +156,8 @@ def test_utilities_as_text(text: str, time_s: float, value: float) -> None:
 def test_being_done_later_is_never_worth_more(values: list[int], times: list[int], a: float, b: float) -> None:
     pairs = zip(sorted(values, reverse=True), sorted(times), strict=False)
     points = parse_utility(",".join(f"{value}:{time_s}" for value, time_s in pairs))
-    assert utility_at(points, min(a, b)) >= utility_at(points, max(a, b)) - 1e-6
+    early, late = points.at(np.array([min(a, b), max(a, b)]))
+    assert early >= late - 1e-6
 
 
 @pytest.mark.parametrize("text", ["", "10", "10,0", "0,10", "5:10", "1:10,2:20", "2:10,1:10", "3:10,3:20", "a,b"])
@@ -195,7 +198,7 @@ def test_growth_pays_exactly_when_utility_gains_more_than_cost() -> None:
         (lambda: ThroughputScaling(every=0), ValueError, r"ThroughputScaling\(every\) must be at least 1, but got 0"),
         (lambda: ThroughputScaling(stride=True), TypeError, r"\(stride\) must be a whole number, but got True"),
         (lambda: ThroughputScaling(threshold="0.1"), TypeError, r"\(threshold\) must be a number"),
-        (lambda: UtilityCost(10), TypeError, r"UtilityCost\(utility\) must be a text"),
+        (lambda: UtilityCost(10), TypeError, "utility must be pairs"),
         (lambda: UtilityCost("1,2", price_per_worker_hour=-1), ValueError, r"\(price_per_worker_hour\).*at least 0"),
     ],
 )

@@ -214,3 +214,28 @@ def test_scheduler_that_is_given_a_metric_is_refused() -> None:
     er.AdaptiveDataParallel(model, optimizer, decay, schedule="seesaw")
     with pytest.raises(ValueError, match=r"stepped with arguments.*LinearLR.step\(\) got \(3,\)"):
         decay.step(3)
+
+
+def test_measured_critical_batch_bounds_growth_and_takes_back() -> None:
+    policy = Seesaw()
+    policy.before_train(PolicyView(initial_batch_size=FIRST, max_batch_size=1 << 20))
+    asked = []
+    for rate, critical in ((0.1, None), (0.0125, None), (0.0125, 40), (0.00625, 40), (0.00625, 100), (0.00625, 2)):
+        policy.after_step(
+            PolicyView(
+                initial_batch_size=FIRST, max_batch_size=1 << 20, learning_rates=(rate,), critical_batch=critical
+            )
+        )
+        asked.append(policy.asked)
+    assert asked == [8, 64, 40, 40, 100, 8]
+
+
+def test_growth_is_taken_to_go_on_as_it_did() -> None:
+    policy, told = Seesaw(), []
+    facts = {"initial_batch_size": FIRST, "max_batch_size": 64}
+    policy.before_train(PolicyView(**facts))
+    for samples, rate in ((0, 0.1), (100, 0.05), (300, 0.025), (350, 0.025), (500, 0.0125)):
+        view = PolicyView(samples=samples, learning_rates=(rate,), **facts)
+        policy.after_step(view)
+        told.append(policy.coming_batches(view))
+    assert told == [(), (), [(200.0, 64), (400.0, 64)], [(150.0, 64), (350.0, 64)], []]

@@ -111,3 +111,19 @@ def test_one_sample_or_no_time_has_efficiency_no_throughput() -> None:
     assert planner.throughput == pytest.approx(1 / alone.step_time)
     planner.observe(dataclasses.replace(alone, total_steps=200, step_time=0.0))
     assert planner.throughput == 0.0
+
+
+@pytest.mark.parametrize("batch", [16, 64, 256])
+def test_efficiency_is_of_the_present_batch(batch: int) -> None:
+    """Noise scale B = 64 x 3: (64 + 192) / (M + 192), above the initial batch; not more than all below it."""
+    planner = BatchPlanner()
+    planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024)))
+    planner.choose(ALONE, "a")
+    noisy = dataclasses.replace(report(64, 100), noise=NoiseScale(sqr=1.0, var=3.0))
+    planner.observe(dataclasses.replace(noisy, parts=(), uneven=False, nodes=1, replicas=1))
+    snapshot = planner.due(1000.0)
+    assert snapshot is not None
+    planner.fitted(fit_snapshot(snapshot))
+    planner.observe(dataclasses.replace(noisy, batch_size=batch, parts=(), uneven=False, nodes=1, replicas=1))
+    assert planner.progress_per_sample == pytest.approx((64 + 192) / (batch + 192))
+    assert planner.efficiency == min(1.0, planner.progress_per_sample)

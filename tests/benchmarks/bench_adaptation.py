@@ -37,8 +37,8 @@ from elastic_ray.adaptation import (
     ThroughputScaling,
     UtilityCost,
 )
-from elastic_ray.adaptation.policies.scaling import scaling_efficiency
 from elastic_ray.adaptation.policy import Answer
+from placement.cluster.utility import scaling_efficiency
 from tests.adaptation.scripted import ScriptedRun
 
 # -- a batch that follows the noise scale --------------------------------------------------------------------

@@ -18,30 +18,12 @@ from typing import Any
 
 from bench_sync import launch
 from common import bar, finish, side_parser
-from network import Namespaces, may_make_namespaces, namespaces
+from network import Nodes, may_make_namespaces, namespaces
 
 NODES, RANKS = 2, 4
 OURS = {"fully_shard": None, "shard_size=2": 2}
 THEIRS = {"torch": False, "torch, 2 x 2": True}
 _WARM = 3  # a switched strategy lays its buckets out anew
-
-
-class Nodes(Namespaces):
-    """Namespaces as nodes of several ranks."""
-
-    ranks_on_a_node = RANKS // NODES
-
-    def address(self, rank: int) -> str:
-        """Of the node."""
-        return super().address(rank // self.ranks_on_a_node)
-
-    def interface(self, rank: int) -> str:
-        """The node's end of its link."""
-        return super().interface(rank // self.ranks_on_a_node)
-
-    def command(self, rank: int, command: Any) -> list[str]:
-        """The command on the rank's node."""
-        return super().command(rank // self.ranks_on_a_node, command)
 
 
 def main() -> None:

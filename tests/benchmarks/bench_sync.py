@@ -1,9 +1,10 @@
-"""Ways of synchronising gradients against torch DDP, on loopback and over links of 1 Gbit/s.
+"""Ways of synchronising gradients against torch DDP, on loopback, over links of 1 Gbit/s, and between two nodes.
 
 All train in the same processes in alternating blocks of steps: DDP, DDP with sparse gradients where there are tables,
 and one AdaptiveDataParallel that is switched from strategy to strategy, first by ``strategy="auto"``. Links of
-1 Gbit/s are network namespaces that this script makes where it may; else these cells are left out. Four ranks on two
-cores are slowed by each other.
+1 Gbit/s are network namespaces that this script makes where it may; else these cells are left out. Two nodes have two
+ranks each. Four ranks on two cores are slowed by each other. ``--auto`` is the choice alone: six cells of two models,
+against every exact strategy by name.
 
 Accuracy with large batches is measured by ``sync_accuracy.py``. A slow rank is not measured: every step ends with a
 vote of all ranks, under averaging strategies too, so none gets ahead of it.
@@ -22,10 +23,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common import bar, finish, side_parser
-from network import Loopback, Network, may_make_namespaces, namespaces
+from network import Loopback, Network, Nodes, may_make_namespaces, namespaces
 
-CHOOSING_STEPS = 150  # more than the automatic choice takes
+CHOOSING_STEPS = 60  # more than the automatic choice takes
 WARM = 2
+LINKS = ("loopback", "1gbit", "nodes")
 _PORT = 29471
 
 
@@ -80,7 +82,7 @@ class Elastic:
                 yield
 
 
-def run_rank(case_name: str, rounds: int, steps: int) -> None:
+def run_rank(case_name: str, rounds: int, steps: int, auto_alone: str) -> None:
     """Let the automatic choice be made, then alternate blocks of everything; rank 0 prints times as JSON."""
     import torch
     import torch.distributed as dist
@@ -93,30 +95,33 @@ def run_rank(case_name: str, rounds: int, steps: int) -> None:
     data = torch.utils.data.TensorDataset(case.inputs(), case.targets())
     elastic = Elastic(case, data, world)
     ours = elastic.steps()
-    for _ in range(CHOOSING_STEPS):
-        next(ours)
-        if any(row.chosen for row in elastic.model.explain_strategy().candidates):  # the same step on all ranks
-            break
-    chosen = elastic.model.strategy
-    strategies: dict[str, Any] = {"auto": chosen, **{name: name for name in (*case.exact, *case.other)}}
-    theirs = {"DDP": ddp_steps(case, data, sparse=False)}
-    if case.tables:
+    spent = 0
+    while spent < CHOOSING_STEPS and not any(row.chosen for row in elastic.model.explain_strategy().candidates):
+        next(ours)  # all ranks choose in the same step
+        spent += 1
+    chosen, table = elastic.model.strategy, str(elastic.model.explain_strategy())
+    names = (*case.exact, *case.routed) if auto_alone else (*case.exact, *case.other)
+    strategies: dict[str, Any] = {name: name for name in names}
+    if not auto_alone or chosen.name not in names:
+        strategies["auto"] = chosen
+    theirs = {} if auto_alone else {"DDP": ddp_steps(case, data, sparse=False)}
+    if case.tables and not auto_alone:
         theirs["DDP sparse"] = ddp_steps(case, data, sparse=True)
     times: dict[str, list[float]] = {name: [] for name in (*theirs, *strategies)}
     switches: list[float] = []
     for number in range(rounds + 1):
-        names = list(times) if number % 2 else list(reversed(times))
-        for name in names:
+        for name in list(times) if number % 2 else list(reversed(times)):
             if name in strategies:
                 elastic.model.set_strategy(strategies[name])
                 switches.append(timed(ours, 1))
             stepper = ours if name in strategies else theirs[name]
-            timed(stepper, WARM)
-            took = timed(stepper, steps)
+            timed(stepper, 1 if auto_alone else WARM)
+            took = [timed(stepper, 1) for _ in range(steps)] if auto_alone else [timed(stepper, steps)]
             if number:  # the first round warms up
-                times[name].append(took)
+                times[name] += took
     if rank == 0:
-        result = {"times": times, "chosen": chosen.name, "switch": switches[len(strategies) :]}
+        print(table, file=sys.stderr)
+        result = {"times": times, "chosen": chosen.name, "spent": spent, "switch": switches[len(strategies) :]}
         print("RESULT " + json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)  # in the middle of an epoch: nothing to finish
@@ -199,8 +204,10 @@ class Cell:
     ranks: int
     times: dict[str, list[float]]
     chosen: str
+    spent: int
     switch: list[float]
     exact: tuple[str, ...]
+    single_steps: bool
 
     def speed_up(self, name: str, over: str = "DDP") -> float:
         """Median over neighbouring blocks of how many times shorter its step is."""
@@ -209,23 +216,28 @@ class Cell:
     @property
     def best(self) -> str:
         """The fastest exact strategy by hand."""
-        return min(self.exact, key=lambda name: statistics.median(self.times[name]))
+        return min(self.exact, key=self.step_s)
+
+    def step_s(self, name: str) -> float:
+        """A step's time; of single steps the fastest fifth, for whatever else a machine does makes them longer."""
+        times = self.times[name]
+        return statistics.quantiles(times, n=5)[0] if self.single_steps else statistics.median(times)
 
     @property
     def regret(self) -> float:
         """How much slower the chosen strategy is than that, as a share."""
-        return statistics.median(self.times["auto"]) / statistics.median(self.times[self.best]) - 1.0
+        return self.step_s("auto" if "auto" in self.times else self.chosen) / self.step_s(self.best) - 1.0
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One for each way."""
-        for name, times in self.times.items():
+        for name in self.times:
             yield {
                 "model": self.model,
                 "link": self.link,
                 "ranks": self.ranks,
                 "strategy": f"auto: {self.chosen}" if name == "auto" else name,
-                "step_s": statistics.median(times),
-                "x DDP": self.speed_up(name),
+                "step_s": self.step_s(name),
+                "x DDP": self.speed_up(name) if "DDP" in self.times else None,
             }
 
 
@@ -236,25 +248,44 @@ def matrix(options: Any) -> list[Cell]:
     cells = []
     for world in options.worlds:
         for link in options.links:
-            if link == "1gbit" and not may_make_namespaces():
+            if link != "loopback" and not may_make_namespaces():
                 print("  links of 1 Gbit/s are left out: this process may not make network namespaces")
                 continue
-            for case in (case for case in CASES if case.name in options.models):
-                cells.append(measure(case, link, world, quick=options.quick))
+            for case in (each for each in CASES if each.name in options.models and not (options.auto and each.tables)):
+                if (link == "nodes") != (world == 4) and (options.auto or link == "nodes"):
+                    continue
+                cells.append(measure(case, link, world, quick=options.quick, auto_alone=options.auto))
                 print("\n".join(f"  {row}" for row in cells[-1].rows()), flush=True)
     return cells
 
 
-def measure(case: Any, link: str, world: int, *, quick: bool) -> Cell:
+def measure(case: Any, link: str, world: int, *, quick: bool, auto_alone: bool) -> Cell:
     """One cell."""
     rounds, steps = (2, 2) if quick else (5, case.steps if link == "loopback" else max(2, case.steps // 2))
-    arguments = [case.name, str(rounds), str(steps)]
+    if auto_alone:
+        rounds, steps = (3, 2) if quick else (10, 3)
+    arguments = [case.name, str(rounds), str(steps), "auto" if auto_alone else ""]
     if link == "loopback":
         result = launch(Loopback(), world, arguments, timeout_s=1800)
     else:
-        with namespaces(world) as network:
+        with namespaces(world if link == "1gbit" else 2) as made:
+            network = made if link == "1gbit" else Nodes(made.prefix)
             result = launch(network, world, arguments, timeout_s=3600)
-    return Cell(model=case.name, link=link, ranks=world, exact=case.exact, **result)
+    exact = tuple(name for name in (*case.exact, *case.routed) if name in result["times"])
+    return Cell(model=case.name, link=link, ranks=world, exact=exact, single_steps=auto_alone, **result)
+
+
+def auto_bars(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The claims of the choice, cell by cell."""
+    bars = []
+    for cell in cells:
+        where = f"{cell.model}, {cell.link}, {cell.ranks} ranks"
+        bars.append(bar(f"{where}: {cell.chosen} over {cell.best}", value=1 + cell.regret, limit=1.05, at_least=False))
+        if cell.link != "nodes":  # how far off the measurement is: both are the same there
+            same = max(ratio := cell.step_s("two_level") / cell.step_s("all_reduce"), 1 / ratio)
+            bars.append(bar(f"{where}: all_reduce over itself", value=same, limit=1.05, at_least=False))
+        bars.append(bar(f"{where}: steps spent", value=cell.spent, limit=40, at_least=False))
+    return bars
 
 
 def bars_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -294,15 +325,17 @@ def main() -> None:
     parser = side_parser(__doc__ or "", sides=False)
     parser.add_argument("--worlds", type=int, nargs="+", default=(2, 4), help="numbers of ranks")
     parser.add_argument("--models", nargs="+", default=[case.name for case in CASES], help="models by name")
-    parser.add_argument("--links", nargs="+", default=("loopback", "1gbit"), choices=("loopback", "1gbit"))
+    parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS)
+    parser.add_argument("--auto", action="store_true", help="the automatic choice alone")
     options = parser.parse_args()
     cells = matrix(options)
-    finish("sync", rows=[row for cell in cells for row in cell.rows()], bars=bars_of(cells))
+    bars = auto_bars(cells) if options.auto else bars_of(cells)
+    finish("sync", rows=[row for cell in cells for row in cell.rows()], bars=bars)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-of"]:
-        run_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        run_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     elif sys.argv[1:2] == ["--hold-store"]:
         hold_store(sys.argv[2])
     else:

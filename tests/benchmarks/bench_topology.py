@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from bench_shard_groups import NODES, RANKS, Nodes, measure
+from bench_shard_groups import NODES, RANKS, measure
 from bench_sync import launch
 from common import bar, finish, side_parser
-from network import may_make_namespaces, namespaces
+from network import Nodes, may_make_namespaces, namespaces
 
 WAYS = ("all_reduce", "two_level", "ring", "tree", "star")
 DDP = "torch DDP"

@@ -72,6 +72,25 @@ class Namespaces:
         return ["ip", "netns", "exec", f"{self.prefix}{rank}", *command]
 
 
+class Nodes(Namespaces):
+    """Namespaces as nodes of two ranks each."""
+
+    name = "two nodes, 1 Gbit/s"
+    ranks_on_a_node = 2
+
+    def address(self, rank: int) -> str:
+        """Of the node."""
+        return super().address(rank // self.ranks_on_a_node)
+
+    def interface(self, rank: int) -> str:
+        """The node's end of its link."""
+        return super().interface(rank // self.ranks_on_a_node)
+
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
+        """The command on the rank's node."""
+        return super().command(rank // self.ranks_on_a_node, command)
+
+
 def may_make_namespaces() -> bool:
     """Whether this process may make network namespaces and shape their links."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:

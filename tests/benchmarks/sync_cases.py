@@ -106,9 +106,11 @@ class Case:
     other: tuple[str, ...]
     steps: int
     tables: bool = False
+    routed: tuple[str, ...] = ()  # further exact strategies, by the way through the group
 
 
 _DENSE = ("all_reduce", "two_level", "partitioned_ar", "ps_balanced")
+_ROUTED = ("ring", "tree", "star")
 
 CASES = (
     Case(
@@ -135,6 +137,7 @@ CASES = (
         exact=_DENSE,
         other=("bf16", "powersgd"),
         steps=5,
+        routed=_ROUTED,
     ),
     Case(
         name="resnet",
@@ -147,5 +150,6 @@ CASES = (
         exact=_DENSE,
         other=("bf16", "powersgd"),
         steps=5,
+        routed=_ROUTED,
     ),
 )

@@ -186,15 +186,15 @@ def test_a_decision_about_nodes_says_changes_and_users_need() -> None:
         add={"spot": 1},
         release=(),
         leaving=(),
-        reasons={"spot": "spot: 1 -> 2 nodes; job a: cheapest"},
+        reasons={"spot": Reason(Cause.NEEDED, ("job a", "least cost: 2 workers on spot"), "1 -> 2 nodes")},
         wants={},
-        notes={"a": "its budget of 5 USD cannot be met"},
+        notes={"a": (Reason(Cause.UNMET, ("budget", "at best 1 worker on spot")),)},
         usd_per_h=6.0,
     )
     assert scaling_lines(decision) == [
         "nodes wanted: 1 firm, 2 spot; 6 USD/h",
-        "  spot: 1 -> 2 nodes; job a: cheapest",
-        "  job a: its budget of 5 USD cannot be met",
+        "  spot +1: job a: least cost: 2 workers on spot",
+        "  job a: its budget cannot be met: at best 1 worker on spot",
     ]
 
 

@@ -13,7 +13,7 @@ import elastic_ray as er
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import get_or_create_allocator
 from placement.ray_cluster.named_actors import find_actor
-from tests.cli.test_running_jobs import run
+from tests.cli.commands import run
 from tests.job.jobs import start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000), pytest.mark.thorough]

@@ -204,3 +204,67 @@ def test_a_jobs_next_head_continues_it_once(tmp_path: Path, environment: None) -
         assert "digits:" not in ended.output, "it has ended"
     finally:
         third.shutdown()
+
+
+SWEEP = """
+    import sys, ray.train, elastic_ray as er, tuning
+    from ray import tune
+    from tests.tuning.sweeps import train
+
+    trainable = tuning.elastic(train, scaling_config=ray.train.ScalingConfig(num_workers=(1, 2)))
+    space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": 12, "pause_s": 0.3, "checkpoint": True}
+    run = tune.RunConfig(name="search", storage_path=sys.argv[1], verbose=0)
+    told = tune.TuneConfig(metric="score", mode="max")
+    tune.Tuner(trainable, param_space=space, tune_config=told, run_config=run).fit()
+"""
+
+
+def reported(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What each trial has reported."""
+    return {
+        path.parent.name.partition("_quality")[0]: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in folder.glob("*/result.json")
+    }
+
+
+def wait_for_reports(folder: Path, least: int, at_most_s: float = 180.0) -> dict[str, list[dict[str, Any]]]:
+    deadline = time.monotonic() + at_most_s
+    while True:
+        found = reported(folder)
+        if len(found) == 2 and all(rows and rows[-1]["training_iteration"] >= least for rows in found.values()):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sweeps_next_head_continues_its_trials(tmp_path: Path, environment: None) -> None:
+    runs, script = tmp_path / "runs", tmp_path / "code" / "search.py"
+    script.parent.mkdir()
+    script.write_text(textwrap.dedent(SWEEP))
+    first = start_head()
+    try:
+        run(first, "submit", str(script), "--name", "script", "--", str(runs))
+        wait_for_reports(runs / "search", 3)
+        time.sleep(12.0)  # Tune writes its own state every ten seconds
+        said = run(first, "resume", "--all", str(runs), code=0)
+        assert "search" not in said.output, "it runs"
+    finally:
+        kill(first)
+    before = reported(runs / "search")
+    assert all(len(rows) < 12 for rows in before.values()), "the head was to die before the end"
+    second = start_head()
+    try:
+        assert "search: submitted as script.resumed-" in run(second, "resume", "--all", str(runs)).stdout
+        after = wait_for_reports(runs / "search", 12)
+        assert after.keys() == before.keys(), "the same trials"
+        for trial, rows in after.items():
+            assert len(rows) < len(before[trial]) + 12, "no trial was begun anew"
+            assert rows[-1]["inherited"] > 0, "from its checkpoint"
+        deadline = time.monotonic() + 60
+        while "no job to resume" not in run(second, "resume", "--all", str(runs), code=None).output:
+            assert time.monotonic() < deadline, "it has ended"
+            time.sleep(1.0)
+    finally:
+        second.shutdown()

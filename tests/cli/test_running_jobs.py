@@ -11,20 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 import elastic_ray as er
-from elastic_ray.cli.app import cli
+from tests.cli.commands import run
 from tests.job.jobs import start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
-
-
-def run(cluster: Any, *arguments: str, code: int = 0) -> Result:
-    """The command in this process, which is connected already."""
-    result = CliRunner().invoke(cli, arguments, env={"RAY_ADDRESS": cluster.address, "NO_COLOR": "1"})
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_path: Path) -> None:

@@ -312,8 +312,20 @@ _TORCH = (
         instead="named_parameters(recurse=False); state_dict() of everything",
     ),
     PrivateNames(
+        home="torch.nn:Module",
+        names=("_compiled_call_impl",),
+        why="a module that is compiled in place runs no hooks of its layers: its noise is measured otherwise",
+        instead="nothing: the layers would silently measure nothing",
+    ),
+    PrivateNames(
+        home="torch._dynamo:OptimizedModule",
+        names=("_orig_mod",),
+        why="the same of a module that torch.compile has wrapped",
+        instead="isinstance() of the same private class",
+    ),
+    PrivateNames(
         home="torch.nn.modules.batchnorm",
-        names=("_BatchNorm",),
+        names=("_BatchNorm", "_NormBase"),
         why="whether a model has batch statistics",
         instead="a list of its subclasses",
     ),
@@ -334,6 +346,12 @@ _TORCH = (
         names=("_scale", "_growth_tracker"),
         why="a joiner receives the loss scale without a wait for the GPU",
         instead="state_dict(), which waits",
+    ),
+    PrivateNames(
+        home="torch.amp:GradScaler",
+        names=("_unscale_grads_",),
+        why="the workers of a unit agree on overflows",
+        instead="refusing GradScaler in units",
     ),
     PrivateNames(
         home="torch.utils.data.dataloader",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from elastic_ray.data.batches import StepSplit
 from elastic_ray.data.permutation import Permutation
 from elastic_ray.data.sharding import (
+    batch_ends,
     can_switch,
     check_place,
     epoch_key,
@@ -97,6 +98,14 @@ def test_step_sizes(total: int, batch: int, world: int, drop_last: bool, sizes: 
         got.append(count)
         position += count
     assert got == sizes
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "ends"),
+    [(7, False, [3, 6, 7]), (7, True, [3, 6]), (6, False, [3, 6]), (6, True, [3, 6]), (2, False, [2]), (2, True, [])],
+)
+def test_batches_end_at_multiples_of_their_size(samples: int, drop_last: bool, ends: list[int]) -> None:
+    assert batch_ends(samples, 3, drop_last=drop_last) == ends
 
 
 @given(count=st.integers(1, 500), world=worlds, micro_steps=st.integers(1, 9))

@@ -26,6 +26,7 @@ def test_each_sample_is_read_once_in_equal_parts(world_size: int, total: int) ->
     position = 0
     while count := split(0, world_size, 0, 12).count(position, total):
         sizes = split(0, world_size, 0, 12).sizes(count, position)
+        assert count < 12 + 2 * world_size, "only the last step may be larger, by what would be less than its ranks"
         assert sum(map(sum, sizes)) == count and all(size % 2 == 0 for row in sizes for size in row)
         for rank in range(world_size):
             (part,) = split(rank, world_size, 0, 12).slices(count, position)

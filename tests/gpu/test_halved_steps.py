@@ -31,6 +31,7 @@ def compared(kind: str, device: torch.device) -> tuple[int, float]:
     called: Any = torch.compile(wrapped) if kind == "compiled" else wrapped
     loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=0)
     loader.autoscale_batch_size(2 * BATCH)
+    current_session().registry.need_halves()
     dtype = torch.float16 if kind == "scaled" and device.type == "cuda" else torch.bfloat16
     mixed = kind in ("scaled", "autocast")
 
@@ -73,7 +74,7 @@ def test_halves_tell_the_noise(kind: str, device: torch.device) -> None:
     assert worst < (0.02 if kind in ("scaled", "autocast") else 1e-4)
 
 
-def kept_after_steps(adapts: bool, device: torch.device) -> int:
+def kept_after_steps(adapts: bool, device: torch.device, *, halves: bool = True) -> int:
     """Bytes that are allocated between two steps, without gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4096), nn.ReLU(), nn.Linear(4096, 4)).to(device)
@@ -82,6 +83,8 @@ def kept_after_steps(adapts: bool, device: torch.device) -> int:
     loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=0)
     if adapts:
         loader.autoscale_batch_size(2 * BATCH)
+        if halves:
+            current_session().registry.need_halves()
     before = torch.cuda.memory_allocated(device)
     for _ in er.remaining_epochs_until(2):
         for x, y in loader:
@@ -99,6 +102,7 @@ def test_no_copy_of_a_gradient_outlives_its_step(device: torch.device) -> None:
     params = 4 * (WIDTH * 4096 + 4096 + 4 * 4096 + 4)
     assert kept_after_steps(False, device) < 0.1 * params
     assert kept_after_steps(True, device) < 0.1 * params  # the first half's is let go after the step
+    assert kept_after_steps(True, device, halves=False) < 0.1 * params
 
 
 if __name__ == "__main__":  # where pytest's other fixtures cannot be imported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,14 @@ def lightning_begins_on_rank_0() -> Iterator[None]:
     theirs = sys.modules.get("lightning.fabric.utilities.rank_zero")
     if theirs is not None:
         theirs.rank_zero_only.rank = 0
+
+
+@pytest.fixture
+def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are threads here, and what accelerate keeps for a process must outlive each of their trainers."""
+    state = importlib.import_module("accelerate.state")
+    for name in ("AcceleratorState", "PartialState"):
+        monkeypatch.setattr(getattr(state, name), "_reset_state", staticmethod(lambda *args, **options: None))
 
 
 @pytest.fixture

@@ -35,16 +35,7 @@ GROWS = (Change(3, (1, 2, 3)), Change(STEPS + 3, (1, 2)))
 LOSES = (Kill(2, 2, "backward"), Kill(STEPS, 3, "edge"))
 LARGER = er.adaptation.BatchSchedule({0: 4 * BATCH})
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are threads here, and what accelerate keeps for a process must outlive each of their trainers."""
-    for name in ("AcceleratorState", "PartialState"):
-        monkeypatch.setattr(
-            getattr(accelerate.state, name), "_reset_state", staticmethod(lambda *args, **options: None)
-        )
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_state_for_all")]
 
 
 def numbers() -> TensorDataset:

@@ -32,16 +32,7 @@ from elastic_ray.integrations.lightning import ElasticRayStrategy  # noqa: E402
 SAMPLES, BATCH = 40, 4
 STEPS = SAMPLES // BATCH
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are threads here, and what accelerate keeps for a process must outlive each of their trainers."""
-    for name in ("AcceleratorState", "PartialState"):
-        monkeypatch.setattr(
-            getattr(accelerate.state, name), "_reset_state", staticmethod(lambda *args, **options: None)
-        )
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_state_for_all")]
 
 
 def names(function: Callable[..., Any]) -> list[str]:

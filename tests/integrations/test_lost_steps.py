@@ -13,13 +13,12 @@ pytest.importorskip("transformers")
 
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from tests.integrations import test_huggingface as texts
-from tests.integrations import test_lightning as regression
-from tests.integrations.test_huggingface import one_state_for_all  # noqa: F401
+from tests.integrations import lightning_fits as regression
+from tests.integrations import text_fits as texts
 from tests.loop.changing import Kill
 
 STEPS = regression.STEPS
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_state_for_all")]
 
 
 class StopsAfter(Callback):

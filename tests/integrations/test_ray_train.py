@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
 from elastic_ray.integrations import ray_train
+from elastic_ray.loop.api import current_session
 from elastic_ray.run.group import Group
 from elastic_ray.worker.in_ray_train import in_ray_train
 from tests.loop.changing import Change, Kill, run_job
@@ -207,7 +208,7 @@ def test_prepared_loader_keeps_options_of_one_that_was_given() -> None:
     prepared = ray_train.loader(given, torch.device("cpu"))
     assert prepared.multiprocessing_context.get_start_method() == "spawn" and prepared.in_order is False
     assert (prepared.pin_memory_device, prepared.prefetch_factor, prepared.timeout) == ("cuda:0", 3, 7)
-    assert prepared.batch_size == BATCH * prepared.loader._session.group.most_workers
+    assert prepared.batch_size == BATCH * current_session().group.most_workers
     assert ray_train.loader(DataLoader(rows(), 1), torch.device("cpu")).batch_size == 1
 
 

@@ -13,53 +13,23 @@ from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.planner import BatchPlanner
-from elastic_ray.batch.reports import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.job_spec import TrialSpec
-from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.losses import SizeHistory
 from elastic_ray.record.views import allocator_view, wish_note
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from placement.allocator.significance import trigger_of
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import FoundStrategy, JobView
 from placement.cluster.progress import Progress
-from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
+from placement.goodput.model import GoodputModel, NoiseScale
 from placement.knowledge.knowledge import Prior
+from tests.job.planners import LIMITS, LOADER, NET, TRUTH, plan, planner_on, report
 from tests.job.specs import spec
 
-TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
 NOISE = NoiseScale(sqr=1.0, var=20.0)
-LIMITS = BatchLimits(init_batch_size=64, max_batch_size=4096, local_bsz_bounds=(16, 512))
-NET = ModelInfo(kind="Net", details="weight (2, 2) float32")
-LOADER = LoaderInfo(limits=LIMITS, dataset_size=10_000, sample="TensorDataset (3,)", models=(NET,))
 PRIOR = Prior(model=GoodputModel(TRUTH, NOISE, 64), largest_batch=1024)
-
-
-def plan(workers: int, generation: int) -> GenerationSpec:
-    return GenerationSpec(
-        generation=generation, members=tuple(Member(worker=f"w{i}", node="n") for i in range(workers))
-    )
-
-
-def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any) -> StepReport:
-    values = {
-        "generation": generation,
-        "nodes": 1,
-        "replicas": workers,
-        "shape": shape,
-        "steps": 20,
-        "step_time": float(TRUTH.step_time(1, workers, shape.atomic_bsz, shape.accum_steps)),
-        "grad_time": 0.0,
-        "noise": NoiseScale(sqr=1.0, var=20.0),
-        "epoch": 0,
-        "epochs": 4,
-        "total_steps": 20,
-        "batch_size": shape.batch_size(workers),
-        "progress": Progress(done=20.0, epochs=4),
-    }
-    return StepReport(**{**values, **fields})
 
 
 def seen(planner: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:
@@ -79,18 +49,18 @@ def seen(planner: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **f
     )
 
 
-def planner_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchPlanner, BatchChoice]:
-    planner = BatchPlanner()
-    planner.open(LOADER)
-    choice = planner.choose(plan(2, generation), gpu)
-    assert choice is not None
-    return planner, choice
-
-
 def fit_now(planner: BatchPlanner, now_s: float) -> Any:
     snapshot = planner.due(now_s)
     assert snapshot is not None
     return planner.fitted(fit_snapshot(snapshot))
+
+
+def test_strategies_that_won_are_told_with_each_view() -> None:
+    planner, choice = planner_on()
+    assert seen(planner).strategies == {}
+    found = {"0 gloo 2 on 1 ab": FoundStrategy(name="ring", step_s=0.5)}
+    planner.observe(report(2, choice, found=found))
+    assert seen(planner).strategies == found
 
 
 # -- progress ------------------------------------------------------------------------------------------------------

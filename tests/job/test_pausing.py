@@ -14,8 +14,8 @@ from elastic_ray.events import EventKind, JobPhase
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.ray_cluster.named_actors import find_actor
 from tests.job import traced
+from tests.job.controllers import kill_controller
 from tests.job.jobs import kinds, start, wait_until
-from tests.job.test_controller_loss import kill_controller
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 2}), pytest.mark.timeout(1000)]
 

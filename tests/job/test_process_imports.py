@@ -12,12 +12,16 @@ import pytest
 @pytest.mark.parametrize(
     ("begin", "without"),
     [
-        pytest.param("import tuning.ray_tune", ("torch",), id="a trial's driver"),
+        pytest.param(
+            "import tuning.ray_tune", ("torch", "elastic_ray.warm_pool", "placement.policies"), id="a trial's driver"
+        ),
         pytest.param("import elastic_ray.driver.trainer", ("torch",), id="a driver"),
         pytest.param("import elastic_ray.job.controller", ("torch", "ray.train", "pandas"), id="a controller"),
         pytest.param("import tuning.sweep", ("torch", "ray.train", "pandas"), id="a sweep's actor"),
         pytest.param(
-            "from elastic_ray.worker.warm_up import warm_up; warm_up()", ("ray.train", "pandas"), id="a worker"
+            "from elastic_ray.worker.warm_up import warm_up; warm_up()",
+            ("ray.train", "pandas", "placement.policies"),
+            id="a worker",
         ),
     ],
 )

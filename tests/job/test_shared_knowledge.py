@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import ray
+import ray.train
 
+import elastic_ray as er
 from elastic_ray.driver.handle import JobHandle
 from elastic_ray.events import EventKind
 from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
 from placement.cluster.cluster import GPU_TYPE_LABEL
 from placement.cluster.jobs import JobView
-from tests.job import traced
+from tests.job import racing, traced
 from tests.job.jobs import start, wait_until
 
 pytestmark = [
@@ -78,6 +80,30 @@ def test_the_next_job_starts_with_what_one_has_measured(ray_cluster: Any, tmp_pa
     steps = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step" and line["step"] == 0]
     latest = max(line["time"] for line in steps) - 5.0
     assert sum(len(line["indices"]) for line in steps if line["time"] > latest) > 24, "and its very first batch"
+
+
+def race(folder: Path, name: str, epochs: int) -> tuple[list[str], str]:
+    """The strategies of rank 0's steps, and why the last was chosen."""
+    handle = er.ElasticTrainer(
+        racing.train,
+        train_loop_config={"epochs": epochs},
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(name=name, storage_path=str(folder / "runs")),
+    ).submit()
+    used: list[str] = handle.result(timeout=180).return_value
+    (chosen,) = [event for event in handle.events() if event.kind is EventKind.STRATEGY]
+    return used, chosen.reason
+
+
+@pytest.mark.slow
+def test_the_next_job_starts_with_what_won(ray_cluster: Any, tmp_path: Path) -> None:
+    used, why = race(tmp_path, "first", 6)
+    assert len(set(used)) > 2 and len(set(used[41:])) == 1 and "the fastest of" in why
+    for name in ("second", "third"):
+        again, why = race(tmp_path, name, 2)
+        assert set(again) <= {"auto", used[-1]} and again[-1] == used[-1], "nothing else is tried"
+        assert again.index(used[-1]) < 5 and "earlier jobs" in why
+        ray.kill(get_or_create_allocator(), no_restart=True)  # the third one's has to read it
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.driver.trainer import impossible
+from elastic_ray.monitoring import Monitor
 from elastic_ray.parallel.refusals import refuse_in_unit
 from elastic_ray.unit import Unit, place_in, process_names, worker_of
 from elastic_ray.worker_group.failure_detector import FailureDetector
@@ -58,20 +59,10 @@ def test_units_that_cannot_be_are_refused(make: Any, error: type[Exception], tol
         make()
 
 
-class Scaler:
-    """A gradient scaler, as far as it is looked at."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-
-    def is_enabled(self) -> bool:
-        return self._enabled
-
-
 def test_what_a_model_cannot_have_in_units_is_named() -> None:
-    refuse_in_unit(torch.nn.Linear(1, 1), policy=None, grad_scaler=Scaler(False), monitor=None)
-    with pytest.raises(ValueError, match=r"grad_scaler=. is not supported.*bfloat16"):
-        refuse_in_unit(torch.nn.Linear(1, 1), grad_scaler=Scaler(True))
+    refuse_in_unit(torch.nn.Linear(1, 1), policy=None, monitor=None)
+    with pytest.raises(ValueError, match=r"monitor=. is not supported"):
+        refuse_in_unit(torch.nn.Linear(1, 1), monitor=Monitor())
     sharded = torch.nn.Sequential(torch.nn.Linear(4, 4))
     er.fully_shard(sharded)
     with pytest.raises(ValueError, match=r"0.weight is sharded by elastic_ray.fully_shard.*unit_mesh"):

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic_ray.cli.app import cli
+from elastic_ray.driver.replay import ReplayResult
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.record.verification import Finding, verify_events
 from elastic_ray.state.proof import Link, hash_of_all
@@ -158,3 +159,10 @@ def test_the_exit_code_tells(tmp_path: Path, lines: list[str]) -> None:
     assert any(each["proven"] is False for each in json.loads(bad.output))
     nothing = CliRunner().invoke(cli, ["verify", str(tmp_path / "no")])
     assert nothing.exit_code == 1
+
+
+def test_another_model_contradicts_only_fixed_batches() -> None:
+    for off, adapts, proven in ((1e-6, False, True), (1e-6, True, True), (0.1, False, False), (0.1, True, None)):
+        result = ReplayResult(steps="steps 0 to 9", differences={"weight": off, "bias": 0.0}, adapts=adapts)
+        assert result.proven is proven
+        assert ("proves nothing" in str(result)) == (proven is None)

@@ -61,7 +61,106 @@ class Pipelined(nn.Module):
         return x
 
 
-KINDS = {"tp": tensor_parallel, "plain": lambda net: net, "shard": sharded}
+class Attending(nn.Module):
+    """One head of attention over four tokens; in a unit each worker has two of them, and the keys of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out = nn.ModuleList(nn.Linear(2, 4) for _ in range(3)), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (head(own_part(x.view(-1, 4, 2), 1)) for head in self.heads)
+        if dist.get_world_size() > 1:
+            key, value = Gathered.apply(key), Gathered.apply(value)
+        return self.out(nn.functional.scaled_dot_product_attention(query, key, value)).flatten(1)
+
+
+class Experts(nn.Module):
+    """Two experts, of which each token's gate chooses one; in a unit each worker holds one, and sends its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleDict({str(number): nn.Linear(WIDTH, WIDTH) for number in range(2)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = own_part(x, 0)
+        share, chosen = self.gate(x).softmax(1).max(1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=2)
+        tokens = x[order]
+        if dist.get_world_size() > 1:
+            theirs = torch.empty_like(counts)
+            dist.all_to_all_single(theirs, counts)
+            (expert,) = self.experts.values()
+            answers = Exchanged.apply(expert(Exchanged.apply(tokens, theirs, counts)), counts, theirs)
+        else:
+            parts = tokens.split(counts.tolist())
+            answers = torch.cat([self.experts[str(number)](part) for number, part in enumerate(parts)])
+        return x + share[:, None] * answers[order.argsort()]
+
+
+def own_part(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+class Gathered(torch.autograd.Function):
+    """All workers' tensors, along the second dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        total = grads[0].contiguous()
+        dist.all_reduce(total)
+        return own_part(total, 1)
+
+
+class Exchanged(torch.autograd.Function):
+    """Rows that other workers have sent here, for those that go there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, receives: torch.Tensor, sends: torch.Tensor) -> torch.Tensor:
+        ctx.counts = receives, sends
+        output = x.new_empty(int(receives.sum()), *x.shape[1:])
+        dist.all_to_all_single(output, x.contiguous(), receives.tolist(), sends.tolist())
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        receives, sends = ctx.counts
+        return Exchanged.apply(grads[0], sends, receives), None, None
+
+
+def add_up_in_unit(params: Any) -> None:
+    """Gradients of what all workers hold are of each worker's tokens."""
+
+    def add_up(grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+    for param in params:
+        param.register_hook(add_up)
+
+
+def context_parallel(net: Attending) -> nn.Module:
+    add_up_in_unit(net.parameters())
+    return net
+
+
+def expert_parallel(net: Experts) -> nn.Module:
+    del net.experts[str(1 - dist.get_rank())]
+    add_up_in_unit(net.gate.parameters())
+    return net
+
+
+MADE = {"blocks": Pipelined, "pp": Pipelined, "cp": Attending, "context": Attending, "ep": Experts, "experts": Experts}
+KINDS = {"tp": tensor_parallel, "shard": sharded, "cp": context_parallel, "ep": expert_parallel}
 
 
 def whole(model: nn.Module) -> dict[str, Any]:
@@ -88,21 +187,29 @@ def pipeline_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> No
 
 def train(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    pipelines = config["kind"] == "pp"
-    if pipelines or config["kind"] == "blocks":
-        net: Any = Pipelined()
-        if pipelines:
-            del net.blocks[str(1 - dist.get_rank())]
+    kind = config["kind"]
+    pipelines = kind == "pp"
+    net: Any = MADE.get(kind, Net)()
+    if pipelines:
+        del net.blocks[str(1 - dist.get_rank())]
+    net = KINDS.get(kind, lambda net: net)(net)
+    if "still" in config:  # every step is the same one
+        optimizer: Any = getattr(torch.optim, config["still"])(net.parameters(), lr=0.0, foreach=False)
+        batch = SAMPLES
     else:
-        net = KINDS[config["kind"]](Net())
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+        optimizer, batch = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False), BATCH
     model = er.AdaptiveDataParallel(net, optimizer)
-    loader = er.AdaptiveDataLoader(data(), batch_size=BATCH, shuffle=True)
+    loader = er.AdaptiveDataLoader(data(), batch_size=batch, shuffle="still" not in config)
+    if "largest" in config:
+        loader.autoscale_batch_size(config["largest"], local_bsz_bounds=(4, config["largest"]))
     for epoch in er.remaining_epochs_until(config["epochs"]):
         for inputs, targets in loader:
             optimizer.zero_grad()
             if pipelines:
                 pipeline_step(model, inputs, targets)
+            elif kind in ("cp", "ep"):
+                own = own_part(targets, 1 if kind == "cp" else 0)
+                (loss_of(model(inputs), own) / dist.get_world_size()).backward()
             else:
                 loss_of(model(inputs), targets).backward()
             optimizer.step()
@@ -110,8 +217,10 @@ def train(config: dict[str, Any]) -> None:
             if until and not Path(until).exists():
                 time.sleep(0.1)  # units take seconds to start
         found = whole(net)
-        if pipelines:
+        if pipelines or kind == "ep":
             parts: list[Any] = [None, None]
             dist.all_gather_object(parts, found)
             found = parts[0] | parts[1]
-        er.report({"epoch": epoch, "parameters": found, "unit": dist.get_world_size()})
+        noise = model.noise_scale
+        told = {"noise": [noise.sqr, noise.var] if noise is not None else [], "batch": loader.current_batch_size}
+        er.report({"epoch": epoch, "parameters": found, "unit": dist.get_world_size(), **told})

@@ -46,15 +46,15 @@ def loop(held_back: str = "") -> tuple[float, int, float]:
             (model(x[:, None] / 10) - 1).square().mean().backward()
             optimizer.step()
             sums["samples"] += len(x)
-            if _nth(loader) == STEPS:
+            if _nth() == STEPS:
                 break
         counted += sums["samples"]
     return model.module.bias.item(), er.get_context().get_global_step(), counted
 
 
-def _nth(loader: er.AdaptiveDataLoader) -> int:
+def _nth() -> int:
     """Which of its pass's steps the loop is in, from 1."""
-    step = loader._session.passes.step
+    step = session_of_thread().passes.step
     assert step is not None
     return (step.loader_pass.position + step.count) // BATCH
 
@@ -103,8 +103,8 @@ def ended_loop() -> tuple[float, int]:
             optimizer.zero_grad()
             (model(x[:, None] / 10) - 1).square().mean().backward()
             optimizer.step()
-            if _nth(loader) == STEPS:
-                loader._session.passes.end_after_step()
+            if _nth() == STEPS:
+                session_of_thread().passes.end_after_step()
     return model.module.bias.item(), er.get_context().get_global_step()
 
 

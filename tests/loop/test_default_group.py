@@ -179,6 +179,19 @@ def test_functional_collectives_and_dtensors_of_the_present_group() -> None:
     job(step)
 
 
+def test_results_are_no_change_of_what_autograd_keeps() -> None:
+    """As with torch's own groups: DTensors are made of leaves that are broadcast."""
+
+    def step() -> None:
+        x = torch.full((3,), 2.0, requires_grad=True)
+        y = (x * x).sum()
+        dist.broadcast(x, 0)
+        y.backward()
+        assert x.grad is not None and x.grad.tolist() == [4.0] * 3
+
+    run_job(lambda: train(step), first=(1, 2))
+
+
 def test_new_groups_have_all_ranks_or_are_refused() -> None:
     def step() -> None:
         group, size = dist.new_group(), dist.get_world_size()

@@ -43,14 +43,20 @@ Sums = tuple[float, float, int]
 """Sums of the raw estimates over those of the exact values, signal and noise; how many estimates there were."""
 
 
-def compared(batch: int, most: int | None, rate: float, steps: int) -> Sums:
+def compared(batch: int, most: int | None, rate: float, steps: int, halves: bool) -> Sums:
     """What the first so many estimates of a group make."""
-    [sums] = followed(batch, most, rate, steps=steps).values()
+    [sums] = followed(batch, most, rate, steps=steps, halves=halves).values()
     return sums
 
 
 def followed(
-    batch: int, most: int | None, rate: float, *, steps: int | None = None, last: int | None = None
+    batch: int,
+    most: int | None,
+    rate: float,
+    *,
+    steps: int | None = None,
+    last: int | None = None,
+    halves: bool = False,
 ) -> dict[int, Sums]:
     """The same for each number of ranks that there was, until so many estimates or that committed step."""
     x, y = rows()
@@ -62,6 +68,8 @@ def followed(
     if most is not None:
         loader.autoscale_batch_size(batch, local_bsz_bounds=(1, most), gradient_accumulation=True)
     session: Any = current_session()
+    if halves:
+        session.registry.need_halves()
     found_by = dict[int, list[float]]()
     for _ in er.remaining_epochs_until(1000):
         for xs, ys in loader:
@@ -79,8 +87,15 @@ def followed(
     raise AssertionError("there were too few estimates")
 
 
-FAST = [(None, 17, None, 700), (None, 512, None, 60), (None, 64, 16, 400), (2, 64, 16, 400)]
-SLOW = [
+FAST: list[tuple[int | str | None, int, int | None, int]] = [
+    ("halves", 17, None, 700),
+    (None, 17, None, 700),
+    (None, 64, 16, 400),
+    (2, 64, 16, 400),
+]
+SLOW: list[tuple[int | str | None, int, int | None, int]] = [
+    ("halves", 512, None, 60),
+    (None, 512, None, 60),
     (None, 16, None, 1200),
     (None, 64, None, 400),
     (None, 48, 24, 400),
@@ -89,7 +104,7 @@ SLOW = [
     (3, 50, None, 400),
     (4, 64, 8, 300),
 ]
-"""World, global batch, most samples at once, estimates; halves of 17 are of unequal size."""
+"""World, or "halves" of one rank; global batch, most samples at once, estimates; halves of 17 are unequal."""
 
 
 @pytest.mark.thorough
@@ -98,9 +113,10 @@ SLOW = [
     ("world", "batch", "most", "steps"), [*FAST, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in SLOW)]
 )
 def test_estimates_are_right_on_average(
-    ranks: Ranks, world: int | None, batch: int, most: int | None, steps: int, rate: float, allowed: float
+    ranks: Ranks, world: Any, batch: int, most: int | None, steps: int, rate: float, allowed: float
 ) -> None:
-    found = ranks.run(compared, batch, most, rate, steps, world=world)
+    halves, world = world == "halves", None if world == "halves" else world
+    found = ranks.run(compared, batch, most, rate, steps, halves, world=world)
     signal, noise, count = found if world is None else found[0]
     assert count >= steps
     assert signal == pytest.approx(1.0, abs=allowed)

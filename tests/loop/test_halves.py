@@ -1,11 +1,11 @@
-"""One worker takes some steps in two halves to measure its gradient's noise: what loops, loaders and models see."""
+"""One worker takes some steps in two halves where layers do not show its noise: what loops, loaders and models see."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import BatchProposal
 from elastic_ray.monitoring import Monitor
-from placement.goodput.model import NoiseScale
-from tests.loop.changing import Change, Kill, run_job
+from tests.loop.changing import run_job
+from tests.loop.noisy import GROUPS, changing, job, ratio, trained
 from tests.loop.ranks import Ranks
 from tests.loop.trainee import Trainee
 
@@ -65,6 +65,7 @@ def walked(
     loader = er.AdaptiveDataLoader(data, batch_size=batch, **options)
     loader.autoscale_batch_size(most, local_bsz_bounds=(1, most))
     session, trainee, epochs_seen = current_session(), Trainee(), []
+    session.registry.need_halves()
     for _ in er.remaining_epochs_until(epochs):
         seen: list[Batch] = []
         for drawn in loader:
@@ -80,12 +81,6 @@ def walked(
             trainee.train(x)
         epochs_seen.append(seen)
     return epochs_seen
-
-
-def job(train: Callable[[], Any], script: Any = (), first: tuple[int, ...] = (1,)) -> Any:
-    """What the first worker that is left has found."""
-    results = run_job(train, script, first=first).results
-    return results[min(results)]
 
 
 def check_epochs(epochs: list[list[Batch]]) -> None:
@@ -160,6 +155,7 @@ def updates_on_a_batch(adapts: bool) -> list[float]:
     loader = er.AdaptiveDataLoader(TensorDataset(x), batch_size=8, seed=0)
     if adapts:
         loader.autoscale_batch_size(16)
+    current_session().registry.need_halves()
     norms: list[float] = []
     for _ in er.remaining_epochs_until(1):
         for (rows,) in loader:
@@ -186,6 +182,7 @@ def large_tensors(adapts: bool) -> int:
     loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(32, 128)), batch_size=8, seed=0)
     if adapts:
         loader.autoscale_batch_size(16)
+    current_session().registry.need_halves()
     for _ in er.remaining_epochs_until(1):
         for (x,) in loader:
             optimizer.zero_grad()
@@ -240,121 +237,6 @@ def test_the_length_is_in_steps() -> None:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-
-
-def rows(count: int = 96, width: int = 6) -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(count, width, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(3, (count,), generator=generator))
-
-
-def net(*, norm: bool = False, frozen: bool = False) -> nn.Module:
-    torch.manual_seed(1)
-    layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
-    if norm:
-        layers.insert(1, nn.BatchNorm1d(8))
-    model = nn.Sequential(*layers).double()
-    if frozen:
-        layers[0].requires_grad_(False)
-    return model
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """How it is trained."""
-
-    optimizer: str = "sgd"
-    adapts: bool = True
-    monitor: Monitor | None = None
-    strategy: str | None = None
-    norm: bool = False
-    frozen: bool = False
-    amp: bool = False
-    weighed: bool = False
-    sums: bool = False
-    sharded: bool = False
-    clip: bool = False
-    bad: tuple[int, ...] = ()  # steps with a NaN in the loss
-    quiet: tuple[int, int] = (0, 0)  # steps whose gradient is zero
-    batch: int = 12
-    epochs: int = 2
-    nonfinite: str = "warn"
-
-
-@dataclasses.dataclass
-class Found:
-    """Noise after each step, updates that it holds, parameters at the end, and micro-steps of each step."""
-
-    noise: list[NoiseScale | None]
-    updates: list[int]
-    parameters: torch.Tensor
-    micro_steps: list[int]
-    measures: Any
-
-
-def train(case: Case) -> Found:
-    model: Any = net(norm=case.norm, frozen=case.frozen)
-    if case.sharded:
-        model = er.fully_shard(model)
-    rate = 1e-3 if case.optimizer == "adam" else 0.05
-    kind = torch.optim.Adam if case.optimizer == "adam" else torch.optim.SGD
-    optimizer = kind(model.parameters(), lr=rate)
-    options: dict[str, Any] = {} if case.strategy is None else {"strategy": case.strategy}
-    if case.monitor is not None:
-        options["monitor"] = case.monitor
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if case.amp else None
-    wrapped = er.AdaptiveDataParallel(
-        model, optimizer, scaling_rule="none", grad_scaler=scaler, nonfinite=case.nonfinite, **options
-    )
-    loader = er.AdaptiveDataLoader(rows(), batch_size=case.batch, seed=3)
-    if case.adapts:
-        loader.autoscale_batch_size(96)
-    session = current_session()
-    found = Found([], [], torch.zeros(0), [], None)
-    for _ in er.remaining_epochs_until(case.epochs):
-        for x, y in loader:
-            step, number = session.ledger.outermost, session.progress.steps
-            assert step is not None
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(wrapped(x), y, reduction="sum" if case.sums else "mean")
-            if case.weighed:  # as if some were padding
-                counts = (y > 0).double()
-                loader.weigh(float(counts.sum()))
-                loss = (nn.functional.cross_entropy(wrapped(x), y, reduction="none") * counts).sum() / counts.sum()
-            if case.quiet[0] <= number < case.quiet[1]:
-                loss = loss * 0.0
-            if number in case.bad and step.micro == 0:
-                loss = loss * float("nan")
-            if scaler is not None:
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                loss.backward()
-                if case.clip:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-            if step.is_last_micro:
-                found.noise.append(wrapped.noise_scale)
-                found.updates.append(wrapped._tracker.signal.updates)
-                found.micro_steps.append(step.micro_steps)
-    found.measures = wrapped.measures
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    found.parameters = torch.cat([p.detach().reshape(-1).double() for p in whole])
-    return found
-
-
-def trained(**options: Any) -> Found:
-    case = Case(**options)
-    found = job(lambda: train(case))
-    assert isinstance(found, Found)
-    return found
-
-
-def ratio(noise: NoiseScale | None) -> float:
-    assert noise is not None
-    assert math.isfinite(noise.var) and math.isfinite(noise.sqr) and noise.var > 0 and noise.sqr > 0
-    return noise.var / noise.sqr
 
 
 @pytest.mark.parametrize(
@@ -462,33 +344,6 @@ def test_monitor_has_halves_made_of_batch_that_is_fixed(every: int) -> None:
 
 # -- changes of the group ----------------------------------------------------------------------------------------------
 
-GROUPS: dict[str, list[Any]] = {
-    "1 -> 2 -> 1": [Change(6, (1, 2)), Change(12, (1,))],
-    "1 -> another one": [Change(7, (1, 2)), Change(9, (2,))],
-    "2 -> 1 -> 2": [Change(5, (1,)), Change(11, (1, 3))],
-    "one dies": [Kill(7, 2, "allreduce")],
-}
-
-
-def changing() -> list[tuple[int, int, int, NoiseScale | None]]:
-    """World, micro-steps, estimates and noise after each step."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-    loader = er.AdaptiveDataLoader(rows(), batch_size=8, seed=3)
-    loader.autoscale_batch_size(96)
-    session, found = current_session(), []
-    for _ in er.remaining_epochs_until(2):
-        for x, y in loader:
-            step = session.ledger.outermost
-            assert step is not None
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(wrapped(x), y).backward()
-            optimizer.step()
-            if step.is_last_micro:
-                found.append((len(step.sizes), step.micro_steps, wrapped._tracker.signal.updates, wrapped.noise_scale))
-    return found
-
 
 @pytest.mark.parametrize("script", list(GROUPS))
 def test_the_estimate_outlives_a_change_of_the_group(script: str) -> None:
@@ -517,6 +372,7 @@ def added_up(adapts: bool, every: int, by_number: bool) -> tuple[list[list[float
     loader = er.AdaptiveDataLoader(data, batch_size=6, seed=3)
     if adapts:
         loader.autoscale_batch_size(7)
+    current_session().registry.need_halves()
     found, halved, number = list[list[float]](), 0, 0
     for _ in er.remaining_epochs_until(3):
         for x, y in loader:
@@ -550,14 +406,16 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("adapts", [False, True])
-def test_no_copy_of_a_gradient_outlives_its_step(adapts: bool) -> None:
+@pytest.mark.parametrize(("adapts", "halves"), [(False, True), (True, True), (True, False)])
+def test_no_copy_of_a_gradient_outlives_its_step(adapts: bool, halves: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     wrapped = er.AdaptiveDataParallel(model, optimizer)
     loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(1024, 64)), batch_size=32, seed=0)
     if adapts:
         loader.autoscale_batch_size(64)
+    if halves:
+        current_session().registry.need_halves()
     before, halved = held_bytes(), False
     for _ in er.remaining_epochs_until(2):
         for (x,) in loader:
@@ -567,5 +425,5 @@ def test_no_copy_of_a_gradient_outlives_its_step(adapts: bool) -> None:
             wrapped(x).square().mean().backward()
             optimizer.step()
     optimizer.zero_grad()
-    assert halved == adapts
+    assert halved == (adapts and halves)
     assert held_bytes() - before < 0.02 * sum(4 * p.numel() for p in model.parameters())

@@ -107,10 +107,10 @@ def refused_at_first(way: str) -> int:
             er.register_state("average", nn.Linear(1, 1))
         wrapped = er.AdaptiveDataParallel(model, optimizer, scheduler if corrected else None)
         if way == "twice without a loop":
-            wrapped = er.AdaptiveDataParallel(*pair_of_its_own(), None)
+            model, optimizer = pair_of_its_own()
+            wrapped = er.AdaptiveDataParallel(model, optimizer, None)
             with pytest.raises(ValueError, match="strategy must be"):
                 er.AdaptiveDataParallel(*pair_of_its_own(), None, strategy="nonsense")
-            model, optimizer = wrapped.module, wrapped._optimizers[0]
         refused: Any = contextlib.nullcontext() if corrected else pytest.raises(ValueError, match="lr_scheduler=")
         with refused:
             for _ in er.remaining_epochs_until(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -79,7 +80,7 @@ def test_codes_tell_kinds_numbers_and_details_apart() -> None:
 )
 def test_an_announcement_says_in_words_what_a_rank_does(what: Announced, text: str) -> None:
     assert str(what).startswith(text)
-    assert ("learning rates: 0000000" in str(what)) == text.startswith("steps the optimizer")
+    assert bool(re.search(r"learning rates: 0000000[cd]\)$", str(what))) == text.startswith("steps the optimizer")
 
 
 @pytest.mark.parametrize("intent", Intent)

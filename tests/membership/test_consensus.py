@@ -29,7 +29,7 @@ from tests.membership.groups import on_ranks
 class Membership:
     """A worker's side of the membership protocol, as far as a group is seen from it."""
 
-    stop_requested, preempting, prepared_ahead, voided, generation = False, False, 0, False, 1
+    stop_requested, preempting, prepared_ahead, voided, generation, critical_batch = False, False, 0, False, 1, 0
     wanted_batch: BatchChoice | None = None
 
     def __init__(self, communicator: Communicator) -> None:
@@ -155,7 +155,7 @@ def test_ranks_save_together_what_is_divided_among_several(divided: bool, world:
 class Wishes:
     """What the controller wants of a rank, as the control values read it."""
 
-    generation, prepared_ahead, stop_requested, preempting = 5, 0, False, False
+    generation, prepared_ahead, stop_requested, preempting, critical_batch = 5, 0, False, False, 0
     wanted_batch: BatchChoice | None = None
 
 
@@ -199,8 +199,9 @@ def test_one_rank_suffices_to_stop_or_preempt_for_good() -> None:
         assert (ranks[0].stop, ranks[0].preempted) == told
 
 
-def test_the_batch_is_the_first_ranks_wish_alone() -> None:
-    wish = BatchChoice(atomic_bsz=8, accum_steps=2)
+@pytest.mark.parametrize("accum_steps", [0, 2])
+def test_the_batch_is_the_first_ranks_wish_alone(accum_steps: int) -> None:
+    wish = BatchChoice(atomic_bsz=8, accum_steps=accum_steps)
     ranks = [_agreed(wanted_batch=wish), _agreed(wanted_batch=BatchChoice(atomic_bsz=3))]
     _summed(*ranks)
     assert [each.take_batch() for each in ranks] == [wish, wish] and ranks[0].take_batch() is None
@@ -359,6 +360,7 @@ def test_gradients_of_other_steps_are_told() -> None:
 
     for told in on_ranks(2, work):
         assert isinstance(told, RanksDisagreeError) and "after 3 steps; rank 1" in str(told)
+        assert "rank 0 reduces the gradients of model 0" in str(told)
 
 
 def test_what_rides_along_comes_back_summed_and_leaves_nothing() -> None:
@@ -414,6 +416,24 @@ def test_an_announcement_given_up_is_a_broken_group() -> None:
 
     (told,) = on_ranks(1, work)
     assert isinstance(told, CommunicationFailedError) and "given up" in str(told)
+
+
+def test_a_rank_that_is_gone_is_no_disagreement() -> None:
+    """Who waits for it in a reduction hears of a broken group; who has ended needs no answer."""
+
+    def work(communicator: Communicator, ended: bool) -> Any:
+        speaker = Announcer(communicator)
+        if communicator.rank:
+            communicator.close()
+            return None
+        if ended:
+            return speaker.announce_finished(Announced(Intent.FINISH), 1, 20.0)
+        speaker.start_quietly(Announced(Intent.GRADIENTS), 1)
+        speaker.wait(communicator.gradients.all_reduce(torch.ones(1)))
+
+    assert on_ranks(2, lambda communicator: work(communicator, True)) == [False, None]
+    broken, _ = on_ranks(2, lambda communicator: work(communicator, False))
+    assert isinstance(broken, CommunicationFailedError)
 
 
 def test_rank_that_waits_long_says_so_and_meets_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,3 +551,12 @@ def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     nobody.give_up()
     nobody.prepare(0, 2)
     assert writer.asked == 1 and not nobody.together and nobody.values(0, 2) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_the_critical_batch_is_that_of_rank_0() -> None:
+    ranks = [_agreed(critical_batch=size) for size in (192, 0, 64)]
+    _summed(*ranks)
+    assert [each.critical_batch for each in ranks] == [192] * 3
+    for each in ranks:
+        each.begin()
+    assert {each.critical_batch for each in ranks} == {None}, "joiners know none before their first step"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_ray.membership.instructions import Complete
+from elastic_ray.membership.instructions import Complete, Release, Reserve
 from elastic_ray.membership.messages import Returned
-from elastic_ray.membership.signals import Finished
+from elastic_ray.membership.signals import Finished, TimePassed
 from tests.membership.driver import Driver, members_of, only, plan_in, running
 
 
@@ -55,3 +55,18 @@ def test_an_early_first_finisher_does_not_end_the_job() -> None:
     assert not driver.finished("w1")
     driver.switched(1, "w2")
     assert driver.finished("w2") == [Complete()]
+
+
+def test_a_finisher_that_dies_is_neither_replaced_nor_forgotten() -> None:
+    driver = running(3)
+    driver.tell(Finished(worker="w2", rank=1, steps=24))
+    assert [type(each) for each in driver.lost("w2")] == [Release], "w1 and w3 train on"
+    assert plan_in(driver.lost("w3")).returned == (Returned(rank=1, steps=24),)
+    assert only(Complete, driver.lost("w1"))
+
+
+def test_a_job_that_restarts_is_not_ending() -> None:
+    driver = running(2)
+    driver.finished("w1")
+    driver.machine.reset()
+    assert [type(each) for each in driver.machine.handle(TimePassed(), 50.0)] == [Reserve, Reserve]

@@ -12,7 +12,7 @@ from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.recovery import Recovered, SurvivingWorker, recover
 from elastic_ray.membership.roster import WorkerPhase
-from elastic_ray.membership.signals import Allocated, StepFailed, Switched
+from elastic_ray.membership.signals import Allocated, Ready, Reserved, StepFailed, Switched
 from tests.membership.driver import CONFIG, only, plan_in
 
 
@@ -124,10 +124,13 @@ def test_a_generation_that_is_entered_is_not_called_off() -> None:
 
 def test_members_that_died_meanwhile_are_replaced_as_usual() -> None:
     group = spec(4, "w1", "w2")
-    _, out = taken_over(trains("w1", group), issued=4, named=6)
+    machine, out = taken_over(trains("w1", group), issued=4, named=6)
     assert plan_in(out).members == (Member(worker="w1", node="n1"),)
     assert "lost w2 while the controller was away" in plan_in(out).reason
     assert [each.worker for each in only(Reserve, out)] == ["w7"], "names are not used twice"
+    machine.handle(Switched(worker="w1", generation=plan_in(out).generation, pause=Pause()), 51.0)
+    machine.handle(Reserved(worker="w7"), 52.0)
+    assert plan_in(machine.handle(Ready(worker="w7"), 60.0)).reason.startswith("in place of lost workers")
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,11 @@ PARTS = {
     ),
     "consensus": (
         "elastic_ray/consensus/*.py",
-        "tests/membership/test_{announced,consensus,small_parts}.py tests/sync/tiles/test_pieces.py",
+        "tests/membership/test_{announced,consensus,small_parts,unit_wishes}.py tests/sync/tiles/test_pieces.py",
     ),
     "data": (
         "elastic_ray/data/{order,batches,sharding,shares,permutation}.py",
-        "tests/data/test_{order,permutation,sharding,shares,stream}.py",
+        "tests/data/test_{order,permutation,sharding,shares,stream,unit_shards}.py",
     ),
     "batch": (
         "elastic_ray/batch/{planner,tuner,growth,halving,limits,ramp}.py",
@@ -85,6 +85,10 @@ PARTS = {
     "knowledge": (
         "placement/knowledge/knowledge.py",
         "tests/placement/test_{knowledge,knowledge_store,knowledge_sync,lengths}.py",
+    ),
+    "session": (
+        "elastic_ray/session/{group_changes,loader_passes}.py",
+        "tests/session/test_{group_changes,loader_passes}.py tests/loop/test_{breaks,data_plan,preemption,proofs}.py",
     ),
     "adaptation": (
         "elastic_ray/adaptation/{requests,runner,policies/*}.py",

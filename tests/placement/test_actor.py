@@ -416,6 +416,8 @@ def test_a_restart_gives_up_no_node_of_running_jobs(jobs: Jobs) -> None:
     ray.get([handle.speak.remote(True) for handle in jobs.handles.values()], timeout=180)
     wait_until(lambda: decided() is not None, "a look")
     assert set(snapshot().jobs) == {"a", "b"} and decided().release == ()
+    explained = ray.get(get_or_create_allocator().explain.remote("a"), timeout=180)
+    assert explained.nodes_wanted == decided().explained("a") and "workers" in str(explained).rpartition("nodes: ")[2]
     assert {job: jobs.told(job)[-1][1] for job in "ab"} == before
     for job in "ab":
         jobs.stop(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +31,11 @@ from placement.goodput.speeds import GoodputCache
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.plan import make_plan
 from placement.policies import make_policy
+from placement.reasons import MOST_WORDS, Cause, Reason
 from tests.placement.views import model, node, view
 
 NOW = 1000.0
+UNUSED = Reason(Cause.UNUSED)
 CONFIG = AutoscalerConfig(linger_s=100.0, launch_timeout_s=50.0, retry_s=500.0)
 every = pytest.mark.parametrize("name", sorted(OBJECTIVES))
 
@@ -130,7 +133,8 @@ def test_no_objective_asks_for_unused_node_or_strands_job(
     after = make_plan(policy, running, Cluster(nodes=shrunk), NOW).allocation
     assert all(each.job in after for each in running if each.workers), "a running job is stranded"
     assert set(decision.add) <= set(decision.reasons)
-    assert all(want.reason for want in decision.wants.values())
+    said = [*decision.reasons.values(), *(want.reason for want in decision.wants.values())]
+    assert all(0 < len(each.words.split()) <= MOST_WORDS for each in said), "cut in a listing"
     assert len(decision.bundles((FIRM, SPOT))) == sum(decision.nodes.values())
 
 
@@ -193,7 +197,7 @@ class Careless:
     name = "careless"
 
     def decide(self, demand: Demand, now_s: float) -> dict[str, WantedSize]:
-        return {each.job: WantedSize(job=each.job, workers=0, gpu="T4", reason="careless") for each in demand.jobs}
+        return {each.job: WantedSize(job=each.job, workers=0, gpu="T4", reason=UNUSED) for each in demand.jobs}
 
 
 def test_node_the_allocator_would_not_use_is_not_requested() -> None:
@@ -228,7 +232,8 @@ def test_spot_that_never_comes_is_replaced_by_on_demand() -> None:
     assert scaler.decide(views, here(), NOW + 99.0).add == {"spot": 1}
     fallback = scaler.decide(views, here(), NOW + 100.0)
     assert fallback.add == {"firm": 1}
-    assert "asked for 100 s ago did not come; asked again in 500 s" in fallback.reasons["spot"]
+    assert str(fallback.reasons["spot"]) == "no more for now: 1 x spot did not come in 100 s"
+    assert fallback.reasons["spot"].figures == "asked again in 500 s; 0 -> 0 nodes"
     running = [views[0].placed({"f0": 4})]
     assert scaler.decide(running, here(1), NOW + 300.0).nodes == {"firm": 1, "spot": 0}
     again = scaler.decide(running, here(1), NOW + 600.0)
@@ -244,7 +249,38 @@ def test_a_refusal_by_the_provider_falls_back_at_once() -> None:
     scaler.decide([job(max_workers=4)], here(), NOW)
     scaler.refuse("spot", "InsufficientInstanceCapacity", NOW + 1.0)
     decision = scaler.decide([job(max_workers=4)], here(), NOW + 1.0)
-    assert decision.add == {"firm": 1} and "InsufficientInstanceCapacity" in decision.reasons["spot"]
+    assert (
+        decision.add == {"firm": 1} and str(decision.reasons["spot"]) == "no more for now: InsufficientInstanceCapacity"
+    )
+
+
+def test_the_sentences_of_sizes_and_nodes() -> None:
+    """Each cause in words; what it costs, and what it changes, is in the figures."""
+    least = autoscaler([FIRM], "cost_per_progress").decide([job(), job("b", submitted_s=1.0)], here(), NOW)
+    want = least.wants["a"].reason
+    assert re.fullmatch(r"least cost: \d+ workers? on firm", str(want))
+    assert re.fullmatch(r"\S+ USD in \S+ h, an hour is worth 0 USD", want.figures)
+    assert str(least.reasons["firm"]) == f"job a (+1): {want}"
+    assert least.reasons["firm"].figures == f"{want.figures}; 0 -> {least.add['firm']} nodes"
+    held = autoscaler([FIRM], "cost_per_progress").decide([job(held_at=3)], here(), NOW)
+    assert str(held.reasons["firm"]) == "job a: held at 3 by its user"
+    blind = autoscaler([FIRM], "cost_per_progress").decide([job(goodput=None, deadline_s=NOW - 1.0)], here(), NOW)
+    assert re.fullmatch(r"tries \d+ workers?, no model yet", str(blind.wants["a"].reason))
+    assert blind.note("a") == "its deadline has passed"
+    band = autoscaler([FIRM], UtilityBand(low=0.01, high=1.0)).decide([job().placed({"f0": 2})], here(1), NOW)
+    assert re.fullmatch(r"utility \d\.\d\d is inside its band: 2 workers", str(band.wants["a"].reason))
+    assert band.wants["a"].reason.figures == "2 workers of all jobs, band 0.01 to 1"
+    spends = autoscaler([FIRM], "budget").decide([job()], here(), NOW).wants["a"].reason
+    assert "; budget of 10 USD/h, " in spends.figures and str(spends).startswith("least cost: ")
+    scaler = autoscaler([FIRM])
+    scaler.decide([], here(1), NOW)
+    idle = scaler.decide([], here(1), NOW + 101.0)
+    assert idle.reasons["firm"].explained == "no job needs them; 1 -> 0 nodes"
+
+
+def test_a_sentence_of_a_wanted_size_is_a_reason() -> None:
+    with pytest.raises(TypeError, match=r"reason must be a placement.reasons.Reason, but got 'mine'"):
+        WantedSize(job="a", workers=1, gpu="T4", reason="mine")
 
 
 def test_nodes_linger_before_they_are_given_up() -> None:
@@ -280,7 +316,7 @@ def test_least_money_is_smallest_size_and_dear_time_fastest() -> None:
 
 def test_worthless_time_keeps_the_fewest_workers_a_job_needs() -> None:
     decision = autoscaler([FIRM], CostPerProgress(value_usd_per_h=0.0)).decide([job(min_workers=3)], here(), NOW)
-    assert decision.wants["a"].workers >= 3 and "inf" not in decision.wants["a"].reason
+    assert decision.wants["a"].workers >= 3 and "inf" not in decision.wants["a"].reason.explained
 
 
 @pytest.mark.parametrize("limits", [{}, {"budget_usd": 5.0}, {"deadline_s": NOW + 10.0}])
@@ -289,8 +325,8 @@ def test_job_progressing_at_no_size_has_its_fewest_workers(limits: dict[str, flo
     demand = autoscaler([FIRM])._demand([waiting], here(), [FIRM], {"firm": np.inf})
     still = dataclasses.replace(demand.offers["a"][0], rate=np.zeros(16))
     want = CostPerProgress().decide(dataclasses.replace(demand, offers={"a": (still,)}), NOW)["a"]
-    assert want.workers == 3 and want.reason.endswith("no size that it may have now is known to make progress")
-    assert "inf" not in want.reason + want.note and bool(want.note) == bool(limits)
+    assert want.workers == 3 and str(want.reason) == "no size is known to make progress: 3 workers"
+    assert bool(want.note) == bool(limits) and "inf" not in want.reason.explained + repr(want.note)
 
 
 def test_cost_per_progress_is_price_and_value_by_goodput() -> None:
@@ -308,8 +344,13 @@ def test_cost_per_progress_is_price_and_value_by_goodput() -> None:
 def test_what_cannot_be_met_is_said_with_best_available(field: str) -> None:
     limit = {"deadline_s": NOW + 1.0} if field == "deadline_s" else {"budget_usd": 1e-6}
     decision = autoscaler([FIRM], "cost_per_progress").decide([job(**limit)], here(), NOW)
-    assert "cannot be met; the best that can be had is" in decision.notes["a"]
-    assert "USD more in" in decision.notes["a"]
+    what = field.partition("_")[0]
+    (note,) = decision.notes["a"]
+    assert re.fullmatch(rf"its {what} cannot be met: at best \d+ workers? on firm", str(note))
+    figures = {"deadline": "due in 0.000278 h", "budget": "1e-06 USD left"}[what]
+    assert re.fullmatch(rf"{figures}; \S+ USD in \S+ h more", note.figures)
+    assert decision.wants["a"].reason.words.startswith("best to be had: ")
+    assert decision.explained("a").endswith(note.explained)
 
 
 def test_deadline_is_met_cheaply_a_budget_used_for_speed() -> None:
@@ -321,13 +362,15 @@ def test_deadline_is_met_cheaply_a_budget_used_for_speed() -> None:
     free = want()
     tight = want(deadline_s=NOW + 0.5 * 3600.0)
     rich = want(budget_usd=1000.0)
-    assert free.note == tight.note == rich.note == ""
+    assert free.note is tight.note is rich.note is None
+    aims = [each.reason.words.partition(":")[0] for each in (free, tight, rich)]
+    assert aims == ["least cost", "least cost by its deadline", "soonest within its budget"]
     assert free.workers <= tight.workers <= rich.workers and rich.workers > free.workers
 
 
 def test_a_job_of_unknown_length_cannot_plan_its_deadline() -> None:
     decision = autoscaler([FIRM], "cost_per_progress").decide([job(progress=None, deadline_s=NOW + 9.0)], here(), NOW)
-    assert decision.notes["a"].startswith("not known yet how long the job takes")
+    assert decision.note("a") == "its deadline cannot be planned for: its length is not known yet"
     without = autoscaler([FIRM], "cost_per_progress").decide([job(progress=None, goodput=None)], here(), NOW)
     assert "a" not in without.notes, "it has none"
 
@@ -337,14 +380,14 @@ def test_what_the_limits_do_not_allow_is_said() -> None:
         [job("a", max_workers=4, min_workers=4), job("b", max_workers=4, min_workers=4, submitted_s=1.0)], here(), NOW
     )
     assert decision.nodes == {"firm": 1}
-    assert "4 of 4 workers find no node within the limits" in decision.notes["b"]
+    assert decision.note("b") == "4 of 4 workers find no node within the limits of the node types"
 
 
 def test_all_types_together_have_a_limit_too() -> None:
     scaler = Autoscaler((FIRM, SPOT), make_policy("goodput"), "utility_band", CONFIG, most_nodes=1)
     decision = scaler.decide([job("a", max_workers=4), job("b", spot="avoid", submitted_s=1.0)], here(), NOW)
     assert decision.nodes == {"firm": 0, "spot": 1}
-    assert "find no node within the limits" in decision.notes["b"]
+    assert "find no node within the limits" in decision.note("b")
 
 
 def test_expected_losses_make_spot_nodes_dearer() -> None:
@@ -352,14 +395,14 @@ def test_expected_losses_make_spot_nodes_dearer() -> None:
     hours = {"lasting": 12.0, "fleeting": 0.1}
     rates = {c.kind.name: c.rate for c in offers(job(), (lasting, fleeting), hours, GoodputCache())}
     assert (rates["fleeting"] < rates["lasting"]).all()
-    want = {"a": WantedSize(job="a", workers=8, gpu="T4", reason="")}
+    want = {"a": WantedSize(job="a", workers=8, gpu="T4", reason=UNUSED)}
     fleet = build(want, [job()], (lasting, fleeting), (), {}, hours)
     assert fleet.nodes == {"lasting": 2, "fleeting": 0} and fleet.users["lasting"] == ("a",)
 
 
 def test_small_rests_go_to_small_nodes() -> None:
     large, small = candidate("large", 4.0), candidate("small", 1.1, cpus=1.0)
-    want = {"a": WantedSize(job="a", workers=5, gpu="T4", reason="")}
+    want = {"a": WantedSize(job="a", workers=5, gpu="T4", reason=UNUSED)}
     fleet = build(want, [job()], (large, small), (), {}, {"large": np.inf, "small": np.inf})
     assert fleet.nodes == {"large": 1, "small": 1}
 
@@ -433,12 +476,12 @@ def test_job_of_unknown_length_counts_hour_at_present_speed() -> None:
     kind = dataclasses.replace(FIRM, startup_s=0.0)
     offer = dataclasses.replace(demand.offers["a"][0], kind=kind, rate=np.array([2.0, 4.0, 5.0, 6.0]))
     want = CostPerProgress(value_usd_per_h=1e6).decide(dataclasses.replace(demand, offers={"a": (offer,)}), NOW)["a"]
-    assert want.workers == 4 and "in 0.333 h for every hour on its present size" in want.reason
+    assert want.workers == 4 and "in 0.333 h for every hour on its present size" in want.reason.figures
 
 
 def test_running_jobs_are_given_nodes_before_those_that_wait() -> None:
     waits, runs = job("a", max_workers=4), job("b", max_workers=4).placed({"f0": 1})
-    wants = {each.job: WantedSize(job=each.job, workers=4, gpu="T4", reason="test", note="") for each in (waits, runs)}
+    wants = {each.job: WantedSize(job=each.job, workers=4, gpu="T4", reason=UNUSED) for each in (waits, runs)}
     fleet = build(wants, [waits, runs], [dataclasses.replace(FIRM, max_nodes=1)], (), {"firm": 1}, {"firm": np.inf})
     assert fleet.short == {"a": 4} and fleet.users["firm"] == ("b",)
     first = dataclasses.replace(waits, priority=1)

@@ -10,12 +10,13 @@ import pytest
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
+from placement.cluster.jobs import FoundStrategy, JobView
 from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.remaining import remaining
 from placement.knowledge.knowledge import Knowledge, KnowledgeConfig, machine_of
-from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, covers, merged
 from placement.policies import GoodputPolicy
 from tests.placement.measured import MODEL, fresh, measured
 from tests.placement.views import AT_ONCE, cluster, node
@@ -42,6 +43,47 @@ def test_every_new_shape_corrects_the_model() -> None:
     knowledge.learn(dataclasses.replace(first, observations={"T4": beyond}), 2.0)
     after = knowledge.complete(fresh(), 3.0).goodput
     assert after is not None and after.step_time(2, 8, 64, 0) == pytest.approx(cliff, rel=0.1)
+
+
+def raced(job: str, name: str, step_s: float = 0.5, fingerprint: str | None = "resnet") -> JobView:
+    found = {"0 gloo 0,1": FoundStrategy(name=name, step_s=step_s)}
+    return dataclasses.replace(fresh(fingerprint), job=job, strategies=found)
+
+
+def names(knowledge: Knowledge, now_s: float = 1.0, fingerprint: str = "resnet") -> dict[str, str]:
+    return {form: found.name for form, found in knowledge.strategies(fresh(fingerprint), now_s).items()}
+
+
+def test_strategies_that_won_are_known_to_others() -> None:
+    knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
+    knowledge.learn(raced("a", "ring"), 0.0)
+    knowledge.learn(raced("b", "tree", fingerprint="bert"), 0.0)
+    assert names(knowledge) == {"0 gloo 0,1": "ring"} and names(knowledge, fingerprint="bert") == {"0 gloo 0,1": "tree"}
+    knowledge.learn(raced("c", "star"), 2.0)
+    version = knowledge.version
+    knowledge.learn(raced("a", "ring"), 3.0)
+    assert names(knowledge, 4.0) == {"0 gloo 0,1": "star"}, "the newest race; each heartbeat repeats older ones"
+    assert knowledge.version == version
+    knowledge.ended("a", 5.0)
+    assert names(knowledge, 6.0) and not names(knowledge, 103.0)
+
+
+def test_strategies_outlive_an_allocator_and_merge() -> None:
+    first, second, third = Knowledge(), Knowledge(), Knowledge()
+    first.learn(raced("a", "ring"), 1.0)
+    second.learn(raced("b", "star"), 2.0)
+    kept = [each.measurements(["resnet"], 3.0) for each in (second, first)]
+    third.recall(merged(kept), 3.0)
+    assert names(third, 3.0) == {"0 gloo 0,1": "star"}
+    third.recall(kept[1], 3.0)
+    assert names(third, 3.0) == {"0 gloo 0,1": "star"}, "what is older changes nothing"
+    assert covers(kept[0], kept[1], 0.0) and not covers(kept[1], kept[0], 0.0)
+
+
+@pytest.mark.parametrize(("name", "step_s"), [("", 1.0), ("ring", 0.0), ("ring", 1e9)])
+def test_a_strategy_without_name_or_time_is_refused(name: str, step_s: float) -> None:
+    with pytest.raises(ValueError, match="needs a name and a step above 0 s"):
+        FoundStrategy(name=name, step_s=step_s)
 
 
 def test_other_models_and_jobs_without_fingerprint_learn_nothing() -> None:

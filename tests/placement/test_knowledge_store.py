@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
+from placement.cluster.jobs import FoundStrategy
 from placement.goodput.fitting import Observation
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.records import KnownStep, Measurements
@@ -54,6 +55,15 @@ def test_what_is_written_comes_back_to_the_bit(tmp_path: Path, local: bool) -> N
     later.recall(KnowledgeStore(root, "second").load(), NOW_S)
     assert known_sizes(later) == {1, 2, 4}
     assert later.complete(fresh(), NOW_S).goodput == knowing(1, 2, 4).complete(fresh(), NOW_S).goodput
+
+
+def test_strategies_are_kept_too(tmp_path: Path) -> None:
+    knowledge = knowing(1)
+    found = {"0 gloo 0,1": FoundStrategy(name="two_level", step_s=0.125)}
+    knowledge.learn(dataclasses.replace(fresh(), strategies=found), NOW_S)
+    measurements = knowledge.measurements(["resnet"], NOW_S)
+    KnowledgeStore(root_at(tmp_path), "first").save(measurements)
+    assert KnowledgeStore(root_at(tmp_path), "second").load() == measurements and len(measurements.strategies) == 1
 
 
 def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:

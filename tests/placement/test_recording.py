@@ -25,16 +25,18 @@ from placement.allocator.events import (
 )
 from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import Bill, JobView
+from placement.cluster.jobs import Bill, FoundStrategy, JobView
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
+from placement.cluster.utility import Utility
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
+from placement.goodput.forecast import BatchForecast
 from placement.goodput.model import NoiseScale
 from placement.knowledge.knowledge import Knowledge
-from placement.knowledge.records import Batches, KnownLength, KnownNoise, KnownStep, Measurements
+from placement.knowledge.records import Batches, KnownLength, KnownNoise, KnownStep, KnownStrategy, Measurements
 from placement.planning.tenants import Tenant
 from placement.policies import Policy, make_policy
 from placement.policies.baselines.fixed import FixedPolicy
@@ -63,6 +65,7 @@ FULL = JobView(
     init_batch_size=64,
     max_batch_size=4096,
     held_batch=128,
+    forecast=BatchForecast(steps=((1000.5, 256), (2e6, 512))),
     atomic_bsz_range=(8, 512),
     accumulation=True,
     resize_cost_s=0.25,
@@ -87,10 +90,12 @@ FULL = JobView(
     tenant_weight=3.0,
     spot="mixed",
     budget_usd=12.5,
+    utility=Utility(((0.0, 10.0), (3600.0, 0.0))),
     slow_nodes={"n1": 1.5},
     node_failures=(NodeFailure(node="n1", worker="w2", cause="OSError", age_s=1.25, starting=True),),
     mixed_gpu_types=True,
     sizes=AllowedSizes(sizes=(2, 4, 8), memory=MemoryNeed(available_bytes=80 << 30, sharded_bytes=90 << 30, copies=3)),
+    strategies={"0 gloo 0,1": FoundStrategy(name="ring", step_s=0.25)},
 )
 NODES = Cluster(
     nodes=(
@@ -115,6 +120,9 @@ KNOWN = Measurements(
         ),
     ),
     lengths=(KnownLength(fingerprint="net", samples=1e6, part=None, seen_s=7.0),),
+    strategies=(
+        KnownStrategy(fingerprint="net", form="0 gloo 0,1", found=FoundStrategy(name="ps", step_s=0.5), seen_s=8.0),
+    ),
 )
 EVENTS: tuple[Event, ...] = (
     JobHeartbeat(view=FULL, cluster=NODES),

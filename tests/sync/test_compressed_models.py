@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from tests.loop.changing import Change, run_job
-from tests.sync.test_residuals import (
+from tests.sync.owed import (
     EPOCHS,
     NAMES,
     SAMPLES,

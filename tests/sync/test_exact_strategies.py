@@ -16,8 +16,7 @@ from elastic_ray.sync import Strategy
 from elastic_ray.sync.builders import PS, PartitionedAR
 from elastic_ray.sync.spec import Owner, Reduce, Rule
 from tests.loop.changing import Change, Kill, run_job
-from tests.loop.ranks import Ranks
-from tests.loop.test_parity import (
+from tests.loop.parity import (
     BATCH,
     EPOCHS,
     SAMPLES,
@@ -34,6 +33,7 @@ from tests.loop.test_parity import (
     reference,
     sgd,
 )
+from tests.loop.ranks import Ranks
 
 MIXED = Strategy(
     rules=(

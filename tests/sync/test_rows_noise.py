@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.loop.api import current_session
 from elastic_ray.monitoring import Monitor
 from tests.loop.ranks import Ranks
 from tests.sync import tables
@@ -28,6 +29,7 @@ def noise(case: Case, strategy: Any, micro: int | None = None) -> tuple[float, f
     loader = er.AdaptiveDataLoader(tables.data(), batch_size=8, seed=3, drop_last=True)
     if micro is not None:
         loader.autoscale_batch_size(tables.SAMPLES, local_bsz_bounds=(1, micro), gradient_accumulation=True)
+    current_session().registry.need_halves()  # of whole tables, layers show it
     for _ in er.remaining_epochs_until(4):
         for ids, classes in loader:
             optimizer.zero_grad()

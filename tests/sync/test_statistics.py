@@ -28,16 +28,15 @@ def loop(strategy: Any, optimizer: str = "sgd", scaling_rule: str = "none") -> A
             for number, p in enumerate(model.parameters()):
                 p.copy_(torch.linspace(-0.5, 0.6, p.numel()).sin().reshape(p.shape) + 0.03 * number)
         kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
-        wrapped = er.AdaptiveDataParallel(
-            model, kind(model.parameters(), lr=0.0), scaling_rule=scaling_rule, strategy=strategy
-        )
+        stepped = kind(model.parameters(), lr=0.0)
+        wrapped = er.AdaptiveDataParallel(model, stepped, scaling_rule=scaling_rule, strategy=strategy)
         generator = torch.Generator().manual_seed(7)
         data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 12, generator=generator))
         for _ in er.remaining_epochs_until(EPOCHS):
             for (x,) in er.AdaptiveDataLoader(data, batch_size=SAMPLES, shuffle=False):
-                wrapped._optimizers[0].zero_grad()
+                stepped.zero_grad()
                 wrapped(x).square().sum(1).mean().backward()
-                wrapped._optimizers[0].step()
+                stepped.step()
         return wrapped.noise_scale, wrapped.gain(2)
 
     return train

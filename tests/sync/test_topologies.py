@@ -20,7 +20,7 @@ from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.topologies import SCHEDULES, Round
 from elastic_ray.sync.plan import BucketPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
-from elastic_ray.sync.spec import Reduce, Wire
+from elastic_ray.sync.spec import Reduce, Rows, Rule, Wire
 from tests.membership.groups import on_ranks
 
 nodes_of_ranks = st.lists(st.integers(0, 3), min_size=2, max_size=9)
@@ -134,6 +134,48 @@ def test_two_levels_need_two_nodes_one_of_them_shared(nodes: str, way: str) -> N
     (bucket,) = found.buckets
     assert isinstance(bucket.sync, Reduce) and bucket.sync.topology == way
     assert ("two_level" in explain(found, model(), Topology(nodes=tuple(nodes))).rows[0].what) == (way != "native")
+
+
+@pytest.mark.parametrize(
+    ("domains", "levels"),
+    [("xxyy", (0, 0, 1, 1)), ("xyxy", (0, 1, 0, 1)), ("xxxx", (0, 0, 1, 2)), ("", (0, 0, 1, 2))],
+    ids=["two domains", "of scattered ranks", "one domain is no level", "no labels"],
+)
+def test_two_levels_are_the_domains_that_labels_name(domains: str, levels: tuple[int, ...]) -> None:
+    topology = Topology(nodes=tuple("aabc") if domains != "xyxy" else tuple("abcd"), domains=tuple(domains))
+    two_level = lower(Strategy(default=Reduce(topology="two_level")), model(), topology)
+    assert two_level.buckets[0].nodes == levels and not topology.why_flat
+    ring = lower(Strategy(default=Reduce(topology="ring")), model(), topology)
+    order = (
+        [domains[rank] for rank in sorted(range(4), key=lambda rank: ring.buckets[0].nodes[rank])] if domains else []
+    )
+    assert order == sorted(order), "nodes of one domain are neighbours"
+
+
+@pytest.mark.parametrize(("nodes", "why"), [("aaa", "on one node"), ("abc", "no two ranks"), ("aab", "")])
+def test_why_two_levels_are_one_is_a_sentence(nodes: str, why: str) -> None:
+    found = Topology(nodes=tuple(nodes)).why_flat
+    assert why in found and bool(found) == bool(why)
+
+
+def test_another_topology_leaves_the_rest_as_it_is() -> None:
+    table, bias = Rule(pattern="table", sync=Rows()), Rule(pattern="bias", sync=Reduce(bucket_bytes=4096))
+    first = Strategy(rules=(table, bias), default=Reduce(), name="parallax")
+    ring = first.with_topology("ring")
+    assert [rule.sync for rule in ring.rules] == [Rows(), Reduce(bucket_bytes=4096, topology="ring")]
+    assert ring.default == Reduce(topology="ring") and ring.name == "parallax by ring" and ring.asks_for("ring")
+    assert ring.with_topology("tree").name == "parallax by tree" and ring.with_topology("native") == first
+    named = resolve_strategy("ring").build(model(), Topology())
+    assert resolve_strategy("all_reduce").build(model(), Topology()).with_topology("ring") == named
+    assert named.with_topology("native") == resolve_strategy("all_reduce").build(model(), Topology())
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("bf16", "native wire"), ("ps", "all-reduced"), ("local_sgd", "local_sgd has none")]
+)
+def test_topology_of_what_cannot_have_one_is_refused(name: str, why: str) -> None:
+    with pytest.raises(StrategyError, match=why):
+        resolve_strategy(name).build(model(), Topology()).with_topology("ring")
 
 
 def test_plans_differ_where_ranks_are_elsewhere() -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from elastic_ray.state.codec import decode, encode
-from elastic_ray.sync.choosing.choice import ChoiceSettings, Phase
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.builders import Auto
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.switching.strategy_in_force import StrategyTuner
+from placement.cluster.jobs import FoundStrategy
 
 PARAMS = (
     ParamInfo(names=("table",), shape=(1000, 64), table=True, sparse=True),
@@ -24,7 +26,7 @@ PARAMS = (
 class Collectives:
     """Of two ranks, of which the other one does what this one does."""
 
-    rank, world_size, timeout_s = 0, 2, 1.0
+    rank, world_size, timeout_s, backend = 0, 2, 1.0, "gloo"
 
     def __init__(self) -> None:
         self.gradients, self.gathered = self, 0
@@ -42,7 +44,8 @@ class Run:
     """A run, and the model of which it consists."""
 
     def __init__(self, nodes: tuple[str, ...] = ("a", "b")) -> None:
-        self.group = self.ledger = self.consensus = self.state = self.progress = self
+        self.group = self.ledger = self.consensus = self.state = self.progress = self.membership = self
+        self.known_strategies: dict[str, FoundStrategy] = {}
         self.communicator = Collectives()
         self.nodes, self.step, self.steps = nodes, object(), 0
         self.device = torch.device("cpu")
@@ -50,7 +53,7 @@ class Run:
         self.told: list[tuple[str, str, dict[str, Any]]] = []
         self.rows = {"table": 20}
         self.plan = lower(first(), self.profile, self.topology)
-        self.tuner = StrategyTuner(self, ChoiceSettings(trials=2), self, first(), 0)
+        self.tuner = StrategyTuner(self, Auto(), self, first(), 0)
         self.tuner.enter_group()
 
     @property
@@ -96,9 +99,14 @@ class Run:
 
 
 def first() -> Strategy:
-    from elastic_ray.sync.builders import Auto
-
     return Auto().build(ModelProfile(params=PARAMS), Topology())
+
+
+def tried(run: Run) -> Strategy:
+    """Train until another strategy is tried than the first of the race."""
+    while not run.tuner.choice.options or run.tuner.strategy == run.tuner.choice.options[0]:
+        run.train()
+    return run.tuner.strategy
 
 
 @pytest.mark.parametrize("steps", [3, 12, 22])
@@ -122,10 +130,10 @@ def test_one_step_is_measured_once_however_often_it_reduces() -> None:
 
 def test_steps_of_another_strategy_than_tried_do_not_count() -> None:
     run = Run()
-    while run.tuner.choice.phase is not Phase.TRYING:
-        run.train()
+    tried(run)
+    steps = run.tuner.choice.steps
     run.train(50, follow=False)
-    assert run.tuner.choice.phase is Phase.TRYING and not run.tuner.choice.times
+    assert not run.tuner.choice.settled and run.tuner.choice.steps == steps
 
 
 def test_a_choice_is_told_once_and_settles_the_group() -> None:
@@ -147,7 +155,7 @@ def test_another_group_form_is_measured_a_known_one_not() -> None:
     run.group_of("x", "y")
     assert run.tuner.choice == there, "other nodes of the same form"
     run.group_of("x", "x")
-    assert run.tuner.choice.phase is Phase.PROFILING, "one node is another form"
+    assert not run.tuner.choice.settled and not run.tuner.choice.options, "one node is another form"
     run.group_of("x")
     assert run.tuner.choice.settled and run.tuner.strategy == there.strategy
     run.group_of("a", "b")
@@ -156,13 +164,11 @@ def test_another_group_form_is_measured_a_known_one_not() -> None:
 
 def test_a_trial_does_not_outlast_its_group() -> None:
     run = Run()
-    while run.tuner.choice.phase is not Phase.TRYING:
-        run.train()
-    tried = run.tuner.strategy
+    at = tried(run)
     run.group_of("a", "b", "c")
-    assert run.tuner.strategy != tried and run.tuner.choice.phase is Phase.PROFILING
+    assert run.tuner.strategy != at and not run.tuner.choice.options
     run.group_of("a", "b")
-    assert run.tuner.strategy == tried and run.tuner.choice.phase is Phase.TRYING
+    assert run.tuner.strategy == at and run.tuner.choice.steps
 
 
 def test_it_chooses_anew_when_other_rows_are_touched() -> None:
@@ -176,7 +182,7 @@ def test_it_chooses_anew_when_other_rows_are_touched() -> None:
         run.train()
         if not run.tuner.choice.settled:
             break
-    assert run.tuner.choice.phase is Phase.PROFILING
+    assert not run.tuner.choice.settled
     run.settle()
     assert dict(run.tuner.choice.rows)["table"] == 50
 
@@ -193,3 +199,35 @@ def test_a_joiner_goes_on_where_the_others_are(steps: int) -> None:
     for each in (run, joiner):
         each.group_of("a", "b", "b")
     assert joiner.tuner.capture() == run.tuner.capture()
+
+
+def test_the_second_job_of_a_kind_races_not() -> None:
+    run, second = Run(), Run(("x", "y"))
+    run.settle()
+    found = run.tuner.found
+    assert found and all(form.startswith("0 gloo ") for form in found)
+    (best,) = found.values()
+    assert best.name == run.tuner.strategy.name
+    # here a step takes no time: what was measured of it scatters by more than a factor of two
+    second.known_strategies = {form: FoundStrategy(name=best.name, step_s=best.step_s) for form in found}
+    second.train(2)
+    assert second.tuner.choice.settled and second.tuner.strategy.name == best.name
+    assert not second.tuner.found, "others' race is not told as one's own"
+
+
+def test_only_what_rank_0_knows_counts() -> None:
+    run = Run()
+    run.known_strategies = {"0 gloo 2 on 1": FoundStrategy(name="parallax", step_s=1.0)}
+    run.train()
+    assert not run.tuner.choice.settled, "of another form"
+    gather = run.communicator.gather_ints
+    told: list[list[int]] = []
+
+    def of_rank_1(values: Sequence[int], *, with_gradients: bool) -> list[list[int]]:
+        rows = gather(values, with_gradients=with_gradients)
+        told.append(list(values))
+        return [rows[0], [digest("parallax"), 10**9, *rows[1][2:]]]
+
+    run.communicator.gather_ints = of_rank_1
+    run.train(2)
+    assert told and not run.tuner.choice.settled

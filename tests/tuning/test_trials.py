@@ -68,6 +68,22 @@ def test_a_tie_is_half_a_win() -> None:
     assert chance(best, [one, other, best], PROMISE) == pytest.approx((2 * 1.0 + 1.0) / 5), "at the top at most"
 
 
+def test_what_is_expected_is_said_in_numbers() -> None:
+    """One report to the rung at 3, and a third of the 24 after it: alone, and beside one that has just begun."""
+    two = TrialRecord(trial="two", values=(0.5, 0.5))
+    (alone,) = weights([two], PROMISE).values()
+    reason = "passes rung 3 with a chance of 0.33: 9.0 more reports expected, 9.0 on average"
+    assert (alone.value, alone.reason) == (1.0, reason)
+    found = weights([two, TrialRecord(trial="new")], PROMISE)  # 1 to the first rung, and a third of 26
+    assert found["new"].value == pytest.approx((1 + 26 / 3) / ((9 + 1 + 26 / 3) / 2))
+    assert chance(two, [two, TrialRecord(trial="new"), TrialRecord(trial="one", values=(0.1,))], PROMISE) == 1 / 3
+
+
+def test_trials_that_all_have_ended_weigh_alike() -> None:
+    ended = [TrialRecord(trial=name, values=(0.5,) * 27) for name in "ab"]
+    assert [each.value for each in weights(ended, PROMISE).values()] == [1.0, 1.0]
+
+
 def test_of_two_survivors_one_with_more_left_weighs_more() -> None:
     early, late = TrialRecord(trial="early", values=(0.9,) * 9), TrialRecord(trial="late", values=(0.9,) * 26)
     found = weights([early, late], PROMISE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from elastic_ray.adaptation.policies.ready import ReadyPolicy
 from elastic_ray.adaptation.policy import Answer
@@ -60,6 +60,29 @@ class BatchSchedule(ReadyPolicy):
 
     def after_step(self, view: PolicyView) -> Answer:
         return self._at(view, ahead=1)
+
+    def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
+        """Return the rest of the schedule; by step only while the batch is the present one."""
+        progress, left, per_sample = view.progress, view.samples_left, view.tokens_per_sample
+        if self.by == "step":
+            ahead = [
+                ((begin - view.step) * view.batch_size, size) for begin, size in self.schedule if begin > view.step
+            ]
+            return ahead[:1]
+        if self.by == "tokens":
+            done, most = view.tokens or 0.0, view.max_batch_size
+            if not per_sample:
+                return ()
+            ahead = [((begin - done) / per_sample, int(size / per_sample + 1e-9)) for begin, size in self.schedule]
+            return [(each, max(1, min(size, most or size))) for each, size in ahead if each > 0]
+        if progress is None or left is None or progress >= 1:
+            return ()
+        part = 1.0 if self.by == "progress" else 1.0 / (view.epochs or 1)
+        return [
+            ((begin * part - progress) / (1 - progress) * left, s)
+            for begin, s in self.schedule
+            if begin * part > progress
+        ]
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:
         """Return the request for the batch that is due, unless it was made."""

@@ -6,10 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from elastic_ray.adaptation.policies.ready import ReadyPolicy
 from elastic_ray.adaptation.policy import Answer
 from elastic_ray.adaptation.requests import Resize
 from elastic_ray.adaptation.view import PolicyView
+from placement.cluster.utility import SCALING_THRESHOLD, Utility, scaling_efficiency
 
 
 class _Scaling(ReadyPolicy):
@@ -104,7 +107,7 @@ class ThroughputScaling(_Scaling):
     def __init__(
         self,
         *,
-        threshold: float = 0.1,
+        threshold: float = SCALING_THRESHOLD,
         every: int = 100,
         stride: int = 4,
         passes_to_stay: int = 3,
@@ -131,12 +134,13 @@ class UtilityCost(_Scaling):
 
     With R_k the throughput of k workers [samples/s] and n samples left, the run ends after T_k = elapsed + n / R_k
     and costs C_k = n / R_k * k * price from now on. It pays to go from j to k workers when
-    utility(T_k) - utility(T_j) > C_k - C_j. The search is that of :class:`ThroughputScaling`. It needs declared epochs.
+    utility(T_k) - utility(T_j) > C_k - C_j, as in the allocator (``placement.cluster.utility``). The search is that of
+    :class:`ThroughputScaling`. It needs declared epochs.
 
     Args:
-        utility: what it is worth to be done by a time since the run's first step: ``"USD at time 0,seconds until 0
-            USD"`` for a line, or ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line continues
-            below 0.
+        utility: what it is worth to be done by a time since the run's first step: pairs of seconds and USD as in
+            ``SchedulingConfig(utility=)``, or the authors' text, ``"USD at time 0,seconds until 0 USD"`` for a line or
+            ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line continues below 0.
         price_per_worker_hour: of one worker [USD per hour], 0 or more.
         every: steps of a group between two decisions.
         stride: workers added or removed at a time.
@@ -156,7 +160,7 @@ class UtilityCost(_Scaling):
 
     def __init__(
         self,
-        utility: str,
+        utility: str | Sequence[tuple[float, float]],
         *,
         price_per_worker_hour: float = 1.0,
         every: int = 100,
@@ -174,19 +178,17 @@ class UtilityCost(_Scaling):
             strict=strict,
             deadline_s=deadline_s,
         )
-        if not isinstance(utility, str):
-            raise TypeError(f"UtilityCost(utility) must be a text, but got {utility!r}")
-        self.utility = parse_utility(utility)
+        told = parse_utility(utility) if isinstance(utility, str) else Utility(utility)  # type: ignore[arg-type]
+        self.utility = told.points  # plain, as a policy's state must be
         self.price = self._number("price_per_worker_hour", price_per_worker_hour, least=0.0)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
         left = view.samples_left
         if left is None:
             return False
-        left_s = {size: left / self.rates[size] for size in (old, new)}
-        cost = {size: left_s[size] * size * self.price / 3600 for size in (old, new)}
-        worth = {size: utility_at(self.utility, view.elapsed_s + left_s[size]) for size in (old, new)}
-        return worth[new] - worth[old] > cost[new] - cost[old]
+        left_s = left / np.array([self.rates[old], self.rates[new]])
+        fewer, more = Utility(self.utility).surplus(view.elapsed_s, left_s, self.price * np.array([old, new]))
+        return bool(more > fewer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,58 +232,28 @@ class SizeSearch:
         return max(self.fewest, min(self.most, size))
 
 
-def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> float:
-    """Return s = ((R_new - R_old) / (new - old)) / (R_old / old): what a worker more adds, in workers.
+def parse_utility(text: str) -> Utility:
+    """Parse a utility function in Or et al.'s text forms.
 
-    >>> scaling_efficiency(4, 400.0, 5, 480.0)
-    0.8
-
-    Args:
-        old: fewer workers.
-        old_rate: their throughput R, in any unit.
-        new: more workers.
-
-    Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
-    """
-    return (new_rate - old_rate) / (new - old) / (old_rate / old)
-
-
-def parse_utility(text: str) -> tuple[tuple[float, float], ...]:
-    """Parse a utility function in Or et al.'s text forms into points (value [USD], time [s]).
-
-    >>> parse_utility("10,3600")
-    ((10.0, 0.0), (0.0, 3600.0))
-    >>> parse_utility("50:100,0:300")
-    ((50.0, 0.0), (50.0, 100.0), (0.0, 300.0))
+    >>> parse_utility("10,3600").points
+    ((0.0, 10.0), (3600.0, 0.0))
+    >>> parse_utility("50:100,0:300").points
+    ((100.0, 50.0), (300.0, 0.0))
 
     Args:
         text: ``"value at time 0,time of value 0"`` for a line, or ``"value:time,value:time"`` for points that lines
-            connect; before the first point its value holds.
+            connect.
 
-    Raises ValueError: the text has another form, values rise, times do not, or the last line does not fall.
+    Raises ValueError: the text has another form, or its points are none of a ``Utility``.
     """
     try:
         if ":" in text:
-            pairs = [part.split(":") for part in text.split(",")]
-            points = [(float(value), float(time_s)) for value, time_s in pairs]
-            points = points if points[0][1] == 0 else [(points[0][0], 0.0), *points]
-        else:
-            height, end_s = text.split(",")
-            points = [(float(height), 0.0), (0.0, float(end_s))]
-    except ValueError:
-        points = []
-    lines = list(itertools.pairwise(points))
-    falls = all(old[0] >= new[0] and old[1] < new[1] for old, new in lines)
-    if not lines or not falls or lines[-1][0][0] <= lines[-1][1][0]:
+            values = [[float(each) for each in part.split(":")] for part in text.split(",")]
+            return Utility(tuple((time_s, value) for value, time_s in values))
+        height, end_s = text.split(",")
+        return Utility(((0.0, float(height)), (float(end_s), 0.0)))
+    except ValueError as error:
         raise ValueError(
-            "a utility must be 'USD at time 0,seconds until 0 USD' or 'USD:seconds,USD:seconds' with falling values, "
-            f"rising times and a last line that falls, such as '50:3600,0:7200', but got {text!r}"
-        )
-    return tuple(points)
-
-
-def utility_at(points: Sequence[tuple[float, float]], time_s: float) -> float:
-    """Return the value of being done after ``time_s`` [s], negative beyond the last line's end."""
-    lines = list(itertools.pairwise(points))
-    (old, begin_s), (new, end_s) = next((line for line in lines if time_s < line[1][1]), lines[-1])
-    return old + (new - old) * (time_s - begin_s) / (end_s - begin_s)
+            "a utility must be 'USD at time 0,seconds until 0 USD' or 'USD:seconds,USD:seconds' with falling values "
+            f"and rising times, such as '50:3600,0:7200', but got {text!r} ({error})"
+        ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic_ray.adaptation.policies.ready import ReadyPolicy
 from elastic_ray.adaptation.policy import Answer
 from elastic_ray.adaptation.requests import SetBatch
@@ -25,8 +27,9 @@ class Seesaw(ReadyPolicy):
     equal samples; above it the decay is what the user has written. A rate that rises again takes the batch back.
     Source: Seesaw, arXiv 2510.14717.
 
-    The cap is the least of the loader's ``max_batch_size`` and the measured noise scale, up to which growth costs few
-    samples. A batch that has grown stays where the noise scale falls. What does not fit into memory is cut, and the
+    The cap is the least of the loader's ``max_batch_size``, the critical batch that branches have measured, and the
+    measured noise scale, up to which growth costs few samples. A batch that has grown stays where the noise scale
+    falls. What does not fit into memory is cut, and the
     rate follows the batch that is there.
 
     Args:
@@ -41,6 +44,7 @@ class Seesaw(ReadyPolicy):
         self.growth = self._number("growth", growth, least=1.0)
         self.peaks: list[float] = []
         self.asked = 0
+        self.changes: list[tuple[int, int]] = []  # samples and batch of the last two requests
 
     def before_train(self, view: PolicyView) -> Answer:
         """Hold the initial batch, which the job is not to choose from here on.
@@ -61,16 +65,26 @@ class Seesaw(ReadyPolicy):
         if not self.asked:
             return self.before_train(view)
         target = self.target(view)
-        largest = target == view.max_batch_size
+        largest = target == self._most(view)
         grows = target >= self.asked * self.growth or (largest and target > self.asked)
         if not grows and target * self.growth > self.asked:
             return None
         self.asked = target
+        self.changes = [*self.changes[-1:], (view.samples, target)]
         return SetBatch(target)
+
+    def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
+        """Return the next two batches if the batch continues growing as it last did: the schedule tells no future."""
+        if len(self.changes) < 2 or self.changes[1][1] <= self.changes[0][1]:
+            return ()
+        (before, small), (last, large) = self.changes
+        steps = [(last + n * (last - before) - view.samples, large * (large / small) ** n) for n in (1, 2)]
+        most = self._most(view)
+        return [(float(ahead), min(most, int(size))) for ahead, size in steps if ahead > 0 and large < most]
 
     def target(self, view: PolicyView) -> int:
         """Return the batch that the scheduled rates ask for, up to the cap [samples]."""
-        first, most = view.initial_batch_size, view.max_batch_size or view.initial_batch_size
+        first, most = view.initial_batch_size, self._most(view)
         part = self._decay(view.learning_rates)
         wanted = most if part * most <= first else int(first / part)
         if wanted <= self.asked or view.noise is None:
@@ -78,6 +92,12 @@ class Seesaw(ReadyPolicy):
         measured = view.noise_scale  # None for no signal, which is no endless noise
         cap = self.asked if measured is None else max(self.asked, int(measured))
         return max(first, min(wanted, most, cap))
+
+    @staticmethod
+    def _most(view: PolicyView) -> int:
+        """Return the largest batch by the loader and by branches."""
+        most = view.max_batch_size or view.initial_batch_size
+        return most if view.critical_batch is None else max(view.initial_batch_size, min(most, view.critical_batch))
 
     def _decay(self, rates: tuple[float, ...]) -> float:
         """Return what part of the highest rates the present ones are.

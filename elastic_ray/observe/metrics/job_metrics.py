@@ -45,7 +45,7 @@ SAMPLES_PER_SECOND = _gauge("samples_per_second", "Measured throughput [samples/
 TOKENS_PER_SECOND = _gauge("tokens_per_second", "The same in tokens, where the batch is declared in tokens.")
 TOKENS_LEFT = _gauge("tokens_left", "Tokens until the end, where the batch is declared in tokens.")
 GOODPUT = _gauge("goodput", "Throughput x statistical efficiency by the fitted model [samples/s].")
-EFFICIENCY = _gauge("statistical_efficiency", "Progress per sample relative to the initial batch.")
+EFFICIENCY = _gauge("statistical_efficiency", "Statistical efficiency of the present batch, at most 1.")
 NOISE_SCALE = _gauge("noise_scale", "Gradient noise scale [samples].")
 LEARNING_RATE_FACTOR = _gauge("learning_rate_factor", "What the learning rates are multiplied by for the batch.")
 GPU_MEMORY = _gauge("gpu_memory_bytes", "Most of a GPU's memory that a worker has used, or reserved.", "kind")
@@ -199,7 +199,7 @@ def _speed_samples(
         *TOKENS_PER_SECOND.sample(status.tokens_per_s or None, *whose),
         *TOKENS_LEFT.sample(status.tokens_left, *whose),
         *GOODPUT.sample(status.goodput, *whose),
-        *EFFICIENCY.sample(speed.efficiency, *whose),
+        *EFFICIENCY.sample(status.efficiency, *whose),
         *NOISE_SCALE.sample(speed.noise_scale, *whose),
         *LEARNING_RATE_FACTOR.sample(report.learning_rate_factor, *whose),
         *GPU_MEMORY.sample(status.gpu_memory_used_bytes, *whose, "used"),

@@ -60,7 +60,8 @@ class PageJob:
         phase: one of ``JobPhase``; ``silent`` where its controller has not answered, ``ended`` where it is gone.
         target: workers that it is to have.
         held_at: size that it is held at by hand; None leaves it to the allocator.
-        samples_per_s: throughput; ``goodput``: times the statistical efficiency; ``efficiency``: their ratio.
+        samples_per_s: throughput; ``goodput``: times the statistical efficiency.
+        efficiency: statistical, of the present batch, at most 1.
         tokens_per_s, tokens_left: throughput and rest in tokens; None where the batch is not declared in tokens.
         progress: 0 to 1; None without a declared length.
         eta_s: seconds to its end at its present size; None where unknown.
@@ -174,7 +175,8 @@ class WantedNodes:
     missing: int
     since_s: float | None  # since when they are missing; None if none is
     jobs: tuple[str, ...]
-    reason: str  # why, or what was refused and when it is asked again
+    reason: str  # why, or what was refused
+    figures: str = ""  # behind it: cost, time, and when it is asked again
 
 
 Bar = tuple[int, str, str, float, "float | None", int, int]

@@ -219,8 +219,8 @@ def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[Wante
     rows = []
     for name in sorted({*decision.nodes, *decision.reasons}):
         wanted, missing = decision.nodes.get(name, 0), decision.add.get(name, 0)
-        reason = decision.reasons.get(name, "")
-        if not wanted and not reason:
+        reason = decision.reasons.get(name)
+        if not wanted and reason is None:
             continue
         short = [job for job, size in sorted(decision.wants.items()) if size.workers > _has(look, job)]
         rows.append(
@@ -231,7 +231,8 @@ def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[Wante
                 missing=missing,
                 since_s=since.get(name) if missing else None,
                 jobs=tuple(short) if missing else (),
-                reason=reason,
+                reason=str(reason or ""),
+                figures=reason.figures if reason is not None else "",
             )
         )
     return tuple(rows)

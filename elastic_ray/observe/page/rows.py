@@ -63,7 +63,7 @@ def job_row(
         tokens_per_s=told(status, "tokens_per_s"),
         tokens_left=told(status, "tokens_left"),
         goodput=goodput,
-        efficiency=min(1.0, goodput / rate) if goodput is not None and rate > 0 else None,
+        efficiency=told(status, "efficiency"),
         epoch=status.epoch if status is not None else 0,
         epochs=status.epochs if status is not None else None,
         step=status.step if status is not None else 0,

@@ -93,7 +93,8 @@ def _row(run: StoredRun, ink: str) -> PageJob:
     end = next((event for event in reversed(run.events) if event.kind is EventKind.FINISHED), None)
     ended = end is not None and last is end
     workers = last.to_workers if last is not None else 0
-    batches = [e.detail.get("to_batch_size") for e in run.events if e.kind is EventKind.BATCH]
+    batches = [e.detail for e in run.events if e.kind is EventKind.BATCH]
+    batch = batches[-1] if batches else {}
     told = (TrialFacts.read(event.detail.get("trial")) for event in reversed(run.events))
     trial = next((each for each in told if each is not None), None)
     metrics = run.reports[-1].metrics if run.reports else {}
@@ -102,7 +103,8 @@ def _row(run: StoredRun, ink: str) -> PageJob:
         phase=_phase(end) if ended else "unfinished",
         workers=0 if ended else workers,
         target=0 if ended else workers,
-        batch=batches[-1] if batches and isinstance(batches[-1], int) else 0,
+        batch=batch["to_batch_size"] if isinstance(batch.get("to_batch_size"), int) else 0,
+        efficiency=number_in(batch, "efficiency"),
         epoch=run.reports[-1].epochs_done if run.reports else 0,
         metrics=numbers_in(metrics),
         resizes=sum(1 for event in run.events if event.kind is EventKind.RESIZE),

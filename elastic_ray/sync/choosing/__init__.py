@@ -1,1 +1,1 @@
-"""The fastest strategy, found by measurement: link times, predictions, candidates, trials."""
+"""The fastest strategy, found by measurement: candidates, their race, and the choice."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from elastic_ray.sync.builders import exactly
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.choosing.choice import Option
 from elastic_ray.sync.plan import BucketPlan, SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule, Strategy, Sync, Wire
@@ -163,30 +162,33 @@ def consider(
     present: Strategy,
     *,
     exact: bool,
+    most: int,
     works: Callable[[SyncPlan], bool] = lambda plan: True,
-) -> tuple[Option, ...]:
-    """Return options in the order of their trials, of which exactly one does what is done at present.
+) -> tuple[Strategy, ...]:
+    """Return strategies that race: first what does what is done at present, then those that carry the fewest bytes.
+
+    Plain all-reduce is among them unless it is hopeless.
 
     Args:
         profile: the model, with the touched rows of its tables.
         present: the strategy in force.
         exact: only strategies whose step is that of plain data-parallel training.
+        most: how many there may be, two or more.
         works: whether a plan can be carried out.
     """
     plan = lower(present, profile, topology)
     done = what_is_done(plan)
-    found = list(candidates(profile, topology, exact=exact, works=works))
-    if not any(what_is_done(each.plan) == done for each in found):
-        found.append(Candidate(strategy=present, plan=plan))
-
-    carried = {id(each): traffic(each.plan, profile.params, topology.world_size) for each in found}
-    most = max(_LEAST_BYTES, _HOPELESS * min(carried.values()))
-    ordered = sorted(found, key=lambda each: (carried[id(each)], collectives(each.plan)))
-    return tuple(
-        Option(strategy=each.strategy, plain=each is found[0] and each.strategy.default == PLAIN, present=here)
-        for each in ordered
-        if (here := what_is_done(each.plan) == done) or carried[id(each)] <= most
-    )
+    found = candidates(profile, topology, exact=exact, works=works)
+    mine = next((each for each in found if what_is_done(each.plan) == done), Candidate(strategy=present, plan=plan))
+    carried = {id(each): traffic(each.plan, profile.params, topology.world_size) for each in (*found, mine)}
+    limit = max(_LEAST_BYTES, _HOPELESS * min(carried.values()))
+    others = [each for each in found if each is not mine and carried[id(each)] <= limit]
+    others.sort(key=lambda each: (carried[id(each)], collectives(each.plan)))
+    plain = next((each for each in others if each is found[0] and each.strategy.default == PLAIN), None)
+    racing = others[: most - 1]
+    if plain is not None and plain not in racing:
+        racing[-1] = plain
+    return tuple(each.strategy for each in (mine, *racing))
 
 
 def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:

@@ -1,4 +1,4 @@
-"""Choice of a strategy: profiling of the present one, trials of others, and one that is kept (pure).
+"""Choice of a strategy: a race of what may be the fastest, or what is known from earlier jobs (pure).
 
 A state machine on frozen states. It sees only numbers that are equal on all ranks, so all of them choose alike; it
 comes to its end after a known number of steps.
@@ -7,47 +7,17 @@ comes to its end after a known number of steps.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.choosing.race import Step, standing
 from elastic_ray.sync.spec import Strategy
 
 DRIFT = 2.0
-"""Factor by which touched rows change before the choice is made anew."""
-# A trial of short steps, whose times scatter, continues for so long [s], with at most so many times the steps.
-_TRIAL_S, _MOST_TRIAL_STEPS = 0.2, 2
-_FINAL = 6  # trials of the present strategy and its best rival in turn
-
-
-class Phase(str, enum.Enum):
-    """Phase of a choice: profiling, trying, trying again, or kept."""
-
-    PROFILING = "profiling"
-    TRYING = "trying"
-    RETRYING = "retrying"
-    KEPT = "kept"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceSettings:
-    """Settings of a strategy choice: exactness, number and length of trials, and the required gain."""
-
-    exact: bool = True  # only strategies whose step is that of plain data-parallel training
-    trials: int = 3  # strategies that are tried, besides the present one and plain all-reduce
-    trial_steps: int = 5  # steps of each, of which the first does not count; up to twice as many where they are short
-    gain: float = 0.1  # a strategy is left for another that is faster by more than this share
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """A strategy that is considered."""
-
-    strategy: Strategy
-    measured_s: float | None = None  # median of its trial's steps; None before
-    plain: bool = False  # it is what torch DDP does
-    present: bool = False  # it does what the strategy does that training came with
+"""Factor by which touched rows, or the time of a known strategy's steps, change before the choice is made anew."""
+_CHECKED_STEPS = 5  # of a known strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +27,8 @@ class Measured:
     step_s: float | None = None  # of the slowest rank; None where it was not measured
     # that were touched of each table, on the rank with most; of tables whose rows travel
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    known: int = 0  # digest of the name of the strategy that earlier jobs found fastest; 0 for none
+    known_s: float = 0.0  # a step under it, as they measured it [s]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,84 +36,76 @@ class Choice:
     """State of the strategy choice for one topology."""
 
     strategy: Strategy  # to be in force
-    phase: Phase = Phase.PROFILING  # what the next steps are for
-    times: tuple[float, ...] = ()  # steps of the present phase, or trial [s]
-    present: Option | None = None  # the strategy that training came with, once it was measured
-    options: tuple[Option, ...] = ()  # what is tried, in this order
-    trying: int = 0  # the one that is being tried
-    final: tuple[float, ...] = ()  # the present one and its best rival in turn: the medians of their steps [s]
-    considered: tuple[str, ...] = ()  # names of all candidates
+    settled: bool = False  # it is kept
+    options: tuple[Strategy, ...] = ()  # those that race, the one that training came with first; none before
+    steps: tuple[Step, ...] = ()  # of the race, or of a known strategy (number 0)
+    times: tuple[float | None, ...] = ()  # of each option, once one is kept: the median of its steps [s]
+    known_s: float | None = None  # time of a known strategy's steps, which is to be confirmed [s]
+    doubts: bool = False  # what earlier jobs found does not hold here
     rows: tuple[tuple[str, int], ...] = ()  # touched rows of each table when it was chosen
     reason: str = ""  # of the choice, a sentence; empty before
 
     @property
-    def settled(self) -> bool:
-        """True once a strategy is kept."""
-        return self.phase is Phase.KEPT
+    def measured(self) -> dict[str, float]:
+        """Step times of the options by name [s], as far as they were measured."""
+        found = zip(self.options, self.times, strict=False)
+        return {option.name: took_s for option, took_s in found if took_s is not None}
+
+    @property
+    def measures(self) -> bool:
+        """True if the next steps are to be measured."""
+        return not self.settled or self.known_s is not None
 
     def to_state(self) -> dict[str, Any]:
-        """Return the choice as plain values; trials restart when it is restored."""
+        """Return the choice as plain values."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return plain | {
             "strategy": self.strategy.to_json(),
-            "phase": self.phase.value,
-            "present": None if self.present is None else _option_state(self.present),
-            "options": tuple(map(_option_state, self.options)),
+            "options": tuple(option.to_json() for option in self.options),
         }
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
         """Invert :meth:`to_state`."""
-        given = {
-            "strategy": Strategy.from_json(tree["strategy"]),
-            "phase": Phase(tree["phase"]),
-            "present": None if tree["present"] is None else _option(tree["present"]),
-            "options": tuple(map(_option, tree["options"])),
-        }
-        return cls(**{**tree, **given})
+        options = tuple(map(Strategy.from_json, tree["options"]))
+        return cls(**{**tree, "strategy": Strategy.from_json(tree["strategy"]), "options": options})
 
 
-Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]
-"""From touched rows and the present strategy to options in the order of trials, the present one among them."""
-
-
-def begin(strategy: Strategy) -> Choice:
-    """Return a new choice for an unknown topology; training starts with `strategy`."""
-    return Choice(strategy=strategy)
-
-
-def resume(choice: Choice) -> Choice:
-    """Resume in a group that was formed anew: measurements stay, a trial in progress begins anew."""
-    return dataclasses.replace(choice, times=())
+Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
+"""From touched rows and the present strategy to those that race, the present one first."""
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy to continue with in an unknown group; a strategy on trial is not carried over."""
-    if choice.phase in (Phase.TRYING, Phase.RETRYING) and choice.present is not None:
-        return choice.present.strategy
-    return choice.strategy
+    """Return the strategy to continue with in an unknown group; one on trial is not carried over."""
+    return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 
-def advance(choice: Choice, measured: Measured, settings: ChoiceSettings, consider: Consider) -> Choice:
-    """Return the choice after one more training step.
+def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) -> Choice:
+    """Return the choice after one more training step under its strategy.
 
     Args:
-        choice: before it.
-        settings: how a choice is made.
+        steps: that a race takes at most.
         consider: lists what may be done.
     """
-    match choice.phase:
-        case Phase.PROFILING:
-            choice = _timed(choice, measured)
-            return _profiled(choice, settings, consider) if _is_over(choice.times, settings) else choice
-        case Phase.TRYING:
-            choice = _timed(choice, measured)
-            return _tried(choice) if _is_over(choice.times, settings) else choice
-        case Phase.RETRYING:
-            choice = _timed(choice, measured)
-            return _retried(choice, settings) if len(choice.times) >= settings.trial_steps else choice
-        case Phase.KEPT:
-            return choice
+    if choice.settled:
+        return _confirmed(choice, measured) if choice.known_s is not None else choice
+    begins = not choice.options
+    if begins:
+        rows = dict(choice.rows) | dict(measured.rows)
+        options = tuple(consider(rows, choice.strategy))
+        choice = dataclasses.replace(choice, options=options, rows=tuple(sorted(rows.items())))
+    known = next((each for each in choice.options if digest(each.name) == measured.known), None)
+    if known is not None and measured.known_s > 0 and not choice.doubts:
+        why = f"{known.label}: the fastest for earlier jobs of this model and form ({_ms(measured.known_s)})"
+        return dataclasses.replace(
+            choice, strategy=known, settled=True, steps=(), times=(), known_s=measured.known_s, reason=why
+        )
+    if not begins:
+        at = choice.options.index(choice.strategy)
+        choice = dataclasses.replace(choice, steps=(*choice.steps, (at, measured.step_s)))
+    race = standing(choice.steps, len(choice.options), steps - 1)  # one has shown what is touched
+    choice = dataclasses.replace(choice, strategy=choice.options[race.turn], times=race.times)
+    return _kept(choice) if race.over else choice
 
 
 def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
@@ -150,112 +114,47 @@ def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
     Args:
         rows: of each table, equal on all ranks.
     """
-    if choice.phase is not Phase.KEPT or not rows:
+    if not choice.settled or not rows:
         return choice
     before = dict(choice.rows)
     if not before:
         return dataclasses.replace(choice, rows=tuple(sorted(rows.items())))
-    drifted = [name for name, now in rows.items() if _drifted(before.get(name, now), now)]
-    if not drifted:
+    if not any(_differ(before.get(name, now), now) for name, now in rows.items()):
         return choice
-    return dataclasses.replace(
-        choice, phase=Phase.PROFILING, times=(), options=(), present=None, rows=tuple(sorted(rows.items()))
-    )
+    return Choice(strategy=choice.strategy, doubts=True, rows=tuple(sorted(rows.items())))
 
 
-def _drifted(before: int, now: int) -> bool:
-    low, high = sorted((max(1, before), max(1, now)))
-    return high > DRIFT * low
+def _differ(before: float, now: float) -> bool:
+    """True if one is more than the other by more than a factor of two."""
+    low, high = sorted((before, now))
+    return high > DRIFT * max(low, 1e-9)
 
 
-def _timed(choice: Choice, measured: Measured) -> Choice:
-    """Return the choice with the time of one more step of the present phase or trial."""
-    if measured.step_s is None:
-        return choice
-    rows = dict(choice.rows)
-    if choice.phase is Phase.PROFILING:
-        rows |= {name: max(count, rows.get(name, 0) if choice.times else 0) for name, count in measured.rows.items()}
-    return dataclasses.replace(choice, times=(*choice.times, measured.step_s), rows=tuple(sorted(rows.items())))
+def _confirmed(choice: Choice, measured: Measured) -> Choice:
+    """Race after all if a known strategy's steps are not as long as they were: it is another link or machine."""
+    assert choice.known_s is not None
+    steps = (*choice.steps, (0, measured.step_s))
+    if len(steps) < _CHECKED_STEPS:
+        return dataclasses.replace(choice, steps=steps)
+    times = [took_s for _, took_s in steps[1:] if took_s is not None]
+    took_s = statistics.median_low(times) if times else choice.known_s
+    if _differ(choice.known_s, took_s):
+        return Choice(strategy=choice.strategy, doubts=True, rows=choice.rows)
+    return dataclasses.replace(choice, known_s=None, steps=())
 
 
-def _is_over(times: Sequence[float], settings: ChoiceSettings) -> bool:
-    """True if a trial has enough steps and enough time."""
-    enough = len(times) >= _MOST_TRIAL_STEPS * settings.trial_steps or sum(times[1:]) >= _TRIAL_S
-    return len(times) >= settings.trial_steps and enough
-
-
-def _median(times: Sequence[float]) -> float:
-    """Return the median time of a trial's steps, without the first, which includes the cost of the change."""
-    return statistics.median(times[1:] or times)
-
-
-def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> Choice:
-    """End profiling of the present strategy: try the first of the others, and plain all-reduce."""
-    options = consider(dict(choice.rows), choice.strategy)
-    present = dataclasses.replace(next(each for each in options if each.present), measured_s=_median(choice.times))
-    others = [each for each in options if not each.present]
-    tried = (*others[: settings.trials], *(each for each in others[settings.trials :] if each.plain))
-    considered = tuple(each.strategy.name for each in options)
-    choice = dataclasses.replace(choice, present=present, options=tried, considered=considered, times=(), trying=0)
-    if not tried:
-        return _kept(choice, present, "no other sends as little")
-    return dataclasses.replace(choice, phase=Phase.TRYING, strategy=tried[0].strategy)
-
-
-def _tried(choice: Choice) -> Choice:
-    """End a trial: continue with the next, or try the best once more against the present one.
-
-    The present one was measured first, and the best is also the luckiest: both three times more, in turn.
-    """
-    measured = dataclasses.replace(choice.options[choice.trying], measured_s=_median(choice.times))
-    options = (*choice.options[: choice.trying], measured, *choice.options[choice.trying + 1 :])
-    choice = dataclasses.replace(choice, options=options, times=())
-    after = choice.trying + 1
-    if after < len(options):
-        return dataclasses.replace(choice, trying=after, strategy=options[after].strategy)
-    best, present = min(options, key=_seconds), choice.present
-    assert present is not None
-    if _seconds(best) >= _seconds(present):
-        return _kept(choice, present, f"{_shown(best)} is the best of the others")
-    return dataclasses.replace(choice, phase=Phase.RETRYING, strategy=present.strategy, final=())
-
-
-def _retried(choice: Choice, settings: ChoiceSettings) -> Choice:
-    """End a repeated trial of the present strategy or its rival, which is kept if it was faster each time."""
-    best, before = min(choice.options, key=_seconds), choice.present
-    assert before is not None
-    final = (*choice.final, _median(choice.times))
-    if len(final) < _FINAL:
-        strategy = (before, best)[len(final) % 2].strategy
-        return dataclasses.replace(choice, final=final, times=(), strategy=strategy)
-    own, others = statistics.median(final[::2]), statistics.median(final[1::2])
-    present, rival = dataclasses.replace(before, measured_s=own), dataclasses.replace(best, measured_s=others)
-    options = tuple(rival if each is best else each for each in choice.options)
-    choice = dataclasses.replace(choice, present=present, options=options, final=())
-    always = all(other < mine for mine, other in zip(final[::2], final[1::2], strict=True))
-    if always and others < (1.0 - settings.gain) * own:
-        return _kept(choice, rival, f"{1.0 - others / own:.0%} less than {_shown(present)}")
-    return _kept(choice, present, f"{_shown(rival)} is not faster by {settings.gain:.0%} each time")
-
-
-def _kept(choice: Choice, option: Option, why: str) -> Choice:
+def _kept(choice: Choice) -> Choice:
     """Return the final choice, with the reason."""
-    reason = f"{_shown(option)}: {why}; {len(choice.options) + 1} of {len(choice.considered)} were tried"
-    return dataclasses.replace(choice, phase=Phase.KEPT, strategy=option.strategy, reason=reason, times=())
+    measured = choice.measured
+    others = {name: took_s for name, took_s in measured.items() if name != choice.strategy.name}
+    reason = f"{choice.strategy.label}: no other sends as little"
+    if others:
+        best = min(others, key=lambda name: others[name])
+        own = f" ({_ms(measured[choice.strategy.name])})" if choice.strategy.name in measured else ""
+        reason = f"{choice.strategy.label}{own}: the fastest of {len(choice.options)}, after {len(choice.steps)} steps"
+        reason += f"; next is {best} ({_ms(others[best])})"
+    return dataclasses.replace(choice, settled=True, steps=(), reason=reason)
 
 
-def _seconds(option: Option) -> float:
-    assert option.measured_s is not None
-    return option.measured_s
-
-
-def _shown(option: Option) -> str:
-    return f"{option.strategy.name or 'the given strategy'} ({_seconds(option) * 1e3:.3g} ms a step)"
-
-
-def _option_state(option: Option) -> tuple[Any, ...]:
-    return option.strategy.to_json(), option.measured_s, option.plain, option.present
-
-
-def _option(row: Sequence[Any]) -> Option:
-    return Option(strategy=Strategy.from_json(row[0]), measured_s=row[1], plain=row[2], present=row[3])
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms a step"

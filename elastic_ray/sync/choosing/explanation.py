@@ -31,7 +31,7 @@ class CandidateRow:
     """A strategy that was considered."""
 
     name: str
-    measured_s: float | None = None  # of a step [s]; None where it was not tried
+    measured_s: float | None = None  # of a step [s]; None before
     chosen: bool = False
 
 
@@ -142,13 +142,9 @@ def _row(
 
 
 def _candidates(choice: Choice) -> tuple[CandidateRow, ...]:
-    """Return the considered candidates in trial order, with their measured times."""
-    tried = [choice.present, *choice.options]
-    measured = {each.strategy.name: each.measured_s for each in tried if each is not None}
-    kept = choice.strategy.name if choice.settled else None
-    return tuple(
-        CandidateRow(name=name, measured_s=measured.get(name), chosen=name == kept) for name in choice.considered
-    )
+    """Return the candidates in the order of their first steps, with their measured times."""
+    names, kept = [each.name for each in choice.options], choice.strategy.name if choice.settled else None
+    return tuple(CandidateRow(name=n, measured_s=choice.measured.get(n), chosen=n == kept) for n in names)
 
 
 def _ms(seconds: float | None) -> str:

@@ -42,6 +42,12 @@ def is_plain(plan: BucketPlan) -> bool:
     return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 
+def adds_up_alone(plan: BucketPlan) -> bool:
+    """True if each element's mean is made of that element alone, by one reduction, so that a part has its own."""
+    sync = plan.sync
+    return isinstance(sync, Reduce) and sync.parts == 1 and sync.topology == "native" and not sync.wire.compresses
+
+
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.factory import is_plain, make_operation
+from elastic_ray.sync.engine.factory import adds_up_alone, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.local_parameters import local_groups
@@ -27,18 +27,22 @@ from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.engine.unit_statistics import UnitStatistics
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
-from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.spec import Reduce, Strategy
+from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.table_gradient import TableGradient
 
 if TYPE_CHECKING:
+    from elastic_ray.consensus.unit_wishes import UnitWishes
     from elastic_ray.run.run import Run
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.sharded.model_tables import ModelTables
+    from placement.cluster.jobs import FoundStrategy
 
 
 class GradientEngine(Participant):
@@ -84,11 +88,13 @@ class GradientEngine(Participant):
         self._check_tiles(self.plan)
         self._check_unit(self.plan)
         self._carried = CarriedGradients(context, optimizer)
+        self._in_unit = UnitStatistics(context.unit, module, statistics) if context.unit is not None else None
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
         self._control_size = 0
         self._statistics = statistics
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
+        self._expected: object = None  # step in which layers were last asked to measure
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
@@ -123,6 +129,11 @@ class GradientEngine(Participant):
     def strategy_key(self) -> str | None:
         """Key of strategies whose step times must not be mixed; None while one is being chosen."""
         return self._in_force.key
+
+    @property
+    def found_strategies(self) -> Mapping[str, FoundStrategy]:
+        """Strategies that have won races, by the form of the group."""
+        return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
     def profile(self) -> ModelProfile:
@@ -174,6 +185,10 @@ class GradientEngine(Participant):
         """
         self._in_force.ask(strategy)
 
+    def set_topology(self, topology: str) -> None:
+        """Continue by another way through the group from the next step on. Raises StrategyError: there is none."""
+        self._in_force.ask_topology(topology)
+
     def explain_strategy(self) -> StrategyTable:
         """Return a table of how the gradients are synchronised, and why."""
         return self._in_force.explain()
@@ -197,21 +212,17 @@ class GradientEngine(Participant):
         """Raise StrategyError where a unit's workers would be divided among the ranks once more."""
         if self._context.unit is None:
             return
-        if self._sharded or not all(is_plain(each) for each in plan.buckets):
+        routed = any(isinstance(each, Reduce) and each.topology != "native" for each in plan.strategy.syncs)
+        if self._sharded or routed or not all(adds_up_alone(each) for each in plan.buckets):
             what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
             raise StrategyError(
                 f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
-                "over units as they are: leave strategy= out, and divide the model within the unit, over "
-                "elastic_ray.unit_mesh()"
+                "over units element by element: leave strategy= out, or use 'bf16' or 'fp16', and divide the model "
+                "within the unit, over elastic_ray.unit_mesh()"
             )
 
     def _check_statistics(self, strategy: Strategy) -> None:
         """Raise StrategyError where statistics are needed that models which are averaged do not give."""
-        if self._statistics_for and self._context.unit is not None:
-            raise StrategyError(
-                f"{self._statistics_for[0]} needs the gradient noise scale, which is not measured in a job of units "
-                '(SchedulingConfig(unit=)): use scaling_rule="none", "linear", "sqrt" or "legw", and a fixed batch'
-            )
         if self._statistics_for and strategy.average is not None:
             raise StrategyError(
                 f"{self._statistics_for[0]} needs the gradient noise scale, but strategy "
@@ -247,6 +258,37 @@ class GradientEngine(Participant):
             self._divided.settle_between_steps()
         if self._drift.average is not None:
             self._drift.begin_step()
+        if self._in_unit is not None:
+            self._in_unit.before_forward()
+        if self._statistics.examples is not None:
+            self._expect_examples(self._statistics.examples)
+
+    def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
+        """Have the model's layers measure the noise of a single gradient, or stop."""
+        known = self._statistics.examples
+        if wanted and known is not None and known.every == every:
+            return True
+        if not wanted or self._reducer.plain_buckets is None or self._context.unit is not None:
+            self._statistics.measure_in(None)
+            return False
+        examples = ExampleNorms(self._module, self._trainable.params, every)
+        self._statistics.measure_in(examples if examples.is_enough else None)
+        return examples.is_enough
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _expect_examples(self, examples: ExampleNorms) -> None:
+        """Put hooks on the layers where the step's only gradient is to be measured."""
+        step, steps = self._context.ledger.outermost, self._context.states.progress.steps
+        if step is None or step is self._expected or not torch.is_grad_enabled():
+            return
+        self._expected = step
+        examples.stop()
+        one = step.leads and step.micro_steps == 1 and self._context.group.world_size == 1 and step.count > 1
+        buckets = self._reducer.plain_buckets
+        if not one or buckets is None or self._carried.is_open or not examples.due(steps):
+            return
+        if self._statistics.noise.looks_at(steps):
+            examples.begin(steps, step.count, buckets, self._statistics.noise.preconditioner)
 
     def let_go(self) -> None:
         """Leave the model to another run of this process, which wraps it anew."""
@@ -270,8 +312,8 @@ class GradientEngine(Participant):
 
         Raises RuntimeError: gradients of parameters in tiles are this rank's own.
         """
-        if self._context.wishes is not None:
-            self._settle_in_unit()
+        if self._in_unit is not None and self._context.wishes is not None:
+            self._settle_in_unit(self._in_unit, self._context.wishes)
         self._reducer.close(
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
@@ -282,12 +324,14 @@ class GradientEngine(Participant):
         if self._sharded.tables:
             self._sharded.close()
 
-    def _settle_in_unit(self) -> None:
+    def _settle_in_unit(self, statistics: UnitStatistics, wishes: UnitWishes) -> None:
         """Apply a step on all workers of the unit, or on none."""
         ledger = self._context.ledger
         if ledger.step is not None and ledger.step.is_last_micro:
-            failure = self._context.agree_in_unit(ledger.failure)
-            if failure is not None:
+            failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
+            if failure is None:
+                statistics.add_up(wishes.measured, self._statistics_for)
+            else:
                 ledger.fail(failure)
 
     def applied(self) -> None:
@@ -304,7 +348,7 @@ class GradientEngine(Participant):
     @property
     def gives_statistics(self) -> bool:
         """True if the gradient noise scale is measured."""
-        return self._in_force.plan.strategy.average is None and self._context.unit is None
+        return self._in_force.plan.strategy.average is None
 
     @property
     def drifts(self) -> bool:
@@ -395,6 +439,7 @@ class GradientEngine(Participant):
     def enter_group(self) -> None:
         """Adopt the new group: rebuild the plan and the buckets, and drop what only some ranks hold."""
         self._reducer.reduction.end_step()
+        self.measure_examples(None, wanted=False)  # a loader of one rank asks again
         self._drift.entered()
         self._carried.enter_group()
         other_tail = self._control_size != self._context.consensus.control_size or self._statistics.meter.outdated
@@ -443,9 +488,13 @@ class GradientEngine(Participant):
         """Return buckets for the present parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
+        if (known := self._statistics.examples) is not None:
+            self._statistics.measure_in(ExampleNorms(self._module, trainable.params, known.every))
         self._statistics.rebuilt(len(trainable.groups))
         groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
         layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)
+        if self._in_unit is not None:
+            self._in_unit.follow(layout.buckets)
         self._drift.follow(plan.strategy.average)
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)

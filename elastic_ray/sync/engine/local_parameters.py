@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-
-def local(tensor: Any) -> Any:
-    """Return this worker's part of a tensor; the tensor itself where it is whole."""
-    return getattr(tensor, "_local_tensor", tensor)
+from elastic_ray.batch.device_numbers import local
 
 
 class LocalParameter:
@@ -33,6 +30,11 @@ class LocalParameter:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Functions of torch take the local part."""
         return function(*(each.part if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+
+    @property
+    def whole(self) -> Any:
+        """The parameter."""
+        return self._param
 
     @property
     def part(self) -> torch.Tensor:

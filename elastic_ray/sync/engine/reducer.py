@@ -28,6 +28,7 @@ from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, ref
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
+from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
@@ -84,6 +85,7 @@ class GradientReducer:
         self._step: LoaderStep | None = None
         self._open = True  # until the optimizer steps
         self._carries = False  # earlier micro-steps have left something
+        self._in_layers = False  # the step's single gradient is measured in layers
         self._running, self._sync = False, True
         self._drifts = False  # this rank steps with gradients of its own
         self._micro = self._launched = 0
@@ -118,6 +120,12 @@ class GradientReducer:
             for hook in hooks_on_gradients([param], _gradient_hook(weakref.ref(self), bucket.index, place, param))
         ]
         self.enter_group()
+
+    @property
+    def plain_buckets(self) -> list[Bucket] | None:
+        """The buckets, where each holds whole gradients; None where some do not."""
+        found = [bucket for bucket in self._buckets if type(bucket) is Bucket]
+        return found if len(found) == len(self._buckets) else None
 
     def let_go(self) -> None:
         """Have no part in the model's backward passes any more."""
@@ -226,6 +234,10 @@ class GradientReducer:
             self._begin_step(step)
         elif step.micro != self._micro:
             self._carry()
+        elif self._open and self._in_layers:  # two losses, one after the other
+            self._statistics.drop_examples()
+            self._in_layers = False
+            self._context.registry.need_halves()
         world_size = 1 if self._drifts else self._group.group.world_size
         self._carried.add(step, local=self._drifts)
         self._micro = step.micro
@@ -295,11 +307,12 @@ class GradientReducer:
             bucket.begin_step(carries=step.micro_steps > 1)
         exact = self.reduction.begin_step(steps)
         self._ledger.mark_training()
+        self._in_layers = self._statistics.in_layers
         self._statistics.begin_step(
             step,
             steps,
             replicas=1 if self._drifts else self._group.group.world_size,
-            exact=exact and not self._drifts and self._context.unit is None,
+            exact=exact and not self._drifts,
             spacing=self.reduction.spacing,
         )
 
@@ -507,13 +520,18 @@ class GradientReducer:
     @torch.no_grad()
     def _measure_alone(self) -> None:
         """Inspect the gradients of a rank alone."""
-        self._tried = True  # what buckets refuse is better told with the first gradient
-        for bucket in self._buckets:
-            if self._measures:
-                bucket.put(1.0)
-            else:
+        in_layers = self._statistics.in_layers and self._measures
+        if in_layers and self._step is not None:
+            seen = self._statistics.collect_examples(self._step, self._grad_scale())
+            if not seen:
+                self._context.registry.need_halves()
+        if not self._tried:
+            self._tried = True  # what buckets refuse is better told with the first gradient
+            for bucket in self._buckets:
                 bucket.check()
-        if self._measures:
+        if self._measures and self._statistics.wants_norms:
+            for bucket in self._buckets:
+                bucket.put(1.0)
             self._statistics.collect_alone(self._buckets, self._grad_scale())
             self._layout.release()
 

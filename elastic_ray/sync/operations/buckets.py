@@ -8,7 +8,7 @@ import math
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Bucket:
         used: which parameters had a gradient in any micro-step of an accumulation.
         written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
         additions: how often the pass adds to that ``.grad``.
+        counted_elsewhere: elements that statistics leave out.
     """
 
     sliced = False  # each rank receives the whole mean
@@ -69,6 +70,7 @@ class Bucket:
         self.used: list[bool] = []
         self.written: tuple[torch.nn.Parameter, weakref.ref[torch.Tensor], int] | None = None
         self.additions = 1
+        self.counted_elsewhere: list[tuple[int, int]] = []
 
     @property
     def flat(self) -> torch.Tensor:
@@ -197,11 +199,25 @@ class Bucket:
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
         """Return the optimizer's factors for these gradients, for :meth:`squared_norm`."""
-        return preconditioner(optimizer, self.params)
+        return preconditioner(optimizer, [getattr(p, "whole", p) for p in self.params])
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
         """Return the squared norm of the buffer, each element multiplied by the preconditioner's."""
-        return squared_norm(self.body, preconditioner)
+        found = squared_norm(self.body, preconditioner)
+        for start, stop in self.counted_elsewhere:
+            part = self.body[start:stop]
+            found -= squared_norm(part) if preconditioner is None else preconditioner.squared_norm(part, start)
+        return found
+
+    def count_elsewhere(self, params: Collection[int]) -> None:
+        """Leave parameters, by id, out of :meth:`squared_norm`: another worker of the unit counts them."""
+        stops = list(itertools.accumulate(real_count(p) for p in self.params))
+        starts = [0, *stops]
+        self.counted_elsewhere = [
+            (start, stop)
+            for start, stop, p in zip(starts, stops, self.params, strict=False)
+            if id(getattr(p, "whole", p)) in params
+        ]
 
     def total(self) -> torch.Tensor:
         """Return the sum of all elements, in float32."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.device_numbers import Number, added, read
+from elastic_ray.batch.noise_scale import TINY
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.sync.operations.bucket_operation import MeasuredGradient
+from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
 
@@ -29,10 +31,12 @@ class GradientStatistics:
         noise, meter: as given.
         norms_size: how many local norms travel with reductions.
         due: whether anything of this step is measured.
+        examples: measures single samples' gradients where a rank alone has one gradient in a step; None for nobody.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
         self.noise, self.meter = noise, meter
+        self.examples: ExampleNorms | None = None
         self._groups = self.norms_size = 0
         self._replicas = 1
         self._initial_batch_size = 0
@@ -115,13 +119,23 @@ class GradientStatistics:
             self.meter.begin_step(steps)
             self._variance_due = exact and self.meter.wants_variance(gradients, spacing, halved=step.halved)
             self._norms_due = exact and self.meter.wants_norms(spacing)
-        self.due = self._noise_due or self._variance_due or self._norms_due
+        self.due = self._noise_due or self._variance_due or self._norms_due or self.in_layers
         self._carried = [0.0] * self.norms_size
+
+    @property
+    def in_layers(self) -> bool:
+        """True if layers measure this step's single gradient."""
+        return self.examples is not None and self.examples.on
 
     @property
     def in_units(self) -> bool:
         """True if this step measures in the optimizer's units, if it has any."""
         return self._noise_due
+
+    @property
+    def wants_norms(self) -> bool:
+        """True if this step's gradient norms are measured."""
+        return self._norms_due
 
     def begin_pass(self) -> None:
         """Start a backward pass."""
@@ -242,6 +256,42 @@ class GradientStatistics:
         if self._norms_due:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
+
+    def measure_in(self, examples: ExampleNorms | None) -> None:
+        """Measure single samples' gradients there from now on; None for nowhere."""
+        if self.examples is not None:
+            self.examples.stop()
+        self.examples = examples
+
+    def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
+        """Receive what layers have shown of the gradient in ``.grad``; False where that is too little.
+
+        Parameters that are in no such layer count as those of their group, or of all, that are.
+        """
+        assert self.examples is not None, "it measures"
+        preconditioned = self.examples.preconditioned
+        norms = self.examples.end()
+        if norms is None:
+            return False
+        squared, samples = grad_scale * grad_scale, step.count
+        ratio = sum(each.seen_examples for each in norms) / max(sum(each.seen for each in norms), TINY)
+        means, of_mean = [0.0] * self._groups, [0.0] * self._groups
+        for group in range(self._groups):
+            mine = [each for each in norms if each.group == group]
+            seen = sum(each.seen for each in mine)
+            of_mean[group] = sum(each.whole for each in mine) / squared
+            own = sum(each.seen_examples for each in mine) / seen if seen else ratio
+            means[group] = samples * own * of_mean[group]
+        self.noise.collect(
+            step, means, of_mean, gradients=samples, replicas=self._replicas, preconditioned=preconditioned
+        )
+        return True
+
+    def drop_examples(self) -> None:
+        """Drop what layers have shown: another backward pass adds to its gradient."""
+        assert self.examples is not None, "it measured"
+        self.examples.stop()
+        self.noise.drop()
 
     def _norms_of_mean(self, buckets: Sequence[MeasuredGradient], *, preconditioned: bool) -> list[float]:
         """Return squared norms of what the buckets hold, by parameter group."""

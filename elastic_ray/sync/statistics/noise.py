@@ -67,6 +67,8 @@ class NoiseTracker:
             where they do not follow the noise.
         adam_steps: steps that each optimizer has made, and as many at the initial batch, where its second moments
             follow the batch.
+        counted_elsewhere: names of parameters that other workers of the unit count; None before that is known.
+        looks: whether that is to be found out, once more where a parameter had no gradient yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
@@ -89,6 +91,8 @@ class NoiseTracker:
         self.progress = 0.0
         self.held_factors: list[list[float]] = [[] for _ in range(optimizers)]
         self.adam_steps: list[list[float]] = [[0.0, 0.0] for _ in range(optimizers)]
+        self.counted_elsewhere: list[str] | None = None
+        self.looks = True
 
     def read_from(self, source: StatesSource) -> None:
         """Copy groups and states of the optimizer from there: it may not hold all of them itself."""
@@ -121,6 +125,15 @@ class NoiseTracker:
         self._pending = None
         due = halved or step % (self._every or _EVERY) == 0 or (self._every is None and step < _DENSE_STEPS)
         return due and gradients > 1 and not (self._source is not None and self._source.outdated)
+
+    def looks_at(self, step: int) -> bool:
+        """Return True if single samples' gradients may be measured after ``step`` committed steps."""
+        self._step = step
+        return self._source is None or not self._source.outdated
+
+    def drop(self) -> None:
+        """Drop the estimates of the latest backward pass."""
+        self._pending = None
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
@@ -166,6 +179,34 @@ class NoiseTracker:
             estimates = _added(before.estimates, estimates, step.sample_scale) if before is not None else None
         if estimates is not None:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
+
+    @property
+    def groups(self) -> int:
+        """Number of parameter groups."""
+        return self._groups
+
+    def part(self) -> list[float]:
+        """Return the latest estimates of this worker's part of the model, for :meth:`take_parts`."""
+        pending = self._pending
+        if pending is None:
+            return [0.0] * self.shared_size
+        values = [value for each in pending.estimates for value in (each.sqr, each.var)]
+        return [1.0, float(pending.preconditioned), *values]
+
+    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+        """Receive the sum of all parts of the model for the latest estimates; none where one of them is missing."""
+        if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
+            self._pending = None
+            return
+        sums = [sum(values) for values in zip(*parts, strict=True)]
+        estimates = tuple(NoiseScale(sqr=sqr, var=var) for sqr, var in zip(sums[2::2], sums[3::2], strict=True))
+        self._pending = dataclasses.replace(self._pending, estimates=estimates)
+
+    def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
+        """Leave out parameters that other workers of the unit count; ``looks`` if there may be more of them."""
+        if counted_elsewhere != self.counted_elsewhere:
+            self.counted_elsewhere = counted_elsewhere
+        self.looks = looks
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """True if norms of these buckets are in the optimizer's units."""
@@ -240,6 +281,8 @@ class NoiseTracker:
             "held_factors": [list(each) for each in self.held_factors],
             "adam_steps": [list(each) for each in self.adam_steps],
             "progress": self.progress,
+            "counted_elsewhere": self.counted_elsewhere,
+            "looks": self.looks,
         }
 
     def restore(self, tree: Any) -> None:
@@ -249,6 +292,7 @@ class NoiseTracker:
         self._shared = tuple(groups)
         self._preconditioned = tree["preconditioned"]
         self.progress = tree["progress"]
+        self.counted_elsewhere, self.looks = tree.get("counted_elsewhere"), tree.get("looks", True)
         for mine, theirs in zip(self.held_factors, tree["held_factors"], strict=True):
             mine[:] = theirs
         for mine, theirs in zip(self.adam_steps, tree.get("adam_steps", ()), strict=False):

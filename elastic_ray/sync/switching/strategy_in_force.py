@@ -24,23 +24,14 @@ from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.candidates import consider, with_rows
-from elastic_ray.sync.choosing.choice import (
-    Choice,
-    ChoiceSettings,
-    Measured,
-    Option,
-    Phase,
-    advance,
-    begin,
-    leave,
-    resume,
-    watch_rows,
-)
+from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, watch_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
+from elastic_ray.sync.choosing.race import most_candidates
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import Strategy
+from placement.cluster.jobs import FoundStrategy
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -51,28 +42,21 @@ _WATCH_EVERY = 64
 """Steps between two looks at the rows that are touched."""
 
 
-def settings_of(auto: Auto) -> ChoiceSettings:
-    """Return the choice settings that an ``Auto`` builder asks for."""
-    return ChoiceSettings(exact=auto.exact, trials=auto.trials, trial_steps=auto.trial_steps, gain=auto.gain)
-
-
 class StrategyTuner:
     """Tuner that finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
 
     Args:
-        settings: how the choice is made.
+        auto: how the choice is made.
         model: whose strategy is chosen.
         strategy: that training begins with.
         number: of the model, in the order in which the loop wraps them.
     """
 
-    def __init__(
-        self, context: Run, settings: ChoiceSettings, model: StrategyInForce, strategy: Strategy, number: int
-    ) -> None:
-        self._context, self._settings, self._model, self._number = context, settings, model, number
-        self._choice = self._before = _alone(strategy)
-        self._topology = ""
-        self._known: dict[str, Choice] = {}  # of other topologies
+    def __init__(self, context: Run, auto: Auto, model: StrategyInForce, strategy: Strategy, number: int) -> None:
+        self._context, self._auto, self._model, self._number = context, auto, model, number
+        self._choice = self._before = Choice(strategy=strategy, settled=True)  # alone there is nothing to synchronise
+        self._form = ""
+        self._known: dict[str, Choice] = {}  # of other forms of the group
         self._told = ""
         self._looked_at: Choice | None = None
         self._step: object | None = None
@@ -91,7 +75,17 @@ class StrategyTuner:
     @property
     def agenda(self) -> str:
         """Settings as text, equal on all ranks so that their measurements are comparable."""
-        return repr(self._settings)
+        return repr(self._auto)
+
+    @property
+    def found(self) -> dict[str, FoundStrategy]:
+        """Strategies that won a race, by the form of the group, for other jobs of the same model."""
+        choices = {**self._known, self._form: self._choice}
+        return {
+            f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
+            for form, choice in choices.items()
+            if choice.settled and choice.strategy.name in (measured := choice.measured)
+        }
 
     def tell(self, table: Callable[[], str]) -> None:
         """Notify the job's user of a choice, once it is in force; all ranks come by here."""
@@ -99,17 +93,16 @@ class StrategyTuner:
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
         self._looked_at = choice
-        told = f"{self._topology} {choice.reason}"
+        told = f"{self._form} {choice.reason}"
         if not choice.reason or told == self._told:
             return
         self._told = told
         workers = len(self._model.topology.nodes)
-        tried = {each.strategy.name: each.measured_s for each in (choice.present, *choice.options) if each is not None}
         detail = {
             "strategy": choice.strategy.name,
             "workers": workers,
-            "considered": list(choice.considered),
-            "measured_s": tried,
+            "considered": [each.name for each in choice.options],
+            "measured_s": choice.measured,
             "json": choice.strategy.to_json(),
             "table": table(),
         }
@@ -121,50 +114,58 @@ class StrategyTuner:
         if step is None or step is self._step:
             return
         self._step = step
-        if self._choice.settled:
+        if not self._choice.measures:
             if ledger.state.progress.steps % _WATCH_EVERY == 0 and self._model.touched:
-                self._choice = watch_rows(self._choice, self._agree(0).rows)
+                self._choice = watch_rows(self._choice, self._agree(0.0).rows)
             return
         if not self._context.may_choose(self._number):
             self._since_s = None
             return
-        took_s = time.perf_counter() - self._since_s if self._since_s is not None else 0.0
-        in_force = self._model.plan.strategy == self._choice.strategy
-        measured = self._agree(took_s if in_force else 0.0)
-        self._choice = advance(self._choice, measured, self._settings, self._consider)
+        if self._model.plan.strategy == self._choice.strategy:
+            took_s = time.perf_counter() - self._since_s if self._since_s is not None else 0.0
+            self._choice = advance(self._choice, self._agree(took_s), self._auto.steps, self._consider)
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
-        """Agree on the slowest rank's time and the most rows; 0 s for what was not measured."""
+        """Agree on the slowest rank's time, the most rows, and what rank 0 knows; 0 s for what was not measured."""
         touched = self._model.touched
-        own = [round(step_s * 1e9), *touched.values()]
+        known = self._context.membership.known_strategies.get(f"{self._number} {self._form}")
+        told = [0, 0] if known is None else [digest(known.name), round(known.step_s * 1e9)]
+        own = [*told, round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
-        known = all(row[0] for row in rows)
-        steps, *counts = (max(column) for column in zip(*rows, strict=True))
-        return Measured(step_s=steps / 1e9 if known else None, rows=dict(zip(touched, counts, strict=True)))
+        measured = all(row[2] for row in rows)
+        steps, *counts = (max(column) for column in zip(*(row[2:] for row in rows), strict=True))
+        return Measured(
+            step_s=steps / 1e9 if measured else None,
+            rows=dict(zip(touched, counts, strict=True)),
+            known=rows[0][0],
+            known_s=rows[0][1] / 1e9,
+        )
 
-    def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Option, ...]:
-        profile = with_rows(self._model.profile, rows)
-        exact, works = self._settings.exact, self._model.works
-        return consider(profile, self._model.topology, present, exact=exact, works=works)
+    def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Strategy, ...]:
+        profile, auto = with_rows(self._model.profile, rows), self._auto
+        most, works = most_candidates(auto.steps - 1), self._model.works
+        return consider(profile, self._model.topology, present, exact=auto.exact, most=most, works=works)
 
     def enter_group(self) -> None:
-        """Enter a group: continue with what is known of its topology, or start to measure."""
+        """Enter a group: continue with what is known of its form, or start to measure."""
         self._since_s, self._step = None, None
-        topology = self._model.topology
-        device = self._model.device.type
-        key = f"{device}:{','.join(str(topology.nodes.index(node)) for node in topology.nodes)}"
-        if topology.world_size == 1:
-            key = ""
-        if key == self._topology:
-            self._choice = resume(self._choice)
-        else:
-            if self._topology:
-                self._known[self._topology] = self._choice
+        form = self._form_of(self._model.topology)
+        if form != self._form:
+            if self._form:
+                self._known[self._form] = self._choice
             came = leave(self._choice)
-            self._topology = key
-            self._choice = resume(self._known.pop(key, begin(came))) if key else _alone(came)
+            self._form = form
+            self._choice = self._known.pop(form, Choice(strategy=came, settled=not form))
         self._before = self._choice
+
+    def _form_of(self, topology: Topology) -> str:
+        """Return the kind of link and which ranks share nodes, whatever these are called; "" for a rank alone."""
+        if topology.world_size == 1:
+            return ""
+        levels = [list(map(list(dict.fromkeys(each)).index, each)) for each in (topology.nodes, topology.domains)]
+        size = f"{topology.world_size} on {len(set(topology.nodes))}"
+        return f"{self._context.group.communicator.backend} {size} {digest(levels):x}"
 
     def remember(self) -> None:
         """Remember the choice at the start of a step."""
@@ -178,8 +179,8 @@ class StrategyTuner:
     def capture(self) -> dict[str, Any]:
         """Return state for joiners and checkpoints, as plain values."""
         return {
-            "settings": dataclasses.asdict(self._settings),
-            "topology": self._topology,
+            "auto": dataclasses.asdict(self._auto),
+            "form": self._form,
             "choice": self._choice.to_state(),
             "known": {key: choice.to_state() for key, choice in self._known.items()},
             "told": self._told,
@@ -187,16 +188,10 @@ class StrategyTuner:
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a captured state."""
-        self._settings = ChoiceSettings(**tree["settings"])
-        self._topology = tree["topology"]
+        self._auto, self._form = Auto(**tree["auto"]), tree["form"]
         self._choice = self._before = Choice.from_state(tree["choice"])
         self._known = {key: Choice.from_state(choice) for key, choice in tree["known"].items()}
         self._told = tree["told"]
-
-
-def _alone(strategy: Strategy) -> Choice:
-    """Return the final choice of a single worker, which has nothing to synchronise."""
-    return Choice(strategy=strategy, phase=Phase.KEPT)
 
 
 _KEPT_TIMES = 31
@@ -238,12 +233,13 @@ class StrategyInForce:
         self._given = self.plan.strategy.to_json()
         self.tuner = self._tuner_for(builder, self.plan.strategy)
         self._has_tuned = self.tuner is not None
+        self._told = ""  # why two levels are one
         self._key = _key(self.plan.strategy)
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
         if not isinstance(builder, Auto):
             return None
-        return StrategyTuner(self._context, settings_of(builder), self, strategy, self._number)
+        return StrategyTuner(self._context, builder, self, strategy, self._number)
 
     @property
     def profile(self) -> ModelProfile:
@@ -258,7 +254,8 @@ class StrategyInForce:
     @property
     def topology(self) -> Topology:
         """Topology of the present group."""
-        return Topology(nodes=tuple(self._context.group.nodes))
+        group = self._context.group
+        return Topology(nodes=group.nodes, domains=group.domains if all(group.domains) else ())
 
     @property
     def touched(self) -> Mapping[str, int]:
@@ -328,6 +325,10 @@ class StrategyInForce:
             tuner.enter_group()
         self._asked = _Asked(strategy, tuner)
 
+    def ask_topology(self, topology: str) -> None:
+        """Continue with the present strategy, or the one that was asked for last, by another way through the group."""
+        self.ask((self._asked.strategy if self._asked is not None else self.plan.strategy).with_topology(topology))
+
     def before_forward(self) -> None:
         """Adopt the tuner's wish, between two steps or in one."""
         if self.tuner is not None:
@@ -354,7 +355,17 @@ class StrategyInForce:
         self._step_s.clear()
         self._bucket_s.clear()
         self._stepped = None
+        self._tell_fallback()
         return self.plan
+
+    def _tell_fallback(self) -> None:
+        """Notify the job's user once that two levels are one here."""
+        topology, strategy = self.topology, self.plan.strategy
+        why = topology.why_flat if strategy.asks_for("two_level") and topology.world_size > 1 else ""
+        if why and why != self._told:
+            text = f"strategy {strategy.label} for {topology.world_size} workers: {why}, so two_level is all_reduce"
+            self._context.tell("strategy", text, {"strategy": strategy.label, "workers": topology.world_size})
+        self._told = why or self._told
 
     def follow_rows(self, tables: Mapping[int, RowBucket]) -> None:
         """Use these row buckets, keyed by their positions in the plan."""
@@ -429,7 +440,7 @@ class StrategyInForce:
     def _restored(self, tree: Mapping[str, Any] | None, strategy: Strategy) -> StrategyTuner | None:
         if tree is None:
             return None
-        tuner = StrategyTuner(self._context, ChoiceSettings(**tree["settings"]), self, strategy, self._number)
+        tuner = StrategyTuner(self._context, Auto(**tree["auto"]), self, strategy, self._number)
         tuner.restore(tree)
         return tuner
 

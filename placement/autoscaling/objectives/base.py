@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from placement.autoscaling.objectives.account import Account
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
 from placement.goodput.model import GoodputModel
@@ -17,6 +17,7 @@ from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.goodput.step_time import Floats
 from placement.goodput.table import Ints
 from placement.policies.goodput.tables import useful
+from placement.reasons import Reason
 
 UNKNOWN_S = 3600.0
 """A job that does not say how long it is, is taken to continue for so long."""
@@ -52,34 +53,22 @@ class WantedSize:
         job: name.
         workers: 0 if none.
         gpu: type of GPU; all workers of a job are of one.
-        reason: a sentence.
-        note: what must be said at once: a deadline or a budget that cannot be met; empty if there is nothing.
+        reason: its cause, and what it costs.
+        note: what must be said at once: a deadline or a budget that cannot be met; None if there is nothing.
+
+    Raises:
+        TypeError: the reason is of another type.
     """
 
     job: str
     workers: int
     gpu: str
-    reason: str
-    note: str = ""
+    reason: Reason
+    note: Reason | None = None
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
-    """Cost of all nodes and number of jobs, fading with time."""
-
-    hours: float = 0.0  # that are counted [h]
-    spent_usd: float = 0.0  # for nodes in that time [USD]
-    job_hours: float = 0.0  # number of jobs x hours
-
-    def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
-        """Return the account after `hours` at a price; what lies ``memory_h`` hours back counts 1/e."""
-        kept = math.exp(-hours / memory_h)
-        fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while
-        return Account(
-            hours=self.hours * kept + fresh,
-            spent_usd=self.spent_usd * kept + usd_per_h * fresh,
-            job_hours=self.job_hours * kept + jobs * fresh,
-        )
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, Reason):
+            raise TypeError(f"reason must be a placement.reasons.Reason, but got {self.reason!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +129,23 @@ def offers(
         if offer is not None:
             found.append(offer)
     return tuple(sorted(found, key=_price))
+
+
+def within_utilities(demand: Demand, now_s: float) -> Demand:
+    """Return the demand without sizes that cost more than a job's own utility gains; a deadline outranks it."""
+    found = dict(demand.offers)
+    for view in demand.jobs:
+        work = work_left(view) if view.utility is not None and view.deadline_s is None else None
+        if view.utility is None or work is None or view.held_at is not None:
+            continue
+        age_s, bounded = max(now_s - view.submitted_s, 0.0), []
+        for each in demand.offers[view.job]:
+            with np.errstate(divide="ignore"):
+                left_s = work / each.rate
+            best = view.utility.best_size(age_s, left_s, each.part_usd, view.min_workers, view.workers)
+            bounded.append(dataclasses.replace(each, limit=min(each.limit, best)))
+        found[view.job] = tuple(bounded)
+    return dataclasses.replace(demand, offers=found)
 
 
 def _usd(kind: NodeType, view: JobView) -> float:

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from placement.autoscaling.objectives.base import Account, Demand, WantedSize
+from placement.autoscaling.objectives.account import Account
+from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.checks import check_number
 
@@ -54,10 +55,7 @@ class Budget:
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0
         said = f"budget of {self.usd_per_h:g} USD/h, {spent:.3g} spent so far, an hour is worth {value:.3g} USD"
-        return {
-            job: dataclasses.replace(want, reason=f"{want.reason.replace(CostPerProgress().name, self.name)} ({said})")
-            for job, want in wants.items()
-        }
+        return {job: dataclasses.replace(want, reason=want.reason.with_figures(said)) for job, want in wants.items()}
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
         """Return what saving one hour is worth now, for each job [USD/h].

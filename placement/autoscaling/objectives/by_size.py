@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.cluster.cluster import Cluster
-from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
-from placement.policies.baselines.utility_cost import UtilityCostPolicy
-from placement.policies.shared.base import Policy
+from placement.policies.shared.base import Policy, as_targets
+from placement.reasons import Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +44,15 @@ class BySize:
                 views.append(view.placed({}))
         told: Callable[[Mapping[str, float]], Policy] | None = getattr(self.policy, "priced", None)
         policy = self.policy if told is None else told(prices)
-        targets = policy.decide(views, Cluster(nodes=tuple(nodes.values())), now_s)
+        targets = as_targets(policy.name, policy.decide(views, Cluster(nodes=tuple(nodes.values())), now_s))
         gpus = {view.job: demand.gpus[view.job] or demand.offers[view.job][0].kind.gpu_type for view in views}
         return {
             job: WantedSize(
-                job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=str(target.reason)
+                job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=target.reason
             )
             for job, target in targets.items()
+            if isinstance(target.reason, Reason)
         }
 
     def _allowed(self, demand: Demand, job: str, workers: int) -> int:
         return min(workers, max(offer.limit for offer in demand.offers[job]))
-
-
-def throughput_efficiency() -> BySize:
-    """Return the objective of Or et al.'s throughput rule."""
-    return BySize(policy=ThroughputEfficiencyPolicy())
-
-
-def utility_cost() -> BySize:
-    """Return the objective of Or et al.'s utility-versus-cost rule."""
-    return BySize(policy=UtilityCostPolicy())

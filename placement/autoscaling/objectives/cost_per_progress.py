@@ -12,10 +12,10 @@ from placement.autoscaling.objectives.base import UNKNOWN_S, Demand, NodeTypeOpt
 from placement.checks import check_number
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
-from placement.reasons import count
+from placement.reasons import Cause, Reason, count
 
+_LONGEST_S = 1e9  # a utility that stays flat has no value at infinity
 _MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates of what is left are not exact
-_STANDS_STILL = "no size that it may have now is known to make progress"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,10 @@ class CompletionForecast:
     time_s: Floats  # until its end [s], infinity where it does not run
     usd: Floats  # for the nodes until then [USD]
     score: Floats  # what is minimised [USD]
+
+    def cost(self, workers: int) -> str:
+        """Return the price and time of this size in words."""
+        return f"{self.usd[workers - 1]:.3g} USD in {self.time_s[workers - 1] / 3600.0:.3g} h"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,9 @@ class CostPerProgress:
     progress that is (price + value) / G: with ``value`` 0 the least money, which is nearly always the smallest size;
     the larger ``value``, the more a faster end may cost. Of all ways to spend a sum over a training whose G changes,
     a constant ``value`` takes the least time: spending where the same money saves most time (Lagrange).
+
+    A job that says what its end is worth (``JobView.utility``) counts by that in place of ``value`` once its length is
+    known: it has the size of the largest surplus (``placement.cluster.utility``).
 
     A job with a deadline has the cheapest size that meets it, one with a budget the fastest that the rest of its budget
     pays for. Where there is none, it is said at once what is the best that can be had. Both need to know how long the
@@ -69,20 +76,21 @@ class CostPerProgress:
         options = demand.offers[view.job]
         if not options[0].known or view.held_at is not None:
             return _blind(view, options[0] if gpu is None else _on(options, gpu), now_s)
-        forecasts = [self._forecast(view, offer, demand) for offer in options]
+        forecasts = [self._forecast(view, offer, demand, now_s) for offer in options]
         left_usd = None if view.budget_usd is None else view.budget_usd - demand.spent_usd.get(view.job, 0.0)
         left_s = None if view.deadline_s is None else (view.deadline_s - now_s) / _MARGIN
-        note = ""
+        aim, note = "least cost", None
         if left_usd is not None or left_s is not None:
             if work_left(view) is None:
-                note = "not known yet how long the job takes, so its deadline and budget cannot be planned for"
+                note = Reason(Cause.UNPLANNED, (_limits(view),))
             else:
+                aim = "soonest within its budget" if left_s is None else "least cost by its deadline"
                 forecasts, note = _within(forecasts, left_s, left_usd)
         best, k = self._best(forecasts, view, gpu)
-        reason = self._reason(view, best, k)
+        reason = self._reason(view, best, k, aim if note is None else "best to be had")
         return WantedSize(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
-    def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand) -> CompletionForecast:
+    def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand, now_s: float) -> CompletionForecast:
         """Forecast the end at every size; unknown work is ``UNKNOWN_S`` at the present or smallest goodput."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
@@ -100,7 +108,11 @@ class CostPerProgress:
         with np.errstate(divide="ignore", invalid="ignore"):
             time_s = np.where(rate > 0, wait_s + change_s + (work - meanwhile) / rate, np.inf)
             usd = np.where(rate > 0, usd_per_h * time_s / 3600.0, np.inf)
-            score = np.where(rate > 0, usd + self.value_usd_per_h * time_s / 3600.0, np.inf)
+            late_usd = self.value_usd_per_h * time_s / 3600.0
+            if view.utility is not None and work_left(view) is not None:
+                age_s = max(now_s - view.submitted_s, 0.0)
+                late_usd = view.utility.at(np.array(age_s)) - view.utility.at(age_s + np.minimum(time_s, _LONGEST_S))
+            score = np.where(rate > 0, usd + late_usd, np.inf)
         return CompletionForecast(offer=offer, time_s=time_s, usd=usd, score=score)
 
     def _best(
@@ -120,18 +132,17 @@ class CostPerProgress:
         _, i, k = min(ranked)
         return forecasts[i], k
 
-    def _reason(self, view: JobView, best: CompletionForecast, k: int) -> str:
+    def _reason(self, view: JobView, best: CompletionForecast, k: int, aim: str) -> Reason:
         if not np.isfinite(best.time_s[k - 1]):
-            return f"{self.name}: {count(k)}, {_STANDS_STILL}"
-        usd, hours = float(best.usd[k - 1]), float(best.time_s[k - 1]) / 3600.0
-        price = best.offer.kind.name
+            return Reason(Cause.NO_PROGRESS, (count(k),))
         known = "" if work_left(view) is not None else " for every hour on its present size"
-        return f"{self.name}: {count(k)} on {price} cost {usd:.3g} USD in {hours:.3g} h{known}, the least at this value"
+        figures = f"{best.cost(k)}{known}, an hour is worth {self.value_usd_per_h:.3g} USD"
+        return Reason(Cause.LEAST_COST, (aim, count(k), best.offer.kind.name), figures)
 
 
 def _within(
     forecasts: list[CompletionForecast], left_s: float | None, left_usd: float | None
-) -> tuple[list[CompletionForecast], str]:
+) -> tuple[list[CompletionForecast], Reason | None]:
     """Return the forecasts with what misses a deadline or a budget put last, and what to say if all do.
 
     With a deadline the cheapest counts, with a budget alone the fastest. Where none meets both, the fastest of those
@@ -141,7 +152,7 @@ def _within(
     if any(fits.any() for fits in met):
         by = "usd" if left_s is not None else "time_s"
         kept = [np.where(fits, getattr(p, by), np.inf) for p, fits in zip(forecasts, met, strict=True)]
-        return [dataclasses.replace(p, score=_finite(score, p)) for p, score in zip(forecasts, kept, strict=True)], ""
+        return [dataclasses.replace(p, score=_finite(score, p)) for p, score in zip(forecasts, kept, strict=True)], None
     paid = [_meets(p, None, left_usd) for p in forecasts]
     by = "time_s" if any(fits.any() for fits in paid) else "usd"
     rest = [
@@ -150,18 +161,15 @@ def _within(
     ]
     best = min(rest, key=lambda p: float(p.score.min()))
     k = int(np.argmin(best.score))
-    what = " and ".join(
-        text
-        for text in (
-            None if left_s is None else f"deadline (in {max(left_s, 0.0) * _MARGIN / 3600.0:.3g} h)",
-            None if left_usd is None else f"budget ({max(left_usd, 0.0):.3g} USD left)",
-        )
-        if text
-    )
+    limits = {
+        "deadline": None if left_s is None else f"due in {max(left_s, 0.0) * _MARGIN / 3600.0:.3g} h",
+        "budget": None if left_usd is None else f"{max(left_usd, 0.0):.3g} USD left",
+    }
+    what, figures = " and ".join(name for name in limits if limits[name]), "; ".join(filter(None, limits.values()))
     if not np.isfinite(best.time_s[k]):
-        return rest, f"its {what} cannot be met: {_STANDS_STILL}"
-    had = f"{count(k + 1)} on {best.offer.kind.name}: {best.usd[k]:.3g} USD more in {best.time_s[k] / 3600.0:.3g} h"
-    return rest, f"its {what} cannot be met; the best that can be had is {had}"
+        return rest, Reason(Cause.UNMET, (what, "no size is known to make progress"), figures)
+    had = f"at best {count(k + 1)} on {best.offer.kind.name}"
+    return rest, Reason(Cause.UNMET, (what, had), figures).with_figures(f"{best.cost(k + 1)} more")
 
 
 def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float | None) -> NDArray[np.bool_]:
@@ -199,10 +207,17 @@ def _blind(view: JobView, offer: NodeTypeOption, now_s: float) -> WantedSize:
     """Return the size of a job that nothing is known of, or whose user has decided."""
     k = offer.limit if view.held_at is None else len(offer.rate)
     k = max(min(k, len(offer.rate)), view.min_workers)
-    why = "held at that size" if view.held_at is not None else "to find out how fast it is"
-    note = ""
-    if view.held_at is None and (view.deadline_s is not None or view.budget_usd is not None):
-        note = "not known yet how long the job takes, so its deadline and budget cannot be planned for"
+    held = view.held_at is not None
+    reason = Reason(Cause.HELD, (view.held_at,)) if held else Reason(Cause.EXPLORES, (count(k),))
+    note = None
+    if not held and (view.deadline_s is not None or view.budget_usd is not None):
+        note = Reason(Cause.UNPLANNED, (_limits(view),))
     if view.deadline_s is not None and view.deadline_s <= now_s:
-        note = "its deadline has passed"
-    return WantedSize(job=view.job, workers=k, gpu=offer.kind.gpu_type, reason=f"{count(k)}, {why}", note=note)
+        note = Reason(Cause.PASSED)
+    return WantedSize(job=view.job, workers=k, gpu=offer.kind.gpu_type, reason=reason, note=note)
+
+
+def _limits(view: JobView) -> str:
+    """Return what the user has set of a deadline and a budget."""
+    limits = {"deadline": view.deadline_s, "budget": view.budget_usd}
+    return " and ".join(name for name, limit in limits.items() if limit is not None)

@@ -7,17 +7,19 @@ from types import MappingProxyType
 
 from placement.autoscaling.objectives.base import Objective
 from placement.autoscaling.objectives.budget import Budget
-from placement.autoscaling.objectives.by_size import throughput_efficiency, utility_cost
+from placement.autoscaling.objectives.by_size import BySize
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
+from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
+from placement.policies.baselines.utility_cost import UtilityCostPolicy
 
 OBJECTIVES: Mapping[str, Callable[[], Objective]] = MappingProxyType(
     {
         "budget": lambda: Budget(usd_per_h=10.0),
         "cost_per_progress": CostPerProgress,
-        "throughput_efficiency": throughput_efficiency,
+        "throughput_efficiency": lambda: BySize(policy=ThroughputEfficiencyPolicy()),
         "utility_band": UtilityBand,
-        "utility_cost": utility_cost,
+        "utility_cost": lambda: BySize(policy=UtilityCostPolicy()),
     }
 )
 """Registered objectives; the contract tests run over all of them."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize
 from placement.goodput.step_time import Floats
-from placement.reasons import count
+from placement.reasons import Cause, Reason, count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,15 @@ class UtilityBand:
             n, why = present, "inside"
         else:
             at = int(np.argmin(np.abs(utility - (self.low + self.high) / 2)))
-            n, why = start + at, "nearest to the middle of"
+            n, why = start + at, "nearest to"
         wants = least | dict(sizes[: n - start])
-        said = f"{self.name}: utility {utility[at]:.2f} on {count(n)}, {why} [{self.low:g}, {self.high:g}]"
+        figures = f"{count(n)} of all jobs, band {self.low:g} to {self.high:g}"
         return {
             job: WantedSize(
-                job=job, workers=wants[job], gpu=chosen[job].kind.gpu_type, reason=f"{count(wants[job])}; {said}"
+                job=job,
+                workers=wants[job],
+                gpu=chosen[job].kind.gpu_type,
+                reason=Reason(Cause.BAND, (float(utility[at]), why, count(wants[job])), figures),
             )
             for job in jobs
         }

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.cluster.utility import SCALING_THRESHOLD, scaling_efficiency
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Target
 from placement.policies.shared.greedy_growth import decide_by_worth
@@ -18,11 +19,8 @@ from placement.reasons import count
 class ThroughputEfficiencyPolicy:
     """Scaling efficiency above a threshold (Or, Zhang, Freedman, MLSys 2020, section 4.1).
 
-    A job of k workers may have one more while
-
-        s(k) = (T(k + 1) - T(k)) / (T(k) / k) > threshold
-
-    with T the speed of ``placement.cluster.jobs.speeds``: useful samples per second at the best batch, so that
+    A job of k workers may have one more while ``scaling_efficiency`` of k and k + 1 is above ``threshold``, with R the
+    speed of ``placement.cluster.jobs.speeds``: useful samples per second at the best batch, so that
     statistical efficiency counts too. Where room is short, the largest s goes first. GPUs that no job uses well stay
     idle.
 
@@ -34,7 +32,7 @@ class ThroughputEfficiencyPolicy:
         slow_factor: how many times slower a node must be to be left; above 1.
     """
 
-    threshold: float = 0.2
+    threshold: float = SCALING_THRESHOLD
     slow_factor: float = 1.5
     frugal: bool = dataclasses.field(default=True, init=False)
 
@@ -55,7 +53,7 @@ class ThroughputEfficiencyPolicy:
     def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:
         if curve[workers] <= 0:
             return 1.0  # at this size it cannot run at all
-        efficiency = float(workers * (curve[workers + 1] / curve[workers] - 1.0))
+        efficiency = scaling_efficiency(workers, float(curve[workers]), workers + 1, float(curve[workers + 1]))
         return efficiency if efficiency > self.threshold else None
 
     def _say(self, workers: int, worth: float | None) -> str:

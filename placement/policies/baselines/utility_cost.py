@@ -10,6 +10,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.goodput.remaining import seconds_to_end
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Target
 from placement.policies.shared.greedy_growth import decide_by_worth
@@ -18,22 +19,21 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UtilityCostPolicy:
-    """Marginal utility against marginal dollars (Or, Zhang, Freedman, MLSys 2020, section 4.1).
+    """Marginal utility against marginal dollars (``placement.cluster.utility``).
 
-    A job with W hours of work left on one worker runs t(k) = W / T(k) hours on k, with T as in
-    ``placement.cluster.jobs.speeds``. One more worker is worth it while
+    A job that runs t(k) hours more on k workers may have one more while
 
-        value x (t(k) - t(k + 1)) > price x ((k + 1) t(k + 1) - k t(k))
+        U(t(k + 1)) - U(t(k)) > price x ((k + 1) t(k + 1) - k t(k))
 
-    W drops out, so that nothing need be known of the job's length. Where room is short, the largest ratio of the
-    two sides goes first. GPUs that are not worth their price stay idle. Stragglers are left as by
-    ``throughput_efficiency``.
+    with U its own utility. Without one, or until its length is known, U falls by ``value`` an hour: then the length
+    drops out. Where room is short, the largest ratio of the two sides goes first. GPUs that are not worth their price
+    stay idle. Stragglers are left as by ``throughput_efficiency``.
 
     The price is that of the GPU type that the job runs on. One that does not run yet is taken to pay the mean over
     the slots it could have.
 
     Attributes:
-        value: what finishing one hour earlier is worth [USD].
+        value: what finishing one hour earlier is worth [USD], where the job itself does not say.
         price: of one worker for one hour on a GPU type that ``prices`` does not name [USD].
         prices: of one worker for one hour, by GPU type [USD]; a simulation fills it in from its price table.
         slow_factor: how many times slower a node must be to be left; above 1.
@@ -67,13 +67,20 @@ class UtilityCostPolicy:
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}
 
+        left_s = {view.job: seconds_to_end(view, room.slots(view).tolist()) for view in jobs if view.utility}
+
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             if curve[workers + 1] <= 0:
                 return None
             if curve[workers] <= 0:
                 return math.inf  # at this size it cannot run at all
-            saved = self.value * (1.0 / curve[workers] - 1.0 / curve[workers + 1])
-            paid = prices[view.job] * ((workers + 1) / curve[workers + 1] - workers / curve[workers])
+            known_s = left_s.get(view.job)
+            hours = 1.0 / curve[workers : workers + 2] if known_s is None else known_s[workers - 1 : workers + 1] / 3600
+            paid = prices[view.job] * float((workers + 1) * hours[1] - workers * hours[0])
+            saved = self.value * float(hours[0] - hours[1])
+            if view.utility is not None and known_s is not None:
+                old, new = view.utility.at(max(now_s - view.submitted_s, 0.0) + 3600.0 * hours)
+                saved = float(new - old)
             if saved <= max(paid, 0.0):
                 return None
             return float(saved / paid) if paid > 0 else math.inf
@@ -81,13 +88,14 @@ class UtilityCostPolicy:
         return decide_by_worth(jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
     def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
-        """Return USD of one worker for one hour."""
+        """Return USD of one worker for one hour; what the job has paid counts for types without a price."""
+        price = view.bill.worker_usd_per_h if view.bill is not None and view.bill.worker_usd_per_h else self.price
         slots = dict.fromkeys(types.values(), 0)
         held = {node: workers for node, workers in view.allocation.items() if node in types}
         for node, n in (held or dict(zip(room.node_ids, room.slots(view).tolist(), strict=True))).items():
             slots[types[node]] += n
         total = sum(slots.values())
-        return sum(n * self.prices.get(gpu, self.price) for gpu, n in slots.items()) / total if total else self.price
+        return sum(n * self.prices.get(gpu, price) for gpu, n in slots.items()) / total if total else price
 
 
 def _say(workers: int, worth: float | None) -> str:

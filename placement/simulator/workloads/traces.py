@@ -26,6 +26,8 @@ class TraceJob:
     batch_size: int  # global batch that the user asked for [samples]; only rigid schedulers use it
     # numbers of workers that it can train with; with any, those of the simulation. Not for rigid schedulers.
     sizes: AllowedSizes = ANY_SIZE
+    # (part of its progress from which on, global batch): a batch that its user has declared; empty where it adapts
+    ramp: tuple[tuple[float, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -33,6 +35,11 @@ class TraceJob:
         check_number(f"time of job {self.name!r}", self.time_s, least=0, unit="seconds", finite=True, error=InputError)
         for field in ("num_replicas", "batch_size"):
             check_number(f"{field} of job {self.name!r}", getattr(self, field), least=1, error=InputError)
+        begins = [begin for begin, _ in self.ramp]
+        if self.ramp and not (begins[0] == 0 and begins == sorted(set(begins)) and begins[-1] < 1):
+            raise InputError(f"ramp of job {self.name!r} must rise from part 0 to below 1, but got {self.ramp}")
+        for _, batch in self.ramp:
+            check_number(f"a batch in the ramp of job {self.name!r}", batch, least=1, error=InputError)
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:

@@ -12,6 +12,7 @@ from placement.cluster.jobs import Oracle, SpotUse, TraceJobView
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit
+from placement.goodput.forecast import BatchForecast
 from placement.goodput.mixed import MeasuredPart, MixedGroup, MixedObservation, TypePart
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -84,6 +85,7 @@ class SimulatedJob:
         spot: how it uses spot nodes.
         mixed_gpu_types: whether it may have GPUs of several types.
         sizes: numbers of workers that it can train with, as far as its batch allows any of them.
+        foresight: whether it tells which batches of its ramp are to come.
     """
 
     def __init__(
@@ -101,8 +103,9 @@ class SimulatedJob:
         spot: SpotUse = "prefer",
         mixed_gpu_types: bool = False,
         sizes: AllowedSizes = ANY_SIZE,
+        foresight: bool = True,
     ) -> None:
-        self.trace, self._sizes = trace, sizes
+        self.trace, self._sizes, self._foresight = trace, sizes, foresight
         self.app = application
         self.rules, self.requested = rules, requested
         self.location: Location | None = None  # the workers it holds; None while it waits
@@ -147,6 +150,8 @@ class SimulatedJob:
     @property
     def fixed_batch(self) -> int | None:
         """The global batch it may not leave [samples]; None adapts."""
+        if self.trace.ramp and not self.requested:
+            return next(batch for begin, batch in reversed(self._ramp) if self.progress >= begin)
         return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
@@ -198,7 +203,7 @@ class SimulatedJob:
         """Return the time of the job's next own event [s]: an epoch's end, or new workers; infinity if it waits."""
         if self.training is None or self.finished_s is not None:
             return math.inf
-        missing = self.app.progress_at(self.epoch + 1) - self.progress
+        missing = self._next_change() - self.progress
         own_s = min(self.now_s + self.restart_left_s + missing / self._rate(), self.joined_s)
         return max(own_s, self.now_s + _SOON_S)
 
@@ -245,7 +250,8 @@ class SimulatedJob:
     def _train(self, seconds: float) -> None:
         """Make progress for so long, or to the end of the epoch."""
         rate = self._rate()
-        missing = self.app.progress_at(self.epoch + 1) - self.progress
+        change, epoch_end = self._next_change(), self.app.progress_at(self.epoch + 1)
+        missing = change - self.progress
         if rate * seconds < missing * (1 - 1e-12):
             self.progress += rate * seconds
             self._spend(seconds)
@@ -255,7 +261,36 @@ class SimulatedJob:
         if self.rules.whole_seconds:
             elapsed = float(round(elapsed))
         self._spend(min(elapsed, seconds))
-        self._end_epoch()
+        if change < epoch_end:
+            self.progress = change
+            self._choose_batch()
+        else:
+            self._end_epoch()
+
+    @functools.cached_property
+    def _ramp(self) -> tuple[tuple[float, int], ...]:
+        """Batches by the progress from which on they count."""
+        whole = self.app.progress_at(self.app.epochs)
+        return tuple((begin * whole, batch) for begin, batch in self.trace.ramp)
+
+    def _next_change(self) -> float:
+        """Return the progress at which the epoch ends, or the ramp has another batch before."""
+        end = self.app.progress_at(self.epoch + 1)
+        if not self.trace.ramp or self.requested:
+            return end
+        return min((begin for begin, _ in self._ramp if self.progress < begin < end), default=end)
+
+    def _forecast(self) -> BatchForecast | None:
+        """Return the ramp's batches to come, by the samples until then as the job's noise has them."""
+        if not self._foresight or not self.trace.ramp or self.requested or self._noise is None:
+            return None
+        steps, samples, done, batch = [], 0.0, self.progress, self.fixed_batch or 1
+        for begin, coming in self._ramp:
+            if begin > self.progress:
+                samples += (begin - done) * batch / float(self._noise.gain(batch / self.app.init_batch_size))
+                steps.append((samples, coming))
+                done, batch = begin, coming
+        return BatchForecast(steps=tuple(steps)) if steps else None
 
     def _spend(self, seconds: float) -> None:
         assert self.location is not None, f"{self.name} has no GPUs to hold"
@@ -352,6 +387,8 @@ class SimulatedJob:
                 return
         if batch is None:
             batch = max(self.app.init_batch_size, least * replicas)
+        if self.trace.ramp and not self.requested:
+            batch = max(batch, least * replicas)
         self.atomic_bsz, self.accum_steps = rigid_batch(batch, replicas, self.app, most)
 
     def _model(self, gpu: str) -> GoodputModel | None:
@@ -386,6 +423,8 @@ class SimulatedJob:
             goodput=models.get(gpu),
             init_batch_size=self.app.init_batch_size,
             max_batch_size=None if self.app.fixed_batch else self.app.max_batch_size,
+            held_batch=self.fixed_batch if self.trace.ramp and not self.requested else None,
+            forecast=self._forecast(),
             atomic_bsz_range=self.app.local_bsz_range(gpu),
             accumulation=not self.app.fixed_batch,
             resize_cost_s=self.rules.expected_restart_s(self.app.name),

@@ -51,11 +51,6 @@ class Speed:
     latest: StepReport | None = None
     noise_scale: float | None = None
     loader: LoaderInfo | None = None
-    effect: float | None = None
-
-    @property
-    def efficiency(self) -> float | None:
-        return self.effect
 
 
 def report(steps: int = 7, **facts: Any) -> StepReport:
@@ -102,6 +97,7 @@ def test_a_running_job_says_all_that_it_knows() -> None:
         tokens_per_s=40_960.0,
         tokens_left=1_000_000,
         goodput=600.0,
+        efficiency=0.9,
         cost_usd=1.5,
         progress=0.25,
         eta_s=90.0,
@@ -111,7 +107,7 @@ def test_a_running_job_says_all_that_it_knows() -> None:
         memory_bound=32,
         mfu=0.4,
     )
-    speed = Speed(latest=report(learning_rate_factor=1.5), noise_scale=512.0, effect=0.9)
+    speed = Speed(latest=report(learning_rate_factor=1.5), noise_scale=512.0)
     found = by_name(gauge_samples(status, speed, LABELS))
     gauges = {each.name for each in INSTRUMENTS if each.kind.value == "gauge"} - {TIME.name, GPU_MEMORY.name}
     assert gauges <= found.keys()
@@ -122,17 +118,24 @@ def test_a_running_job_says_all_that_it_knows() -> None:
 
 
 def test_an_ended_job_has_no_workers_and_no_speed() -> None:
-    ended = JobStatus(job="bert", phase=JobPhase.FINISHED, throughput=640.0, goodput=600.0, progress=1.0)
-    found = by_name(gauge_samples(ended, Speed(latest=report(), noise_scale=5.0, effect=0.9), LABELS))
+    ended = JobStatus(
+        job="bert", phase=JobPhase.FINISHED, throughput=640.0, goodput=600.0, efficiency=0.9, progress=1.0
+    )
+    found = by_name(gauge_samples(ended, Speed(latest=report(), noise_scale=5.0), LABELS))
     assert found["elastic_job_workers"] == 0 and found["elastic_job_progress_ratio"] == 1
     gone = {GOODPUT, SAMPLES_PER_SECOND, ETA, NOISE_SCALE, EFFICIENCY, GLOBAL_BATCH}
     assert not {each.name for each in gone} & found.keys()
 
 
-@given(st.builds(dict, goodput=FLOATS, eta_s=FLOATS, progress=FLOATS, cost_usd=FLOATS, throughput=st.floats()), FLOATS)
+@given(
+    st.builds(
+        dict, goodput=FLOATS, efficiency=FLOATS, eta_s=FLOATS, progress=FLOATS, cost_usd=FLOATS, throughput=st.floats()
+    ),
+    FLOATS,
+)
 def test_no_sample_is_nan_or_infinite(values: dict[str, Any], other: float | None) -> None:
     status = JobStatus(job="bert", phase=JobPhase.RUNNING, workers=1, **values)
-    speed = Speed(latest=report(learning_rate_factor=other), noise_scale=other, effect=other)
+    speed = Speed(latest=report(learning_rate_factor=other), noise_scale=other)
     assert all(math.isfinite(each.value) for each in gauge_samples(status, speed, LABELS))
 
 

@@ -83,7 +83,16 @@ def page_of(jobs: int, bars: int = 0, **more: Any) -> PageSnapshot:
         ),
         "tenants": (TenantShare(tenant=HOSTILE, weight=1.0, owed=0.5, used=0.7, lent=0.0, borrowed=0.2),),
         "wanted": (
-            WantedNodes(type=HOSTILE, market="", wanted=2, missing=1, since_s=1.0, jobs=(HOSTILE,), reason=HOSTILE),
+            WantedNodes(
+                type=HOSTILE,
+                wanted=2,
+                missing=1,
+                since_s=1.0,
+                jobs=(HOSTILE,),
+                reason=HOSTILE,
+                figures=HOSTILE,
+                market="",
+            ),
         ),
         **more,
     }

@@ -60,6 +60,10 @@ def test_a_job_is_seen_growing_losing_held_and_stopped(ray_cluster: Any, tmp_pat
         until(page, f"{workers} === '2 (1:3) held'")
         heard = "[...document.querySelectorAll('#detail td')].filter((cell) => cell.textContent.endsWith('s ago'))"
         until(page, f"{heard}.length === 2")
+        for what in ("logs", "stack"):  # one beside the other
+            page.get_by_role("button", name=what).first.click()
+        texts = "['logs', 'stack'].map((what) => document.getElementById(`printed-${what}`)?.textContent ?? '')"
+        until(page, f"{texts}.every((text) => text.includes('of rank 0\\n'))")
         assert "1 held" in page.locator("[data-fact=jobs]").inner_text()
 
         found = read(f"{url}api/snapshot")

@@ -28,6 +28,7 @@ from placement.cluster.progress import Progress
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
 from placement.policies import make_policy
+from placement.reasons import Cause, Reason
 from tests.placement.views import cluster, view
 
 
@@ -188,7 +189,7 @@ def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     progress = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=10.0)
     world.hear("a", 1001.0, progress=progress, held_at=2, deadline_s=5000.0)
     events = (event(EventKind.STARTED, 1001.0, 0, 2), event(EventKind.RESIZE, 1002.0, 1, 2, pause_s=0.5))
-    seen = world.look(1003.0, answer("a", 10, events, throughput=200.0, goodput=100.0, metrics={"loss": 0.25}))
+    seen = world.look(1003.0, answer("a", 10, events, goodput=100.0, efficiency=0.5, metrics={"loss": 0.25}))
     job = row(seen, "a")
     assert (job.held_at, job.metrics["loss"], job.efficiency, job.deadline_s) == (2, 0.25, 0.5, 5000.0)
     assert job.progress == pytest.approx(0.3) and job.eta_s == pytest.approx(700.0 * 64 / 100.0)
@@ -220,14 +221,16 @@ def test_tenants_are_owed_by_weight_and_lend_the_rest() -> None:
 def test_missing_nodes_are_told_with_since_when_and_whom() -> None:
     world = World(1)
     world.hear("a", 1001.0, min_workers=1)
-    want = {"a": WantedSize(job="a", workers=4, gpu="", reason="more")}
+    want = {"a": WantedSize(job="a", workers=4, gpu="", reason=Reason(Cause.EXPLORES, ("4 workers",)))}
     fields: Mapping[str, Any] = {"release": (), "leaving": (), "notes": {}, "usd_per_h": 2.5, "wants": want}
-    short = ScalingDecision(nodes={"big": 2}, add={"big": 1}, reasons={"big": "asked for"}, **fields)
+    short = ScalingDecision(
+        nodes={"big": 2}, add={"big": 1}, reasons={"big": Reason(Cause.UNUSED, (), "0 -> 2 nodes")}, **fields
+    )
     world.look(1002.0, scaling=short)
     seen = world.look(1010.0, scaling=short)
     (wanted,) = seen.wanted
     assert (wanted.type, wanted.wanted, wanted.missing, wanted.since_s, wanted.jobs) == ("big", 2, 1, 1002.0, ("a",))
-    assert seen.strip.usd_per_h == 2.5
+    assert (wanted.reason, wanted.figures, seen.strip.usd_per_h) == ("no job needs them", "0 -> 2 nodes", 2.5)
     there = dataclasses.replace(short, add={})
     assert world.look(1011.0, scaling=there).wanted[0].since_s is None
 
@@ -300,10 +303,10 @@ def test_a_node_without_slots_has_no_lane() -> None:
     )
     trial = TrialFacts(sweep="s", parameters={"lr": 0.1}, metric="eval/accuracy", mode="max")
     metrics = {"eval": {"accuracy": 0.9}, "loss": math.nan}
-    status = answer("a", throughput=100.0, goodput=130.0, metrics=metrics, trial=trial).status
+    status = answer("a", metrics=metrics, trial=trial).status
     look = JobLook(job="a", status=status, facts=JobFacts(min_workers=1, max_workers=2))
     page.take(ClusterLook(now_s=1.0, allocator=None, jobs=(look,), alive=frozenset({"a"}), nodes=nodes))
     seen = page.snapshot(1.0)
     assert [each.node for each in seen.nodes] == ["n0"]
     (row,) = seen.jobs
-    assert (row.efficiency, row.score, row.metrics, row.parameters) == (1.0, 0.9, {"eval/accuracy": 0.9}, {"lr": 0.1})
+    assert (row.score, row.metrics, row.parameters) == (0.9, {"eval/accuracy": 0.9}, {"lr": 0.1})

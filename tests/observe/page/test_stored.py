@@ -58,7 +58,9 @@ def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
         started = JobEvent(
             kind=EventKind.STARTED, time_s=1.0, from_workers=0, to_workers=1, reason="", detail={"trial": told}
         )
-        storage.append_events([started.to_json()])
+        batch = {"to_batch_size": 96, "efficiency": 0.75}
+        changed = JobEvent(kind=EventKind.BATCH, time_s=2.0, from_workers=1, to_workers=1, reason="", detail=batch)
+        storage.append_events([started.to_json(), changed.to_json()])
         storage.append_reports([Report(index=3, metrics={"eval": {"loss": 0.5}}, workers=1).to_json()])
     one, two = RunFiles(str(tmp_path)).look(0.0).jobs
     assert (one.sweep, one.parameters, one.metric, one.mode, one.rungs) == (
@@ -68,7 +70,7 @@ def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
         "min",
         (1, 3),
     )
-    assert (one.score, one.reports) == (0.5, 3)
+    assert (one.score, one.reports, one.batch, one.efficiency) == (0.5, 3, 96, 0.75)
     assert (two.sweep, two.parameters) == ("sweep", {}), "what cannot be read is left out"
 
 

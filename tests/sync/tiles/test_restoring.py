@@ -13,6 +13,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.errors import StateLostError
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync.optimizer_tiles import tiled_optimizer
 from elastic_ray.sync.optimizer_tiles.holder import moved, needed_at_once, next_moves, owners_meanwhile
 from elastic_ray.sync.sharded.placement import moves, place
@@ -80,7 +81,7 @@ def sent_in_pauses(strategy: Any, script: list[Any], first: tuple[int, ...]) -> 
         loader = er.AdaptiveDataLoader(torch.ones(160, 150), batch_size=12)
         for _ in er.remaining_epochs_until(1):
             for x in loader:
-                group = wrapped._run.group
+                group = session_of_thread().group
                 sent = group.communicator.traffic["send"]
                 found.setdefault((group.generation, group.rank), sent)
                 optimizer.zero_grad()
@@ -161,7 +162,7 @@ class TestSlowly:
 
 def trainee_rank(trainee: Run) -> int:
     """In the present group."""
-    return int(trainee.wrapped._run.group.rank)
+    return er.get_context().get_world_rank()
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])

@@ -21,8 +21,8 @@ from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, pieces_of, route
 from elastic_ray.sync.sliced_gradients.sliced_gradient import Content, SlicedGradient
 from elastic_ray.sync.spec import Owner, Reduce, Rule, Wire
 from tests.loop.changing import Change, Hold, Kill, run_job
+from tests.sync.tiles.loops import FOUR, SCRIPT, Loop
 from tests.sync.tiles.scripts import GROWS_AND_SHRINKS
-from tests.sync.tiles.test_user_code import FOUR, SCRIPT, Loop
 from tests.sync.tiles.trained import OPTIMIZERS, Case, Net, Run, check, data, run
 
 

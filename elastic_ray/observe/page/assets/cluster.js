@@ -17,7 +17,7 @@ export function drawWanted(store) {
   const rows = store.rows("wanted");
   $("wanted").hidden = !rows.length;
   $("wanted-rows").replaceChildren(table(["Type", "Market", "Wanted", "Missing", "For", "Jobs", "Why, or what was refused"], rows.map((row) => [row.type, row.market, String(row.wanted),
-      row.missing ? h("span", { class: "warn" }, String(row.missing)) : "0", row.since_s === null ? "" : span(store.now_s - row.since_s), row.jobs.join(", "), row.reason])));
+      row.missing ? h("span", { class: "warn" }, String(row.missing)) : "0", row.since_s === null ? "" : span(store.now_s - row.since_s), row.jobs.join(", "), h("span", { title: row.figures || null }, row.reason)])));
 }
 
 export class WhatIf {

@@ -12,7 +12,8 @@ export class JobView {
   constructor(store) {
     this.store = store;
     this.job = "";
-    this.detail = this.text = null;
+    this.detail = null;
+    this.texts = new Map(); // what a worker prints, and its stack, each by its name
     this.asked = 0;
     this.explained = false;
     this.said = "";
@@ -21,7 +22,8 @@ export class JobView {
 
   choose(job) {
     if (job !== this.job) {
-      this.detail = this.text = null;
+      this.detail = null;
+      this.texts.clear();
       this.said = "";
     }
     this.job = job;
@@ -59,6 +61,7 @@ export class JobView {
     $("h-job").textContent = `Job ${this.job}`;
     const row = this.store.tables.jobs.get(this.job);
     const detail = this.detail;
+    const scrolled = new Map([...$("detail").querySelectorAll("pre")].map((text) => [text.id, text.scrollTop]));
     $("detail").replaceChildren(...[
       row ? this.head(row, detail) : null,
       this.store.source.actions && row && row.ended_s === null ? this.actions(row) : null,
@@ -67,6 +70,7 @@ export class JobView {
       detail ? this.workers(detail) : null,
       detail ? this.events(detail) : null,
     ].filter(Boolean));
+    for (const [id, top] of scrolled) if ($(id)) $(id).scrollTop = top;
   }
 
   head(row, detail) {
@@ -132,23 +136,27 @@ export class JobView {
   }
 
   printed() {
-    return this.text === null ? null : h("pre", { id: "printed", tabindex: "0" }, this.text);
+    return this.texts.size ? h("div", { class: "printed" }, [...this.texts].map(([what, text]) => h("pre", { id: `printed-${what}`, tabindex: "0" }, text))) : null;
   }
 
   // What a worker has printed last, or where its threads are.
   async look(rank, what) {
     const job = this.job;
-    this.text = `${what} of rank ${rank}: asking its node...`;
+    const say = (text) => {
+      if (job !== this.job) return;
+      this.texts.set(what, `${what} of rank ${rank}${text}`);
+      this.draw();
+      const box = $("printed-logs"); // none where the job has ended meanwhile
+      if (box && what === "logs") box.scrollTop = box.scrollHeight;
+    };
     document.activeElement?.blur();
-    this.draw();
+    say(": asking its node...");
     try {
       const path = `api/jobs/${encodeURIComponent(job)}/workers/${rank}/${what}`;
-      const text = (await (await this.store.ask(path)).json()).text;
-      if (job === this.job) this.text = `${what} of rank ${rank}\n${text}`;
+      say(`\n${(await (await this.store.ask(path)).json()).text}`);
     } catch (error) {
-      if (job === this.job) this.text = `${what} of rank ${rank}: ${error.message}`;
+      say(`: ${error.message}`);
     }
-    this.draw();
   }
 
   events(detail) {

@@ -1,0 +1,34 @@
+"""A branch's batch, held for so many samples (pure)."""
+
+from __future__ import annotations
+
+from elastic_ray.adaptation.policies.ready import ReadyPolicy
+from elastic_ray.adaptation.policy import Answer
+from elastic_ray.adaptation.requests import Pause, SetBatch
+from elastic_ray.adaptation.view import PolicyView
+
+
+class BranchBatch(ReadyPolicy):
+    """Policy that holds the batch, whatever other policies ask for, and pauses the job after so many samples.
+
+    A pause ends the loop without the code after it, which is the job's own to run.
+    """
+
+    owns_batch = True
+
+    def __init__(self, batch_size: int, samples: int) -> None:
+        super().__init__(strict=True)
+        self.batch_size = self._whole("batch_size", batch_size, least=1)
+        self.samples = self._whole("samples", samples, least=1)
+        self.end: int | None = None
+        self.asked = False
+
+    def before_step(self, view: PolicyView) -> Answer:
+        """Hold the batch from the next step on, and end the branch."""
+        if self.end is None:
+            self.end = view.samples + self.samples
+            return SetBatch(self.batch_size)
+        if view.samples < self.end or self.asked:
+            return None
+        self.asked = True
+        return Pause("the branch has trained on its samples")

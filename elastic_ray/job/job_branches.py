@@ -1,0 +1,129 @@
+"""Branches of the job as its controller sees them: who may have them, when slots are idle, what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ray.batch.branch_losses import BranchError, BranchPlan, BranchResult
+from elastic_ray.events import EventKind, JobPhase
+from elastic_ray.job.branching import BranchRun, slots_are_idle
+from elastic_ray.job.context import JobContext
+from elastic_ray.job_spec import JobSpec
+from elastic_ray.membership.messages import CriticalBatch
+
+logger = logging.getLogger("elastic_ray.job")
+
+_LOOK_S = 10.0
+_IDLE_WAITS_S, _WAITS_S = 600.0, 3600.0  # for the end of a branch
+
+
+class JobBranches:
+    """Branches of one job, at most one comparison at a time."""
+
+    def __init__(self, parts: JobContext) -> None:
+        self._parts, self._planner = parts, parts.planner
+        self._running: asyncio.Task[None] | None = None
+        self._outcome: BranchResult | BranchError | None = None
+        self._last_step, self._looked_s = 0, 0.0
+
+    def begin(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
+        """Start to compare, beside the controller's loop. Raises BranchError: the job cannot have branches."""
+        if self._is_running:
+            raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is under way already")
+        run = self._run_of(plan, idle=False)
+        self._outcome = None
+        self._running = self._parts.background.start(self._compare(run, start))
+
+    def outcome(self) -> BranchResult | None:
+        """Return the result of the last comparison; None while it runs. Raises BranchError: it failed."""
+        if isinstance(self._outcome, BranchError):
+            raise self._outcome
+        if self._outcome is None and not self._is_running:
+            raise BranchError("no comparison is under way: the job's controller was restarted since; branch it again")
+        return self._outcome
+
+    @property
+    def _is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def tick(self, start: Callable[[JobSpec], Any], now_s: float) -> None:
+        """Compare where slots are idle, if the job is set to, each time that its steps have doubled."""
+        if not self._parts.spec.elastic.branch_when_idle or now_s - self._looked_s < _LOOK_S or self._is_running:
+            return
+        self._looked_s, plan, report = now_s, BranchPlan(), self._planner.latest
+        if report is not None and report.total_steps >= max(plan.steps, 2 * self._last_step):
+            self._running = self._parts.background.start(self._compare_if_idle(plan, report.total_steps, start))
+
+    async def _compare_if_idle(self, plan: BranchPlan, step: int, start: Callable[[JobSpec], Any]) -> None:
+        """Compare, if the job can have branches and there are idle slots for them."""
+        try:
+            run = self._run_of(plan, idle=True)
+            if not await asyncio.to_thread(slots_are_idle, self._parts.spec):
+                return
+        except RuntimeError as error:
+            logger.info("job %s is not branched: %s", self._parts.spec.job, error)
+            return
+        self._last_step, self._outcome = step, None
+        await self._compare(run, start)
+
+    def _run_of(self, plan: BranchPlan, *, idle: bool) -> BranchRun:
+        """Return the branches. Raises BranchError: the job cannot have any, and why."""
+        spec, report, limits = self._parts.spec, self._planner.latest, self._planner.unbound_limits
+        if why_not := self._why_not():
+            raise BranchError(f"job {spec.job!r} cannot be branched: {why_not}")
+        assert report is not None and limits is not None and limits.max_batch_size is not None, "checked above"
+        return BranchRun(
+            spec=spec,
+            sizes=plan.sizes(report.batch_size, limits.max_batch_size),
+            plan=plan,
+            idle=idle,
+            waits_s=_IDLE_WAITS_S if idle else _WAITS_S,
+        )
+
+    def _why_not(self) -> str:
+        """Return what prevents branches, and the way out; empty if nothing does."""
+        spec, limits, phase = self._parts.spec, self._planner.unbound_limits, self._parts.record.phase
+        if spec.branch_of:
+            return f"it is a branch, of job {spec.branch_of!r}"
+        if spec.trial is not None:
+            return "it is a trial, whose state is its sweep's"
+        if not spec.states_kept:
+            return (
+                "ElasticConfig(automatic_checkpoints=False) saves no state that a branch could start from; leave "
+                "automatic_checkpoints on"
+            )
+        if spec.datasets:
+            return (
+                "its Ray datasets are read once, for this job alone; give an AdaptiveDataLoader a dataset with a length"
+            )
+        if phase is not JobPhase.RUNNING or self._planner.latest is None or not self._planner.latest.batch_size:
+            return f"it is {phase.value} and has not told of a step; branch it while it trains"
+        if limits is None or limits.max_batch_size is None or spec.elastic.fixed_batch:
+            return (
+                "its batch is fixed, so that nothing would follow; call "
+                "loader.autoscale_batch_size(max_batch_size=...), or give the loader max_batch_tokens"
+            )
+        return ""
+
+    async def _compare(self, run: BranchRun, start: Callable[[JobSpec], Any]) -> None:
+        """Run the branches in a thread, and let the batch follow what they find."""
+        events, sizes = self._parts.events, ", ".join(map(str, run.sizes))
+        events.note(EventKind.BRANCH, f"branches at batch {sizes} begin", detail={"sizes": list(run.sizes)})
+        try:
+            result = await asyncio.to_thread(run.measure, start)
+        except Exception as error:
+            self._outcome = error if isinstance(error, BranchError) else BranchError(f"{type(error).__name__}: {error}")
+            events.note(EventKind.BRANCH, f"branches tell nothing: {self._outcome}")
+            return
+        self._outcome, found = result, result.critical_batch
+        events.note(EventKind.BRANCH, str(result).replace("\n  ", " ").replace("\n", "; "), detail=result.plain)
+        if found is not None:
+            self.set(found)
+
+    def set(self, batch_size: int) -> None:
+        """Let the job's batch be at most this."""
+        self._planner.set_critical_batch(batch_size)
+        self._parts.group.actors.post(self._parts.group.training(), CriticalBatch(batch_size=batch_size))

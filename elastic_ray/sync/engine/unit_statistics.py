@@ -1,0 +1,131 @@
+"""The gradient noise scale of a model that the workers of a unit hold parts of, as the sum over the parts (torch).
+
+Estimates are linear in the squared norms, so that each worker makes those of its part, and the unit adds them up. A
+parameter that several workers hold, under one name and with one gradient, counts on the first of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_ray.batch.device_numbers import as_real, local, read
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.operations.buckets import Bucket
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.unit_group import UnitGroup
+    from elastic_ray.sync.operations.bucket_operation import GradientBucket
+    from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+
+_CLOSE = 1e-4
+_SIGNATURE = 4
+_EXACT = torch.float64
+
+
+class UnitStatistics:
+    """Statistics of one model's backward passes on one worker of a unit.
+
+    Args:
+        module: the model, or this worker's part of it.
+    """
+
+    def __init__(self, unit: UnitGroup, module: torch.nn.Module, statistics: GradientStatistics) -> None:
+        self._unit, self._module, self._statistics = unit, module, statistics
+        self._buckets: Sequence[GradientBucket] = ()
+        self._left_out: list[str] | None = None
+
+    def follow(self, buckets: Sequence[GradientBucket]) -> None:
+        """Measure the gradients of these buckets, less what other workers of the unit count."""
+        self._buckets, self._left_out = buckets, self._statistics.noise.counted_elsewhere
+        left_out = {id(p) for name, p in self._module.named_parameters() if name in (self._left_out or ())}
+        for bucket in buckets:
+            if isinstance(bucket, Bucket):
+                bucket.count_elsewhere(left_out)
+
+    def before_forward(self) -> None:
+        """Leave out what others count, as was found out or received since the last pass."""
+        if self._left_out is not self._statistics.noise.counted_elsewhere:
+            self.follow(self._buckets)
+
+    def due(self) -> float:
+        """Return the number of parameter groups if this step is measured, else 0."""
+        return float(self._statistics.noise.groups if self._statistics.in_units else 0)
+
+    def add_up(self, due: Sequence[float], needed_by: Sequence[str]) -> None:
+        """Add up what the workers of the unit have found, once the gradients of a step are averaged.
+
+        Args:
+            due: what :meth:`due` has returned on each.
+            needed_by: what cannot do without.
+
+        Raises StrategyError: they have different numbers of parameter groups, and something needs the statistics.
+        """
+        noise, unlike = self._statistics.noise, len(set(due)) > 1
+        if unlike and all(due) and needed_by:
+            raise StrategyError(
+                f"{needed_by[0]} needs the gradient noise scale, for which optimizers on all workers of a unit must "
+                f"have as many parameter groups, but they have {[round(each) for each in due]}; add empty groups where "
+                'a worker holds none of their parameters, or use scaling_rule="none", "linear", "sqrt" or "legw" and a '
+                "fixed batch"
+            )
+        if unlike or not all(due):
+            noise.drop()
+            return
+        rows = self._unit.gather([float(noise.looks), *noise.part()])
+        noise.take_parts([row[1:] for row in rows])
+        if any(row[0] for row in rows):
+            self._look()
+
+    def _look(self) -> None:
+        """Find out which of this worker's parameters earlier ones of the unit hold as well."""
+        own = [number for signature in self._signatures() for number in signature]
+        most = round(max(row[0] for row in self._unit.gather([float(len(own))])))
+        rows = self._unit.gather([*own, *[0.0] * (most - len(own))])
+        noise, mine = self._statistics.noise, self._unit.place.position
+        by_worker = [[tuple(row[i : i + _SIGNATURE]) for i in range(0, most, _SIGNATURE)] for row in rows]
+        earlier: dict[float, list[tuple[float, ...]]] = {}
+        for signature in (each for signatures in by_worker[:mine] for each in signatures):
+            earlier.setdefault(signature[0], []).append(signature)
+        names = [name for name, _ in self._held()]
+        elsewhere = [
+            name
+            for name, signature in zip(names, by_worker[mine], strict=False)
+            if any(_alike(signature, other) for other in earlier.get(signature[0], ()))
+        ]
+        if not all(math.isfinite(number) for row in rows for number in row):
+            return  # an overflow, of which nothing was estimated
+        looks = any(each[1] and not each[2] for signatures in by_worker for each in signatures)
+        if not self._unit.agree(elsewhere == noise.counted_elsewhere):
+            noise.drop()
+        noise.leave_out(elsewhere, looks=looks)
+
+    def _held(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters in buckets, by name."""
+        held = {id(getattr(p, "whole", p)) for bucket in self._buckets for p in bucket.params}
+        return ((name, p) for name, p in self._module.named_parameters() if id(p) in held)
+
+    def _signatures(self) -> Iterator[tuple[float, float, float, float]]:
+        """Yield what stands for each parameter: its name, and the size, norm and sum of its mean gradient."""
+        held = list(self._held())
+        grads = [None if p.grad is None else as_real(local(p.grad).detach()) for _, p in held]
+        norms = read([0.0 if grad is None else torch.linalg.vector_norm(grad, dtype=_EXACT) for grad in grads])
+        sums = read([0.0 if grad is None else grad.sum(dtype=_EXACT) for grad in grads])
+        for (name, p), norm, total in zip(held, norms, sums, strict=True):
+            yield float(digest(name)), float(local(p).numel()), norm, total
+
+
+def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    """True if two workers hold the same parameter, as far as size and gradient tell; no gradient tells nothing."""
+    (_, size, norm, total), (_, other_size, other_norm, other_total) = one, other
+    near = _CLOSE * norm * math.sqrt(size)
+    return (
+        size == other_size
+        and norm > 0
+        and math.isclose(norm, other_norm, rel_tol=_CLOSE)
+        and (abs(total - other_total) <= near)
+    )

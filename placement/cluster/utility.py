@@ -1,0 +1,113 @@
+"""Worth of more workers, by the rules of Or, Zhang and Freedman (MLSys 2020, section 4.2): one definition for all.
+
+The allocator, the autoscaler and the jobs' own policies ask these functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FORM = "pairs of (seconds after submission, value [USD]), such as [(3600, 50), (7200, 0)]"
+_STAYS = 0.05  # part of what the rest of a job costs that fewer workers must gain: lengths and speeds are estimates
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Utility:
+    """Value of a job's end by its time.
+
+    Lines connect the points. Before the first one its value holds; beyond the last one the last line goes on.
+
+    Raises:
+        TypeError: the points are no pairs of numbers.
+        ValueError: there are fewer than two, times do not rise, or the value grows with time, or never falls.
+    """
+
+    points: tuple[tuple[float, float], ...]  # (time [s], value [USD])
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.points, (list, tuple)) or not all(_is_pair(each) for each in self.points):
+            raise TypeError(f"utility must be {_FORM}, but got {self.points!r}")
+        object.__setattr__(self, "points", tuple((float(time_s), float(value)) for time_s, value in self.points))
+        if len(self.points) < 2 or not all(math.isfinite(each) for pair in self.points for each in pair):
+            raise ValueError(f"utility must be two or more {_FORM}, all of them finite, but got {list(self.points)}")
+        if self.points[0][0] < 0:
+            raise ValueError(f"utility must have times of 0 s or more, but got {self.points[0][0]:g} s")
+        for (before_s, old), (after_s, new) in itertools.pairwise(self.points):
+            if after_s <= before_s:
+                raise ValueError(f"utility must have rising times, but got {after_s:g} s after {before_s:g} s")
+            if new > old:
+                grows = f"{old:g} at {before_s:g} s and {new:g} at {after_s:g} s"
+                raise ValueError(f"utility must never grow with time, but got {grows}")
+        if self.points[-1][1] == self.points[0][1]:
+            raise ValueError(f"utility must fall with time, else no hurry is worth a worker, but got {self.points}")
+
+    def at(self, time_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the value of an end after so long."""
+        times, values = np.array(self.points).T
+        slope = float((values[-1] - values[-2]) / (times[-1] - times[-2]))
+        beyond = slope * np.maximum(time_s - times[-1], 0.0) if slope else 0.0
+        found: NDArray[np.float64] = np.interp(time_s, times, values) + beyond
+        return found
+
+    def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return what an end after ``left_s`` more is worth, less what the workers cost until then [USD].
+
+            surplus = U(age + left) - price x left
+
+        It pays to go from one size to another where this grows: marginal utility is above marginal cost.
+        """
+        runs = np.isfinite(left_s)
+        some_s = np.where(runs, left_s, 0.0)
+        return np.where(runs, self.at(age_s + some_s) - usd_per_h * some_s / 3600.0, -np.inf)
+
+    def best_size(
+        self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64], least: int, present: int
+    ) -> int:
+        """Return the number of workers of the largest surplus, or the present one where that is about as good.
+
+        Args:
+            age_s: since the submission [s].
+            left_s: until the end on 1..n workers [s].
+            usd_per_h: price of 1..n workers.
+            least: fewest workers that the job runs on.
+            present: its workers; 0 where it waits.
+        """
+        if len(left_s) < least:
+            return least
+        surplus = self.surplus(age_s, left_s, usd_per_h)
+        best = least + int(np.argmax(surplus[least - 1 :]))
+        if best < present <= len(left_s) and np.isfinite(surplus[present - 1]):
+            spent = float(usd_per_h[present - 1] * left_s[present - 1]) / 3600.0
+            return present if surplus[best - 1] - surplus[present - 1] <= _STAYS * spent else best
+        return best
+
+
+def _is_pair(each: object) -> bool:
+    if not isinstance(each, (list, tuple)) or len(each) != 2:
+        return False
+    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in each)
+
+
+def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> float:
+    """Return s = ((R_new - R_old) / (new - old)) / (R_old / old): what a worker more adds, in workers.
+
+    >>> scaling_efficiency(4, 400.0, 5, 480.0)
+    0.8
+
+    Args:
+        old: fewer workers.
+        old_rate: their throughput R, in any unit.
+        new: more workers.
+
+    Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
+    """
+    return (new_rate - old_rate) / (new - old) / (old_rate / old)
+
+
+SCALING_THRESHOLD = 0.1
+"""What one more worker must add at least, in workers: the default of the authors' code."""

@@ -1,0 +1,89 @@
+"""Units whose workers are threads, over real gloo groups. No Ray, and no default group, which is a process's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.communication.unit_group import UnitCommunicator, UnitGroup
+from elastic_ray.events import Pause
+from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.run.current import set_session
+from elastic_ray.session.session import Session
+from elastic_ray.state.proof import Link
+from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.unit import Unit, place_in
+from tests.membership.groups import LocalController, local_controller, member
+
+_WAIT_S = 30.0
+
+
+class _Job:
+    """Controller that hears everything and does nothing."""
+
+    paced = False
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None: ...
+
+    def failed(self, generation: int, cause: str) -> None: ...
+
+    def switched(self, generation: int, pause: Pause, proof: Link) -> None: ...
+
+    def report_soon(self) -> None: ...
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None: ...
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None: ...
+
+    def tracker_dir(self) -> str:
+        raise NotImplementedError
+
+    def claim_fault(self, index: int) -> bool:
+        return False
+
+
+def run_units(
+    train: Callable[[UnitGroup], Any], folder: Path, *, units: int = 2, unit: Unit | int = 2
+) -> list[list[Any]]:
+    """What ``train`` returns on each worker, by unit and position."""
+    size = unit if isinstance(unit, int) else unit.size
+    members = tuple(Member(worker=f"w{number + 1}", node="here") for number in range(units))
+
+    def work(controller: LocalController, number: int, position: int) -> Any:
+        group = UnitGroup(place_in(unit, position, str(folder / str(number) / "store")), cuda=False, timeout_s=_WAIT_S)
+        make = functools.partial(UnitCommunicator, group)
+
+        def form(spec: GenerationSpec, rank: int) -> Communicator:
+            return member(controller, rank, units, make=make, form_s=_WAIT_S, timeout_s=_WAIT_S)
+
+        membership = WorkerMembership(f"w{number + 1}", form, lambda generation, cause: None)
+        session = Session(f"w{number + 1}", membership, _Job(), unit=group)
+        membership.post(GenerationSpec(generation=1, members=members))
+        set_session(session)
+        try:
+            found = train(group)
+            session.finish()
+            return found
+        finally:
+            membership.close(broken=False)
+
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(units * size) as pool:
+        controllers = [stack.enter_context(local_controller()) for _ in range(size)]
+        workers = [(controllers[position], number, position) for number in range(units) for position in range(size)]
+        found = list(pool.map(lambda each: work(*each), workers))
+    return [found[first : first + size] for first in range(0, len(found), size)]
+
+
+def added_in(unit: UnitGroup, tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the workers of a unit."""
+    rows = unit.gather(tensor.flatten().tolist())
+    return torch.tensor(rows, dtype=torch.float64).sum(0).reshape(tensor.shape).to(tensor.dtype)
