@@ -135,6 +135,11 @@ class SetTopology:
     Attributes:
         topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as of ``Reduce``.
         model: number of the model, in the order in which the loop wraps them.
+
+    Examples:
+        >>> from elastic_ray.adaptation import SetTopology
+        >>> SetTopology("ring")
+        SetTopology(topology='ring', model=0)
     """
 
     topology: str
