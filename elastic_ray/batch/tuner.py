@@ -358,7 +358,7 @@ class BatchTuner:
         return float(goodput), int(atomic_bsz), int(accum_steps)
 
     def _missing(self, keep: BatchChoice, replicas: int) -> str:
-        """Return what there is no model without, and why, where it will not come by itself."""
+        """Return the missing measurements, and why those that will not come by themselves are missing."""
         if self._noise is not None:
             return "no throughput model yet"
         if self._has_no_halves(keep, replicas):

@@ -24,7 +24,7 @@ _ENDED_TRIAL = ("TERMINATED", "ERROR")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Jobs to submit again, and what is to be said of others, by name."""
+    """Jobs to submit again, and remarks on others, by name."""
 
     jobs: list[SubmittedJob] = dataclasses.field(default_factory=list)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -102,7 +102,7 @@ def _path(entry: Any) -> str:
 def _judge(
     job: SubmittedJob, run: RunStorage, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found
 ) -> None:
-    """Check whether one job is to be submitted again."""
+    """Decide if one job must be submitted again."""
     why = job.why_not(run.read_events())
     if why is None:
         return

@@ -278,7 +278,7 @@ class JobController:
         await self._persist_state()
 
     async def weigh(self, weight: float) -> None:
-        """Let the job's speed count so many times beside that of others, in place of ``SchedulingConfig.weight``."""
+        """Set the weight of the job's speed beside that of others, in place of ``SchedulingConfig.weight``."""
         await self._recovered.wait()
         self._job.weigh(weight)
         await self._persist_state()

@@ -137,7 +137,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def weigh(self, weight: float) -> None:
-        """Let the job's speed count so many times beside that of others."""
+        """Set the weight of the job's speed beside that of others."""
         self._weight = weight
         self._allocator.soon()
 

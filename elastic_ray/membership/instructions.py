@@ -45,7 +45,7 @@ class Announce:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
-    """Notify ``to`` that a planned generation will not come to be."""
+    """Notify ``to`` that a planned generation is withdrawn."""
 
     generation: int
     to: tuple[str, ...]

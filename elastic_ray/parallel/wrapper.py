@@ -488,7 +488,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _step(self, own: OptimizerSteps, apply: Any, closure: Any, **kwargs: Any) -> Any:
-        """Carry out ``optimizer.step``: call ``apply`` with scaled learning rates, if the step is to be applied."""
+        """Carry out ``optimizer.step``: call ``apply`` with scaled learning rates if the step counts."""
         value = None
         if closure is not None:
             value, kwargs = evaluated(own.optimizer, closure, kwargs)
@@ -565,7 +565,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             )
 
     def _counts(self, own: OptimizerSteps) -> bool:
-        """True if the update is to be made; an update that is left out leaves neither statistics nor buffers behind."""
+        """True if the update counts; a skipped update leaves neither statistics nor buffers."""
         saved = self._saved_buffers
         left_out = False
         scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step

@@ -181,7 +181,7 @@ class JobRecord:
             self.message = ""
 
     def proven(self, event: JobEvent) -> None:
-        """Add an event that only the run's file is to have."""
+        """Add an event to the run's file only."""
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:

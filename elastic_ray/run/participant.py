@@ -125,7 +125,7 @@ class Participant:
 
     @property
     def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        """Key of strategies whose step times may be mixed; None while one is being chosen."""
         return ""
 
     @property

@@ -153,7 +153,7 @@ class Run:
         return self.states.progress
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Notify the job's user, from rank 0; all ranks come by here."""
+        """Notify the job's user, from rank 0; called on every rank."""
         if self.group.rank_info.rank == 0:
             self.controller.tell(kind, text, dict(detail or {}))
 

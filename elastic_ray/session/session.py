@@ -331,7 +331,7 @@ class Session:
         return self.ledger.resume_point(self.registry.models.gain)
 
     def tell_of_early_report(self) -> None:
-        """Notify the job's user, once, that a train function reports which has not come to its loop."""
+        """Notify the job's user, once, that the train function reports before its loop."""
         if not self._told_of_early_report:
             self._told_of_early_report = True
             self.tell(

@@ -131,7 +131,7 @@ class RunProgress:
             self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int, samples: int = 0) -> None:
-        """Set the number of optimizers that have stepped in the step in progress, which has so many samples."""
+        """Set the number of optimizers that have stepped in the step in progress, and its samples."""
         self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:

@@ -67,7 +67,7 @@ class Replicas:
         self._checked = -1
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """True if all parameters are to be compared after ``steps`` steps.
+        """True if the ranks compare all parameters after ``steps`` steps.
 
         Args:
             steps: committed optimizer steps.
@@ -101,7 +101,7 @@ class Replicas:
             self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
 
     def left_at(self, loader_steps: int) -> int:
-        """Return the fingerprint of when the loop over epochs was left, if that was after so many steps; else 0."""
+        """Return the fingerprint of the loop's end if that was after ``loader_steps`` steps; else 0."""
         at, fingerprint = self._left
         return fingerprint if at == loader_steps else 0
 

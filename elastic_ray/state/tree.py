@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class SharedOut(Stateful, Protocol):
-    """A state of which each rank holds a part; what :meth:`capture` gives is what all of them hold."""
+    """State that is divided among the ranks; :meth:`capture` returns the whole."""
 
     def capture_to_save(self) -> Any:
         """Return the whole state, where this rank holds it."""

@@ -366,7 +366,7 @@ class StepLedger:
         self._follow()
 
     def may_apply(self) -> bool:
-        """True if the optimizer step that user code asks for is to be applied now.
+        """True if the optimizer step that user code asks for counts now.
 
         Not within an accumulation, not after a failure, and not again when a survivor already applied it before
         this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.

@@ -30,7 +30,7 @@ _ALPHA = 0.1
 
 
 class StragglerWatch:
-    """Finds stragglers, has them take fewer samples, and says which are to be replaced.
+    """Finds stragglers, gives them fewer samples, and names those to replace.
 
     Every committed step of training is reported to it, on all ranks; it keeps no other clock than the steps' own
     times. Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the

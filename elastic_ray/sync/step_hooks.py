@@ -33,7 +33,7 @@ class StepHooks:
         self._optimizer: Any = optimizer
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call those that come before a step; returns what it is to be called with.
+        """Call the hooks before a step; return the step's arguments.
 
         Raises RuntimeError: a hook has returned something else than None or new arguments.
         """

@@ -332,7 +332,7 @@ class WorkerActors:
                     actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep processes at hand on these nodes, where the job has so many workers, and on no other."""
+        """Keep warm processes on these nodes only, by the number of the job's workers there."""
         self._processes.keep_warm(nodes)
 
     def disband(self) -> None:

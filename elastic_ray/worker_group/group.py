@@ -69,7 +69,7 @@ class GroupObserver(Protocol):
 
 
 class WorkerGroup:
-    """Members of the present generation, and those that are to be.
+    """Members of the present and of the planned generation.
 
     Args:
         controller: handle of its controller.

@@ -320,7 +320,7 @@ class Allocator:
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
-        """Return every job that could run, where it is to be, with what others know of its model.
+        """Return every job that could run, with its planned nodes and shared knowledge of its model.
 
         What the policy sees.
         """

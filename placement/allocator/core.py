@@ -191,7 +191,7 @@ class AllocatorCore:
         return explain(view, known.reason, list(views.values()), plan, self._cluster)
 
     def handle(self, event: Event, now_s: float, steady_s: float | None = None) -> list[Instruction]:
-        """Receive one event and answer with what is to be done, shrinking jobs first.
+        """Handle one event; return instructions, those that shrink jobs first.
 
         Args:
             now_s: the time of day [s since the epoch], for what is shown, stored and told to the policy.

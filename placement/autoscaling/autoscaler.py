@@ -158,7 +158,7 @@ class Autoscaler:
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Refuse a node type of which the provider has no node now; another one is asked for instead."""
+        """Refuse a node type that the provider lacks now; another one is requested instead."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:

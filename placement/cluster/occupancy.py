@@ -120,7 +120,7 @@ class Occupancy(Generic[_Job, _Key]):
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the tightest node that takes so many workers, of equal ones the first; None if none does."""
+    """Return the tightest node with room for these workers, the first of equals; None if there is none."""
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 

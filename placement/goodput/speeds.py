@@ -129,7 +129,7 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job with the batch that it will have in so many seconds on the workers that it has on this type."""
+    """Return the job with the batch that it will have after these seconds on its workers of this type."""
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
         assert view.held_batch is not None, "a forecast continues a held batch"
         now = dataclasses.replace(view, forecast=None)

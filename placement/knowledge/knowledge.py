@@ -402,7 +402,7 @@ class EndedJobs:
         )
 
     def ended(self, job: str, now_s: float) -> bool:
-        """End a job; True if its length is to be kept."""
+        """End a job; True if its length is worth keeping."""
         length = self._present.pop(job, None)
         self._declared.pop(job, None)
         if length is None:

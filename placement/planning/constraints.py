@@ -64,7 +64,7 @@ def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
 
 
 def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
-    """Return the plan with so many workers of these jobs; those on nodes with the fewest of them go first."""
+    """Return the plan with these jobs cut to fewer workers, first on nodes with the fewest of them."""
     allocation = {job: dict(place) for job, place in plan.allocation.items()}
     reasons = dict(plan.reasons)
     sizes = {view.job: view.sizes for view in problem.views}

@@ -40,7 +40,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Jobs, and the room that they are to share."""
+    """Jobs, and the room that they share."""
 
     views: Sequence[JobView]
     cluster: Cluster  # the room that is theirs

@@ -100,7 +100,7 @@ class _FreeSlots:
         return given
 
     def take_back(self, view: JobView, given: dict[str, int], workers: int) -> None:
-        """Leave so many of the slots that a job was given to others."""
+        """Return slots that a job was given, for others."""
         place = self.allocation[view.job]
         for node_id in reversed(list(given)):
             less = min(given[node_id], workers)

@@ -162,7 +162,7 @@ class ClusterScaler:
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return the cluster as jobs are to see it: a node that is given up is one that drains."""
+        """Return the cluster for jobs: a node that is given up drains."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))

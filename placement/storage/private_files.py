@@ -33,7 +33,7 @@ _OBJECT_STORES = tuple(
 
 
 class ForeignDirectoryError(PermissionError):
-    """Error raised if a directory that is to be private belongs to another user."""
+    """Error raised if a private directory belongs to another user."""
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:

@@ -79,7 +79,7 @@ class Results:
 
 
 class ExperimentFailedError(RuntimeError):
-    """The experiment could not continue; ``results`` are what it had come to.
+    """Error raised if the experiment cannot continue; ``results`` are those so far.
 
     Args:
         message: why.

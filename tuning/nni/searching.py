@@ -95,7 +95,7 @@ class NNISearch(Searcher):
         return dict(self._parameters[index])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Report to the tuner what its parameters have come to, also of a trial that a scheduler has stopped."""
+        """Report a trial's result to the tuner, also of a trial that a scheduler has stopped."""
         index = self._ids.pop(trial_id, None)
         if index is None:
             return

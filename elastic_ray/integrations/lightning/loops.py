@@ -290,7 +290,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def _stops_early(self) -> bool:
-        """True if the training was asked to stop, and has come as far as ``min_steps`` and ``min_epochs`` say."""
+        """True if the training was asked to stop and ``min_steps`` and ``min_epochs`` are reached."""
         return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:

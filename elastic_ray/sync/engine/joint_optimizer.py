@@ -158,7 +158,7 @@ class JointTiles:
 
     @property
     def idle(self) -> bool:
-        """True if no optimizer has tiles, nor is to have any."""
+        """True if no optimizer has tiles, now or planned."""
         return all(each.idle for each in self._parts)
 
     @property

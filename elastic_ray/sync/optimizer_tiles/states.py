@@ -116,7 +116,7 @@ class HeldTiles:
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy states of so many spans that are parts of larger tensors, so that these can go."""
+        """Copy states of spans out of larger tensors, so that these can be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:

@@ -266,7 +266,7 @@ class TiledOptimizer:
             self._adopt_wanted()
 
     def _arrange(self, copies: int) -> None:
-        """Have tiles lie with so many ranks each, and parameters be those that their owners have."""
+        """Place tiles on ranks, and copy parameters from their owners."""
         group = self._run.group
         everyone = self._holder.look_around(group.communicator, unpublished=self._unpublished, gathered=self._open)
         self._pending = None  # all ranks have come so far, and hold the same update

@@ -108,7 +108,7 @@ class ShardedTable:
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
-        """Adopt a whole table after so many updates; all ranks do the same.
+        """Load a whole table and its number of updates; all ranks do the same.
 
         Raises:
             RuntimeError: a step of a loader is in progress, which might be lost and drawn again.
@@ -306,7 +306,7 @@ class ShardedTable:
         return found if found is not None else dict.fromkeys(names, self._nothing[1])
 
     def _collected(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the whole table where this rank is to have it."""
+        """Return the whole table on ranks that asked for it."""
         group = self._run.group
         if group.generation and group.world_size > 1:
             self._run.consensus.agree_on(self._announced(_WHOLE))

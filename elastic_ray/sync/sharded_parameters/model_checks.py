@@ -56,7 +56,7 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return a key that tells layouts apart of which step times are not to be mixed.
+    """Return a key of layouts whose step times may be mixed.
 
     That of all workers in one group is what it was before there were others, so what is known of earlier runs holds.
     """

@@ -248,7 +248,7 @@ class ShardHolder:
         return self._shares_memory
 
     def settle(self, group: Group) -> None:
-        """Have those follow that are to, and free the memory of what is held no more; all ranks call it."""
+        """Send the remaining copies and free unused memory; all ranks call it."""
         held, target = self._held, self._target
         mine = target.held_by(group.rank)
         if self._layout != target:

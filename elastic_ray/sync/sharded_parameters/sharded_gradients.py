@@ -155,7 +155,7 @@ class ShardedGradients(Participant):
         self.entered()
 
     def entered(self) -> None:
-        """Enter a backward pass with its first collective, or when it has come to the model."""
+        """Enter a backward pass with its first collective, or when it reaches the model."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -365,7 +365,7 @@ class ShardedGradients(Participant):
 
     @property
     def settled(self) -> bool:
-        """True if this rank holds everything that is to be saved."""
+        """True if this rank holds everything to save."""
         return self._optimizer.settled
 
     @property

@@ -88,7 +88,7 @@ class StrategyTuner:
         }
 
     def tell(self, table: Callable[[], str]) -> None:
-        """Notify the job's user of a choice, once it is in force; all ranks come by here."""
+        """Notify the job's user of a choice, once it is in force; called on every rank."""
         choice = self._choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
@@ -390,7 +390,7 @@ class StrategyInForce:
         self._stepped = steps, now_s
 
     def enter_group(self) -> bool:
-        """Enter a group, in which all ranks hold the same state; True if buckets are to be laid out anew."""
+        """Enter a group, in which all ranks hold the same state; True if buckets need a new layout."""
         self._stepped = None
         self.takes, self._entering = 0, True
         if self._asked is not None and self._asked.tuner is not None:
@@ -423,7 +423,7 @@ class StrategyInForce:
         return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
-        """Restore a captured state; whether buckets are to be laid out anew.
+        """Restore a captured state; True if buckets need a new layout.
 
         The strategy of a run that began with another one stays behind with it.
         """
