@@ -98,7 +98,7 @@ class OptimizerSteps:
 
 
 class AdaptiveDataParallel(torch.nn.Module):
-    """Replicates ``module`` over the job's workers, however many there are, as ``DistributedDataParallel`` does.
+    """Wrapper that replicates ``module`` over the job's workers, as ``DistributedDataParallel`` does.
 
     Gradients are averaged over all samples of the step when ``backward()`` returns. ``optimizer.step()`` keeps its
     meaning, with learning rates scaled for the present batch size; it does nothing while gradients are accumulated,
@@ -372,7 +372,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError: how gradients travel is the strategy's, which other ranks and later workers know."""
+        """Raise RuntimeError: the strategy, which all ranks and later workers know, decides how gradients travel."""
         raise RuntimeError(NO_COMMUNICATION_HOOK)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A trial.
+    """Outcome of a trial.
 
     Attributes:
         trial: NNI's id of it.
