@@ -50,8 +50,8 @@ figure must be; a miss is marked.
 {count} figures, {bars} of them with a bar: {missed} are **missed**.
 
 ```sh
-python tests/benchmarks/bench_resize.py | tee resize.log
-python docs/measurements.py resize.log
+python tests/benchmarks/bench_resize.py | tee bench_resize.log
+python docs/measurements.py bench_resize.log
 ```
 
 Rows of the simulator need the published traces and profiles; `ELASTIC_RAY_DATA` names their folder. Dates until
@@ -79,20 +79,31 @@ def read() -> list[dict[str, Any]]:
 
 
 def printed(log: str, name: str) -> list[dict[str, Any]]:
-    """Return the figures of the JSON lines in a benchmark's output, without section and unit."""
-    script = re.sub(r".*(bench_\w+)\.\w+$", r"\1.py", name)
+    """Return the figures of the JSON lines in a benchmark's output, without section; none of a run with --quick.
+
+    Raises ValueError: the log is not named like its benchmark.
+    """
+    script = Path(name).stem + ".py"
+    if not (DOCS.parent / "tests" / "benchmarks" / script).is_file():
+        raise ValueError(f"a log must be named like its benchmark, such as bench_resize.log, but got {name}")
     found = []
     for line in log.splitlines():
         if not line.startswith('{"benchmark": '):
             continue
         result = json.loads(line)
+        if "--quick" in (arguments := result.get("arguments", [])):
+            continue
         machine = result.get("machine", {})
         date = datetime.date.fromtimestamp(machine["time_s"]).isoformat() if machine else ""
         for bar in result.get("bars", ()):
             if bar["reached"] is not None:
                 claim, unit = re.fullmatch(r"(.*?)(?: \[(\w+)\])?", bar["claim"]).groups("")  # type: ignore[union-attr]
                 value = float(f"{bar['reached']:.3g}")
-                described = {"date": date, "machine": f"{machine.get('cpus')} CPUs", "command": script}
+                described = {
+                    "date": date,
+                    "machine": f"{machine.get('cpus')} CPUs",
+                    "command": " ".join([script, *arguments]),
+                }
                 found.append({"claim": claim, "value": value, "unit": unit, "bar": bar["must be"], **described})
     return found
 
@@ -101,13 +112,14 @@ def merged(rows: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) 
     """Return the rows with new figures in the place of those with the same claim, others after their benchmark's."""
     result = [dict(row) for row in rows]
     for each in new:
-        same = [n for n, row in enumerate(result) if row["command"].split()[0] == each["command"]]
+        same = [n for n, row in enumerate(result) if row["command"].split()[0] == each["command"].split()[0]]
         place = next((n for n in same if result[n]["claim"] == each["claim"]), None)
         if place is None:
             section = result[same[-1]]["section"] if same else "Steps"
             result.insert(same[-1] + 1 if same else len(result), {"section": section, **each})
         else:
-            result[place] |= {**each, "unit": result[place]["unit"] or each["unit"]}
+            ratio = "x" if result[place]["unit"] == "x" else ""  # which a benchmark does not print
+            result[place] |= {**each, "unit": each["unit"] or ratio}
     return result
 
 

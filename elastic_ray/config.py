@@ -188,7 +188,7 @@ class SchedulingConfig(NamesArguments):
         budget_usd: what the job may cost [USD]; the autoscaler plans with it and says at once if it cannot be kept.
         utility: what it is worth that the job is done, by seconds after ``submit()``: pairs of time and value [USD],
             such as ``((3600, 50), (7200, 0))``; linear between, the first value before the first, and the last line
-            goes on beyond the last. Once its length is known the job has no worker that costs more than it gains.
+            continues beyond the last. Once its length is known the job has no worker that costs more than it gains.
         weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a
             matter of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first
             all the same.

@@ -8,14 +8,66 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.cloudpickle
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
 from elastic_ray.access import AccessRefusedError as AccessRefusedError
 from elastic_ray.sealed import Raised, pickled_error
+from placement.lazy_names import lazy_names
 from placement.text import printable, printable_lines
+
+if TYPE_CHECKING:
+    from elastic_ray.batch.branch_losses import BranchError
+    from elastic_ray.batch.tuner import BatchDoesNotFitError
+    from elastic_ray.communication.communicator import CommunicationFailedError
+    from elastic_ray.consensus.intents import RanksDisagreeError
+    from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
+    from elastic_ray.state.layout import ReplicasDifferError
+    from elastic_ray.state.tree import UnsafeStateError
+    from elastic_ray.sync.optimizer_tiles.moves import StateLostError
+    from elastic_ray.sync.sharded.shard import RowsLostError
+    from placement.storage.private_files import ForeignDirectoryError
+    from placement.storage.storage_calls import StorageTimeoutError
+
+# Errors of rooms above, loaded on first use.
+_HOMES = {
+    "elastic_ray.batch.branch_losses": "BranchError",
+    "elastic_ray.batch.tuner": "BatchDoesNotFitError",
+    "elastic_ray.communication.communicator": "CommunicationFailedError",
+    "elastic_ray.consensus.intents": "RanksDisagreeError",
+    "elastic_ray.parallel.nonfinite": "NonFiniteGradientsError NonFiniteParametersError",
+    "elastic_ray.state.layout": "ReplicasDifferError",
+    "elastic_ray.state.tree": "UnsafeStateError",
+    "elastic_ray.sync.optimizer_tiles.moves": "StateLostError",
+    "elastic_ray.sync.sharded.shard": "RowsLostError",
+    "placement.storage.private_files": "ForeignDirectoryError",
+    "placement.storage.storage_calls": "StorageTimeoutError",
+}
+
+__all__ = [
+    "AccessRefusedError",
+    "BatchDoesNotFitError",
+    "BranchError",
+    "CommunicationFailedError",
+    "ForeignDirectoryError",
+    "ImpossibleResourcesError",
+    "JobLostError",
+    "JobNameTakenError",
+    "NonFiniteGradientsError",
+    "NonFiniteParametersError",
+    "RanksDisagreeError",
+    "ReplicasDifferError",
+    "RowsLostError",
+    "StateLostError",
+    "StorageTimeoutError",
+    "TrainFunctionError",
+    "UnsafeStateError",
+    "WorkersLostError",
+]
+
+__getattr__, _ = lazy_names("elastic_ray.errors", _HOMES)
 
 
 class JobNameTakenError(RuntimeError):

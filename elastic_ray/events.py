@@ -247,7 +247,7 @@ class JobPhase(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """A job at one moment.
+    """Status of a job at one moment.
 
     Attributes:
         job: name of the job.

@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def shards(self) -> int:
-        """Into how many parts its samples are cut."""
+        """Number of parts into which the unit's samples are cut."""
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:

@@ -96,11 +96,11 @@ def main() -> None:
     result = handle.result()
     granted = refused = 0
     for event in handle.events():
-        if event.kind is er.EventKind.POLICY and "request" in event.detail:
+        if event.kind is er.events.EventKind.POLICY and "request" in event.detail:
             is_refused = bool(event.detail["refused"])
             granted, refused = granted + (not is_refused), refused + is_refused
             print(f"{'refused' if is_refused else 'asked':<8} {event.reason}")
-        elif event.kind in (er.EventKind.RESIZE, er.EventKind.BATCH, er.EventKind.POLICY):
+        elif event.kind in (er.events.EventKind.RESIZE, er.events.EventKind.BATCH, er.events.EventKind.POLICY):
             print(f"{event.kind.value:<8} {event.from_workers} -> {event.to_workers} workers: {event.reason}")
     loss = (result.metrics or {})["loss"]
     print(f"{granted} requests applied, {refused} refused; loss {loss:.3f} after {handle.status().epoch} epochs")

@@ -64,7 +64,7 @@ class Job:
     handle: er.JobHandle
     submitted_s: float
     sizes: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    events: list[er.JobEvent] = dataclasses.field(default_factory=list)
+    events: list[er.events.JobEvent] = dataclasses.field(default_factory=list)
     running_s: float | None = None
     ended_s: float | None = None
 
@@ -185,15 +185,15 @@ def show(line: str) -> None:
     print(line, file=sys.__stdout__, flush=True)
 
 
-def describe(event: er.JobEvent) -> str:
+def describe(event: er.events.JobEvent) -> str:
     """An event in one line."""
-    if event.kind is er.EventKind.FINISHED:
+    if event.kind is er.events.EventKind.FINISHED:
         return event.reason
-    if event.kind is er.EventKind.BATCH:
+    if event.kind is er.events.EventKind.BATCH:
         what = f"batch {event.detail['from_batch_size']} -> {event.detail['to_batch_size']}"
     elif event.from_workers != event.to_workers:
         what = f"{event.from_workers} -> {event.to_workers} workers"
-        if event.kind is er.EventKind.FAILURE:
+        if event.kind is er.events.EventKind.FAILURE:
             what = f"FAILURE, {what}"
     else:
         what = f"{event.kind.value}, {event.to_workers} workers"
@@ -221,8 +221,8 @@ def summary(demo: Demo, target: float) -> bool:
         count = [event.kind for event in job.events].count
         pause = max(event.pause_s for event in job.events)
         show(
-            f"  {name:<5} {(job.ended_s or 0.0) - job.submitted_s:>4.0f} s {count(er.EventKind.RESIZE):>8} "
-            f"{count(er.EventKind.FAILURE):>9} {pause:>12.2f} s {accuracy:>9.3f}  {batch_sizes(job)}"
+            f"  {name:<5} {(job.ended_s or 0.0) - job.submitted_s:>4.0f} s {count(er.events.EventKind.RESIZE):>8} "
+            f"{count(er.events.EventKind.FAILURE):>9} {pause:>12.2f} s {accuracy:>9.3f}  {batch_sizes(job)}"
         )
     return good
 
@@ -238,7 +238,7 @@ def columns(sizes: list[tuple[float, int]]) -> list[str]:
 
 def batch_sizes(job: Job) -> str:
     """The global batch sizes that the job went through."""
-    changes = [event.detail for event in job.events if event.kind is er.EventKind.BATCH]
+    changes = [event.detail for event in job.events if event.kind is er.events.EventKind.BATCH]
     sizes = [changes[0]["from_batch_size"]] if changes else [32]
     return " -> ".join(str(size) for size in [*sizes, *(change["to_batch_size"] for change in changes)])
 

@@ -112,7 +112,7 @@ def show(results: tuning.nni.Results, job: er.JobHandle, took_s: float) -> None:
             f"{trial.sequence:<6} {chosen['lr']:>7.4f} {chosen['width']:>6} {chosen['batch_size']:>6} "
             f"{trial.value or 0.0:>9.3f} {trial.status:<14} {' '.join(map(str, trial.workers))}"
         )
-    wanted = (er.EventKind.STARTED, er.EventKind.RESIZE)
+    wanted = (er.events.EventKind.STARTED, er.events.EventKind.RESIZE)
     sizes = [event.to_workers for event in job.events() if event.kind in wanted]
     print(f"neighbour: accuracy {job.result().metrics['accuracy']:.3f}, sizes {' '.join(map(str, sizes))}")
     moved = sum(before != after for trial in results.trials for before, after in itertools.pairwise(trial.workers))

@@ -15,26 +15,26 @@ from pathlib import Path
 import elastic_ray as er
 
 MARKS = {
-    er.EventKind.FAILURE: ("X", "tab:red", "worker lost"),
-    er.EventKind.RECOVERED: ("D", "black", "controller restarted"),
-    er.EventKind.PREEMPTED: ("v", "tab:purple", "preempted"),
+    er.events.EventKind.FAILURE: ("X", "tab:red", "worker lost"),
+    er.events.EventKind.RECOVERED: ("D", "black", "controller restarted"),
+    er.events.EventKind.PREEMPTED: ("v", "tab:purple", "preempted"),
 }
 
 
-def read(storage_path: Path) -> dict[str, list[er.JobEvent]]:
+def read(storage_path: Path) -> dict[str, list[er.events.JobEvent]]:
     """The events of every job below a folder, those of the job that began first first.
 
     Raises:
         FileNotFoundError: there is no ``events.jsonl`` below it.
     """
     logs = {path.parent.name: path.read_text().splitlines() for path in storage_path.rglob("events.jsonl")}
-    jobs = {name: [er.JobEvent.from_json(line) for line in lines] for name, lines in logs.items() if lines}
+    jobs = {name: [er.events.JobEvent.from_json(line) for line in lines] for name, lines in logs.items() if lines}
     if not jobs:
         raise FileNotFoundError(f"{storage_path} must hold jobs with an events.jsonl, but there is none")
     return dict(sorted(jobs.items(), key=lambda job: job[1][0].time_s))
 
 
-def draw(jobs: Mapping[str, Sequence[er.JobEvent]], picture: Path) -> None:
+def draw(jobs: Mapping[str, Sequence[er.events.JobEvent]], picture: Path) -> None:
     """A row for each job: its number of workers over time, and what went wrong.
 
     Args:

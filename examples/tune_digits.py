@@ -116,7 +116,7 @@ def show(grid: tune.ResultGrid, job: er.JobHandle, took_s: float) -> None:
             f"{number:<6} {config['lr']:>7.4f} {config['width']:>6} {config['batch_size']:>6} "
             f"{result.metrics['accuracy']:>9.3f}  {' '.join(map(str, sizes))}"
         )
-    wanted = (er.EventKind.STARTED, er.EventKind.RESIZE)
+    wanted = (er.events.EventKind.STARTED, er.events.EventKind.RESIZE)
     sizes = [event.to_workers for event in job.events() if event.kind in wanted]
     print(f"neighbour: accuracy {job.result().metrics['accuracy']:.3f}, sizes {' '.join(map(str, sizes))}")
     moved = sum(

@@ -24,7 +24,7 @@ import elastic_ray as er
 TIME_LIMIT_S = 900.0  # a busy machine takes several times as long
 
 
-def watch(handle: er.JobHandle, *, kill: bool) -> er.JobStatus:
+def watch(handle: er.JobHandle, *, kill: bool) -> er.events.JobStatus:
     """Show what happens to a job; grow it to three workers in its first epochs, and kill one of them after that."""
     begin_s = time.monotonic()
     seen = reported = 0

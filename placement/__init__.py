@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from placement.autoscaling.config import Autoscaling
     from placement.cluster.cluster import Cluster, Node
     from placement.cluster.jobs import JobView
+    from placement.cluster.memory_need import MemoryNeed
     from placement.cluster.node_types import NodeType
     from placement.errors import InputError
     from placement.planning.tenants import Tenant
@@ -31,6 +32,7 @@ _HOMES = {
     "placement.autoscaling.config": "Autoscaling",
     "placement.cluster.cluster": "Cluster Node",
     "placement.cluster.jobs": "JobView",
+    "placement.cluster.memory_need": "MemoryNeed",
     "placement.cluster.node_types": "NodeType",
     "placement.errors": "InputError",
     "placement.planning.tenants": "Tenant",
@@ -45,6 +47,7 @@ __all__ = [
     "Cluster",
     "InputError",
     "JobView",
+    "MemoryNeed",
     "Node",
     "NodeType",
     "NoticeConfig",

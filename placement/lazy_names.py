@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, homes: Mapping[str, str], modules: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package's ``__init__``.
 
     Args:
         homes: public names of each module, with a space between two.
+        modules: public modules of the package, loaded like names.
     """
 
     found = {name: module for module, names in homes.items() for name in names.split()}
 
     def get(name: str) -> Any:
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
         if name not in found:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(found))}")
         return getattr(importlib.import_module(found[name]), name)

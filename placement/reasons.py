@@ -109,7 +109,7 @@ class Reason:
         return "; ".join(each for each in (self.words, self.figures, whole) if each)
 
     def of_unit(self, unit: int) -> Reason:
-        """Return the reason of a job whose workers are units of so many."""
+        """Return the reason of a job in units, by their size."""
         return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:

@@ -38,7 +38,7 @@ def short_ids(text: str) -> str:
 
 
 def clipped(text: str, most: int = 500) -> str:
-    """Return a sentence with short ids, and without what is beyond so many characters."""
+    """Return a sentence with short ids, cut to a number of characters."""
     short = short_ids(text[: 4 * most])
     return short if len(short) <= most else f"{short[: most - 1]}…"
 

@@ -61,9 +61,13 @@ def test_a_benchmarks_line_replaces_its_own_claim() -> None:
         '"reached": 2.0, "must be": "<= 1", "met": false}], "machine": {"cpus": 4, "time_s": 1795000000}}\n'
     )
     before = [row(1, ">= 20"), row(1, "", claim="c", command="bench_hang.py")]
+    quick = log.replace('"rows"', '"arguments": ["--quick"], "rows"')
+    assert measurements.printed(quick, "bench_kill.log") == []
+    with pytest.raises(ValueError, match=r"named like its benchmark, such as bench_resize.log, but got kill.log"):
+        measurements.printed(log, "kill.log")
     after = measurements.merged(before, measurements.printed(log, "build/release/bench_kill.log"))
     assert [(each["claim"], each["value"], each["unit"], each["machine"]) for each in after] == [
-        ("c", 31.3, "x", "4 CPUs"),
+        ("c", 31.3, "s", "4 CPUs"),
         ("new", 2.0, "", "4 CPUs"),
         ("c", 1, "x", ""),
     ]

@@ -13,9 +13,10 @@ from types import ModuleType
 import pytest
 
 import elastic_ray
+import elastic_ray.sync
 import placement
 
-NAMES = [(package, name) for package in (elastic_ray, placement) for name in package.__all__]
+NAMES = [(package, name) for package in (elastic_ray, elastic_ray.errors, placement) for name in package.__all__]
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES, ids=lambda each: getattr(each, "__name__", each))
@@ -41,6 +42,21 @@ def test_list_is_sorted_without_repeats_and_what_dir_shows(package: ModuleType) 
     assert dir(package) == package.__all__
 
 
+def test_public_modules_are_attributes_and_moved_names_are_gone() -> None:
+    code = (
+        "import elastic_ray as er\n"
+        "assert er.events.JobPhase and er.faults.Faults and er.sync.ZeRO1 and er.adaptation.Stop\n"
+        "assert all(getattr(er.errors, name) for name in er.errors.__all__)\n"
+        "assert not any(hasattr(er, name) for name in (*er.errors.__all__, 'JobEvent', 'Faults', 'ArrowDataset'))\n"
+        "assert not hasattr(er.errors, 'JobEvent') and not hasattr(er.sync, 'Rule')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
+
+
+def test_the_top_is_small() -> None:
+    assert len(elastic_ray.__all__) <= 26 and len(elastic_ray.sync.__all__) <= 20
+
+
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Clustr'; it has .*Cluster"):
         placement.Clustr  # noqa: B018
@@ -51,7 +67,8 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 def test_importing_the_packages_loads_neither_ray_nor_torch() -> None:
     code = (
         "import sys, elastic_ray, placement\n"
-        "from elastic_ray import ElasticConfig, JobEvent, report\n"
+        "from elastic_ray import ElasticConfig, report\n"
+        "from elastic_ray.events import JobEvent\n"
         "from placement import Autoscaling, Cluster, JobView, NodeType, Policy, Tenant\n"
         "sys.exit(' '.join(m for m in ('ray', 'torch') if m in sys.modules) or 0)"
     )

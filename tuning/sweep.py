@@ -406,11 +406,11 @@ class SweepActor:
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Take back a process that is no longer needed; ``fit``: another trial may use it."""
+        """Accept a process back that is no longer needed; ``fit``: another trial may use it."""
         self._processes.take_back(run, actor, fit=fit)
 
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:
-        """Settle a run's processes; ``fit``: those that another trial may use, and if they answered."""
+        """Close a run's processes; ``fit``: those that another trial may use, and if they answered."""
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
@@ -461,7 +461,7 @@ class SweepActor:
             logger.warning("sweep %s: %s", self._name, planner.note)
 
     async def _watch(self) -> None:
-        """Forget controllers that are gone; end with the last of them."""
+        """Discard controllers that are gone; end with the last of them."""
         while True:
             await asyncio.sleep(_LOOK_S)
             looked_at = {**self._busy, **self._ending}

@@ -75,7 +75,7 @@ class SweepProcesses:
         return process.actor, process.ready
 
     def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Take back a process of a run; one that is not ``fit`` for another run ends."""
+        """Accept a process back of a run; one that is not ``fit`` for another run ends."""
         for process in self._lent.get(run, []):
             if process.actor == actor:
                 self._lent[run].remove(process)
@@ -84,7 +84,7 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """Settle a run that is over: its processes end, except those that another run may use.
+        """Close a run that is over: its processes end, except those that another run may use.
 
         Args:
             fit: those, and whether each has answered; None for none.

@@ -130,7 +130,7 @@ def make_template(
     if spec.datasets:
         raise ValueError(
             "an ElasticTrainer with datasets= cannot be tried out: each trial would need a reader of its own. Read the "
-            "data in the train function, from Parquet files with elastic_ray.ArrowDataset"
+            "data in the train function, from Parquet files with elastic_ray.data.arrow.ArrowDataset"
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
     TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)
@@ -351,7 +351,7 @@ class TrialJob:
         return handle
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Tell the sweep's actor something, if it is there."""
+        """Send the sweep's actor a message, if it is there."""
         with contextlib.suppress(RayError, ValueError):
             if (sweep := find_actor(f"sweep:{self._sweep}")) is not None:
                 getattr(sweep, method).remote(*arguments)

@@ -81,7 +81,7 @@ class Promise(NamesArguments):
         return tuple(sorted({*found, self.max_t}))
 
     def next_rung(self, reports: int) -> int:
-        """Return the first rung after so many reports; ``max_t`` where there is none before it."""
+        """Return the first rung after this number of reports; ``max_t`` where there is none before it."""
         if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
@@ -239,7 +239,7 @@ class CheckpointCache:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Forget runs whose time is over."""
+        """Discard runs whose time is over."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

@@ -86,7 +86,7 @@ class Policy:
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, here or on another rank."""
+        """Adopt what :meth:`state_dict` gave, here or on another rank."""
         if type(self).state_dict is Policy.state_dict:  # a lost step may have made attributes
             for name in vars(self).keys() - state.keys() - _SETTINGS:
                 delattr(self, name)

@@ -135,6 +135,11 @@ class SetTopology:
     Attributes:
         topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as of ``Reduce``.
         model: number of the model, in the order in which the loop wraps them.
+
+    Examples:
+        >>> from elastic_ray.adaptation import SetTopology
+        >>> SetTopology("ring")
+        SetTopology(topology='ring', model=0)
     """
 
     topology: str
@@ -199,7 +204,7 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the job's user something, as an event of kind ``policy``.
+    """Notify the job's user, as an event of kind ``policy``.
 
     Attributes:
         metrics: numbers and strings by name, as ``elastic_ray.report`` takes them.

@@ -134,7 +134,7 @@ class PolicyRunner:
             pending.ask(hook, [to_plain(request) for request in answer])
 
     def _undo(self, number: int, pending: Pending, policy: Policy) -> None:
-        """Take back what a hook has changed before it failed; a policy that does not take it is not asked any more."""
+        """Undo what a hook has changed before it failed; a policy that does not take it is not asked any more."""
         try:
             self._load(number, policy)
         except Exception as error:
@@ -216,11 +216,11 @@ class PolicyRunner:
             self._tell_here("policy", f"policy {name} failed on a rank: {own}", {"policy": name, "failure": own})
 
     def _announce(self, text: str, detail: Mapping[str, Any]) -> None:
-        """Tell the job's user from rank 0."""
+        """Notify the job's user from rank 0."""
         self._tell("policy", text, self.values.add_news(text, detail))
 
     def _repeat(self) -> None:
-        """Tell again what the rank 0 of the group before may not have told: it may have died, or lost that step."""
+        """Report again what the rank 0 of the group before may not have told: it may have died, or lost that step."""
         for text, detail in self.values.news:
             self._tell("policy", text, detail)
 
@@ -264,7 +264,7 @@ class PolicyRunner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Take over a captured state; that of policies that this run does not have is left behind."""
+        """Restore a captured state; that of policies that this run does not have is left behind."""
         self.values = SharedValues.from_state(tree["values"])
         same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
         if not same:
@@ -418,7 +418,7 @@ class PolicyBallot:
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Take the sums over all ranks."""
+        """Receive the sums over all ranks."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:

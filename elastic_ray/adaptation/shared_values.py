@@ -42,12 +42,12 @@ class SharedValues:
         self.metrics, self.reports = dict(metrics), reports
 
     def begin_train(self) -> bool:
-        """Begin a step; True if it is the run's first."""
+        """Start a step; True if it is the run's first."""
         begun, self.trains = self.trains, True
         return not begun
 
     def begin_epoch(self, epoch: int) -> bool:
-        """Begin a step of this epoch; True if it is the epoch's first."""
+        """Start a step of this epoch; True if it is the epoch's first."""
         before, self.epoch = self.epoch, max(self.epoch, epoch)
         return before < epoch
 

@@ -78,7 +78,7 @@ class GrowthWatch:
     def observe(
         self, *, batch_size: int, steps: int, signal: NoiseSignal | None, loss: tuple[int, float] | None = None
     ) -> None:
-        """Take a report.
+        """Receive a report.
 
         Args:
             batch_size: global batch of the latest steps [samples].

@@ -58,7 +58,7 @@ class Halving:
         return self.count(step, step + 1, samples) > 0
 
     def count(self, first: int, last: int, samples: int) -> int:
-        """Return how many steps of so many samples are halved from ``first`` to ``last``, which is not one of them."""
+        """Return the number of halved steps in ``first`` to ``last`` - 1, at this number of samples a step."""
         if samples < 2 * self.least:
             return 0
         start = self.since if self.adapts else 0

@@ -214,19 +214,19 @@ class BatchPlanner:
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Hear what others have measured; the batch to change to and why, None to continue as it is."""
+        """Receive what others have measured; the batch to change to and why, None to continue as it is."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
 
     def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
-        """Hear which strategies won in jobs of the model; True if that is news."""
+        """Receive which strategies won in jobs of the model; True if that is news."""
         news = strategies != self.known_strategies
         self.known_strategies = strategies
         return news
 
     def observe(self, report: StepReport) -> int | None:
-        """Take rank 0's report; returns the batch size before, where the same workers train with another one now."""
+        """Receive rank 0's report; returns the batch size before, where the same workers train with another one now."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self._held = report, report.held_batch
@@ -343,7 +343,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Take a fit; the batch to change to and why, None to continue as it is."""
+        """Use a fit; the batch to change to and why, None to continue as it is."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting

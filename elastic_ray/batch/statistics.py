@@ -383,5 +383,5 @@ class BucketPreconditioner:
         return self._found
 
     def invalidate(self) -> None:
-        """Forget it: for every rank, when the generation or the optimizer's state changes."""
+        """Discard the state: for every rank, when the generation or the optimizer's state changes."""
         self._round = self._found = None

@@ -58,7 +58,7 @@ class TokenBatch:
     counted: bool = False  # the loop counts them
 
     def samples(self, tokens: int) -> int:
-        """Return as many samples as have so many tokens, rounded down, at least 1."""
+        """Convert a number of tokens to samples, rounded down, at least 1."""
         return max(1, math.floor(tokens / self.per_sample + 1e-9))
 
     @property

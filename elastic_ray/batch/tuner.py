@@ -157,7 +157,7 @@ class BatchTuner:
         steps: int = 1,
         strategy: str = "",
     ) -> None:
-        """Take in a report: mean times over ``steps`` steps of one configuration.
+        """Receive a report: mean times over ``steps`` steps of one configuration.
 
         Args:
             nodes: N the replicas lie on.
@@ -211,7 +211,7 @@ class BatchTuner:
     def set_signal(
         self, signal: NoiseSignal | None, *, batch_size: int, steps: int, loss: tuple[int, float] | None = None
     ) -> None:
-        """Take what is known of the gradient's signal after ``steps`` of the run, the latest at ``batch_size``.
+        """Receive what is known of the gradient's signal after ``steps`` of the run, the latest at ``batch_size``.
 
         ``loss`` is the latest that the loop has reported, after the report's number.
         """
@@ -264,7 +264,7 @@ class BatchTuner:
         return f"{failed}; the local bound is now {bound}"
 
     def limit_local(self, bound: int | None) -> bool:
-        """Take no larger local batch than ``bound``, which ranks have found out; returns whether that is news."""
+        """Allow no larger local batch than ``bound``, which ranks have found out; returns whether that is news."""
         if bound is None or (self._upper is not None and self._upper <= bound):
             return False
         self._upper = bound
@@ -358,7 +358,7 @@ class BatchTuner:
         return float(goodput), int(atomic_bsz), int(accum_steps)
 
     def _missing(self, keep: BatchChoice, replicas: int) -> str:
-        """Return what there is no model without, and why, where it will not come by itself."""
+        """Return the missing measurements, and why those that will not come by themselves are missing."""
         if self._noise is not None:
             return "no throughput model yet"
         if self._has_no_halves(keep, replicas):

@@ -61,7 +61,7 @@ def write_note(storage: RunStorage, state: StateFile) -> None:
 
 
 def new_path(storage: RunStorage, steps: int, token: str) -> str:
-    """Return the path of an automatic checkpoint after so many steps."""
+    """Return the path of an automatic checkpoint after ``steps`` steps."""
     return posixpath.join(storage.path, DIRECTORY, f"step_{steps:012d}_{token}")
 
 

@@ -42,7 +42,7 @@ class UnfitSourceError(SourceError):
 
 @contextlib.contextmanager
 def reading_source() -> Iterator[None]:
-    """Tell what is wrong with the source from what is wrong with the target."""
+    """Distinguish what is wrong with the source from what is wrong with the target."""
     try:
         yield
     except FileNotFoundError as error:

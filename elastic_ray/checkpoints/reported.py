@@ -26,7 +26,7 @@ _WITHOUT_S = 10.0  # as long as a rank waits for a checkpoint that rank 0 may no
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNote:
-    """Note beside a checkpoint: its resume point and the metrics it was reported with."""
+    """Record beside a checkpoint: its resume point and the metrics it was reported with."""
 
     resume_point: ResumePoint
     metrics: Mapping[str, Any]

@@ -32,7 +32,7 @@ def find_stored(
     verify: bool = False,
     heard: Callable[[], bool] = lambda: True,
 ) -> StoredProgress:
-    """Look what storage has.
+    """Read what storage has.
 
     Args:
         start_from: checkpoint that a trial starts from.

@@ -52,7 +52,7 @@ class CheckpointRetention:
         return dropped
 
     def clear(self) -> None:
-        """Forget them all: what there is will be entered again."""
+        """Discard all entries: those in storage are entered again."""
         self._kept = []
 
     @property

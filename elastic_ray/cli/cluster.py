@@ -225,7 +225,7 @@ def find_job(name: str) -> JobClient:
 
 
 def ended_jobs() -> tuple[EndedJobNote, ...]:
-    """Return jobs that ended within the last hour, as far as their notes can be read.
+    """Return jobs that ended within the last hour, if their notes can be read.
 
     Failures first, then the newest.
     """
@@ -257,7 +257,7 @@ def snapshot() -> CoreSnapshot | None:
 
 
 def views() -> tuple[JobView, ...]:
-    """Return every job that could run, where it is to be, with what others know of its model.
+    """Return every job that could run, with its planned nodes and shared knowledge of its model.
 
     Empty without an allocator.
     """

@@ -25,7 +25,7 @@ def _read_label(ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=1), default=600.0, show_default=True, help="[s]")
 @click.option("--reason", default="maintenance", show_default=True, help="What jobs and the page show.")
 def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: float, reason: str) -> None:
-    """Move all elastic jobs off nodes that are to go, between two steps; Ray starts nothing new there.
+    """Move all elastic jobs off these nodes between two steps; Ray starts nothing new there.
 
     NODE is an id, the beginning of one, or an address, as `elastic-ray nodes` shows them. Returns once no elastic job
     has workers there; exit code 1 if some still have at the deadline. There is no way back: stop Ray on the node, and

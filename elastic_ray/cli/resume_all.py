@@ -24,7 +24,7 @@ _ENDED_TRIAL = ("TERMINATED", "ERROR")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Jobs to submit again, and what is to be said of others, by name."""
+    """Jobs to submit again, and remarks on others, by name."""
 
     jobs: list[SubmittedJob] = dataclasses.field(default_factory=list)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -70,7 +70,7 @@ def resume_all(storage: str) -> None:
 
 
 def _look(storage: str, known: Mapping[str, JobAnswers]) -> _Found:
-    """Look at all runs and sweeps of a storage path."""
+    """Inspect all runs and sweeps of a storage path."""
     import pyarrow.fs
 
     from elastic_ray.checkpoints.run_directory import SUBMISSION_FILE, RunStorage, resolve
@@ -102,7 +102,7 @@ def _path(entry: Any) -> str:
 def _judge(
     job: SubmittedJob, run: RunStorage, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found
 ) -> None:
-    """Look whether one job is to be submitted again."""
+    """Decide if one job must be submitted again."""
     why = job.why_not(run.read_events())
     if why is None:
         return
@@ -118,7 +118,7 @@ def _judge(
 
 
 def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str, bool], found: _Found) -> None:
-    """Look whether a job, or a sweep, that does not run here was lost with its cluster; ``why`` it is not resumed."""
+    """Check whether a job, or a sweep, that does not run here was lost with its cluster; ``why`` it is not resumed."""
     from elastic_ray.cli import cluster
     from placement.storage.private_files import check_own
 
@@ -161,7 +161,7 @@ def _answers(address: str) -> bool:
 def _judge_sweep(
     name: str, run: RunStorage, kept: SubmittedJob | None, answers: dict[str, bool], found: _Found
 ) -> None:
-    """Look whether a sweep with trials that have not ended is to be submitted again: only its script restores it."""
+    """Check whether a sweep with trials that have not ended is to be submitted again: only its script restores it."""
     from elastic_ray.cli import cluster
 
     if cluster.find_sweeps(name if kept is None else kept.job, ()):

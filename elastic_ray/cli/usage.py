@@ -47,7 +47,7 @@ def _cells(row: UsageRow, by: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read(path: str) -> tuple[list[UsageRow], list[str]]:
-    """Return rows of all runs under a path, and what is to be said of runs that cannot be read."""
+    """Return rows of all runs under a path, and remarks on runs that cannot be read."""
     from elastic_ray.checkpoints.run_directory import RunStorage, resolve
     from elastic_ray.observe.page.sources.files import run_folders
 

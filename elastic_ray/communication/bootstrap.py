@@ -78,12 +78,11 @@ class _Table:
 class Bootstrap:
     """Bootstrap server of a job's generations.
 
-    Lives in one event loop; if its data is lost, a generation is not formed. Lives in one event loop; what it holds may
-    be lost: then a generation is not formed.
+    The server lives in one event loop. If its data is lost, a generation is not formed.
 
     Args:
-        secret: the job's.
-        is_member: whether a worker belongs to a generation that is, or is to be.
+        secret: secret of the job.
+        is_member: True if a worker belongs to a present or announced generation.
     """
 
     def __init__(self, secret: str, is_member: Callable[[int, str], bool]) -> None:
@@ -91,7 +90,7 @@ class Bootstrap:
         self._tables: dict[int, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Take what a member tells; answer once all is there that it wants, or its time is up, with all that is there.
+        """Receive a member's values; answer with all that is there once it has what it wants, or its time is up.
 
         Raises BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
         """
@@ -113,7 +112,7 @@ class Bootstrap:
         return dict(table.values)
 
     def _table(self, generation: int) -> _Table:
-        """Return the generation's table; a new one makes the oldest go, and may itself be too old."""
+        """Return the table of a generation, which may be too old; a new table replaces the oldest."""
         if generation not in self._tables:
             self._tables[generation] = _Table()
             for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:

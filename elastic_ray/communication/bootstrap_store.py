@@ -57,7 +57,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
-        """Tell the others."""
+        """Publish a value."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
         if self._waits:
@@ -66,7 +66,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell({key: content})
 
     def get(self, key: str) -> bytes:
-        """Return a value, once it is there."""
+        """Wait for a value and return it."""
         self.wait([key])
         return self._known[key]
 
@@ -109,16 +109,16 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return [self._known[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Tell the others several things."""
+        """Publish several values."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value here."""
+        """Delete a value from this rank's copy."""
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Return the number of values known here."""
+        """Return the number of values in this rank's copy."""
         return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:

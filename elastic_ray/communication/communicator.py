@@ -157,7 +157,7 @@ class Communicator:
             abort_nccl(self._nccl)
 
     def close(self) -> None:
-        """Let go of the connections of a group that is out of use; joins gloo's threads, which takes 20 to 80 ms.
+        """Release the connections of a group that is out of use; joins gloo's threads, which takes 20 to 80 ms.
 
         Reference counting does not: the group and its collectives refer to one another. Without this its threads and
         sockets stay until Python looks for cycles, which then takes place in whichever thread comes by.
@@ -247,8 +247,8 @@ class Communicator:
         """Start sending a piece of ``tensor`` to each rank; returns the work for :meth:`wait`.
 
         Args:
-            output: what comes, in rank order.
-            tensor: what is sent, in rank order.
+            output: buffer for the received pieces, in rank order.
+            tensor: pieces to send, in rank order.
             output_splits, input_splits: sizes of the pieces along the first dimension.
         """
         self.traffic["all_to_all"] += tensor.nbytes
@@ -335,8 +335,8 @@ class Communicator:
         """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.
 
         Args:
-            works: of sends and receives; None for those in a batch.
-            batched: what the batch has started.
+            works: works of sends and receives; None for those in a batch.
+            batched: works that the batch has started.
 
         Raises CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
         """

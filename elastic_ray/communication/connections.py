@@ -68,7 +68,7 @@ def _is(descriptor: int, number: int) -> bool:
 
 
 def _sending_s(descriptor: int) -> float:
-    """Return how long a connection was sending [s]; 0 if it is not TCP or the kernel is too old."""
+    """Return the time that a connection has spent sending [s]; 0 if it is not TCP or the kernel is too old."""
     assert _LIBC is not None, "no connection was found elsewhere"
     told, size = ctypes.create_string_buffer(_ROOM), ctypes.c_uint32(_ROOM)
     failed = _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, told, ctypes.byref(size))

@@ -17,7 +17,7 @@ def keep_group(work: Any, group: Any) -> None:
 
 
 def drop_ended_groups() -> None:
-    """Let go of groups whose operations have ended."""
+    """Release groups whose operations have ended."""
     with _KEEPING:
         ended = [each for each in _KEPT if each[0].is_completed()]
         _KEPT[:] = [each for each in _KEPT if each not in ended]

@@ -26,7 +26,7 @@ class RetiredCommunicators:
         self._dropping: threading.Thread | None = None
 
     def retire(self, communicator: Communicator) -> None:
-        """Take a communicator out of use; returns at once."""
+        """Retire a communicator; returns at once."""
         grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
         with self._news:
             self._retired.append((time.monotonic() + grace_s, communicator))

@@ -18,15 +18,15 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole 
 
 
 def refuse_connections(told: Iterable[bytes]) -> int:
-    """Let the kernel drop whatever comes to the sockets that this process listens on and has published.
+    """Have the kernel drop new connections to the published sockets on which this process listens.
 
     gloo listens for as long as a group lasts, though all have connected: strangers' connections would take up its
     file descriptors, and what they send would be looked at. The connections that there are continue.
 
     Args:
-        told: what peers were told, in which gloo writes a socket's address as the kernel has it.
+        told: values that peers received; in them gloo writes a socket's address as the kernel has it.
 
-    Returns how many sockets were found.
+    Returns the number of sockets found.
     """
     if not sys.platform.startswith("linux"):
         return 0

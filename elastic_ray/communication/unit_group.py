@@ -116,7 +116,7 @@ class UnitCommunicator(Communicator):
     """The collectives of one position of all units, which succeed on every worker of this unit, or on none.
 
     Within a backward pass the workers of a unit may be at different places, as stages of a pipeline are: there each
-    goes on by itself, and the unit agrees on what became of it before the optimizer steps.
+    continues by itself, and the unit agrees on what became of it before the optimizer steps.
 
     Args:
         unit: of this worker.

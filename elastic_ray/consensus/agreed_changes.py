@@ -105,7 +105,7 @@ class AgreedChanges:
         self.ran_out = True
 
     def forget_ran_out(self) -> None:
-        """Forget that ranks ran out of memory, because the step is undone."""
+        """Clear that ranks ran out of memory, because the step is undone."""
         self.ran_out = False
 
     def count_reports(self, reports: int) -> None:
@@ -136,7 +136,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Take the sums over all ranks, from which every rank draws the same conclusions."""
+        """Receive the sums over all ranks, from which every rank draws the same conclusions."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0

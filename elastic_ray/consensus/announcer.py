@@ -77,7 +77,7 @@ class Announcer:
             self._post()
 
     def start_quietly(self, what: Announced, loader_steps: int) -> None:
-        """Note what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
+        """Record what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
 
         Raises RanksDisagreeError: this rank has not done what it announced before.
         """
@@ -142,7 +142,7 @@ class Announcer:
             raise
 
     def done(self) -> None:
-        """Note that all announced collectives have been launched."""
+        """Record that all announced collectives have been launched."""
         self._open = None
 
     @property
@@ -227,7 +227,7 @@ class Announcer:
         return tag, tag * tag
 
     def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
-        """Begin a phase; raises if the one before was not completed."""
+        """Start a phase; raises if the one before was not completed."""
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time
         if self._open is not None:

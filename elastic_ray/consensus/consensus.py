@@ -47,7 +47,7 @@ class ControlPart(Protocol):
         """Return this rank's contribution, whose sums are exact in float32 where they must be."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Take the sums over all ranks, the same on every rank that receives them."""
+        """Receive the sums over all ranks, the same on every rank that receives them."""
 
 
 class RankConsensus:
@@ -88,7 +88,7 @@ class RankConsensus:
         self._parts.extend(parts)
 
     def follow_group(self) -> None:
-        """Follow the membership into a group: set up its announcements, and the parts of its control sums."""
+        """Enter, as the membership does, a group: set up its announcements, and the parts of its control sums."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
@@ -102,7 +102,7 @@ class RankConsensus:
             part.begin()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
-        """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
+        """Announce to the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
 
         Args:
             payload: rides along, and is added up.
@@ -121,7 +121,7 @@ class RankConsensus:
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
-        """Tell the other ranks that gradients are reduced next here, where that has to be said.
+        """Announce that gradients are reduced next here, where that has to be said.
 
         Args:
             known: all ranks have made these before, and can make no others.
@@ -191,7 +191,7 @@ class RankConsensus:
         return []
 
     def reductions_started(self) -> None:
-        """Note that all announced reductions have been launched."""
+        """Record that all announced reductions have been launched."""
         self.announcer.done()
 
     def wait(self, work: Any) -> None:
@@ -247,7 +247,7 @@ class RankConsensus:
             self._warn(_READS_DIFFER)
 
     def _follow(self, end: Announced, join: Callable[[Announced], None]) -> None:
-        """Take part in what ranks with samples do, until all have come to the end of the step; see :meth:`vote`."""
+        """Join the collectives of ranks with samples, until all have come to the end of the step; see :meth:`vote`."""
         while True:
             self.announce(Announced(Intent.IDLE, end.index, end.detail))
             self.agreed()

@@ -134,7 +134,7 @@ class SaveAgreement:
         return _NEVER if self._writer is None or self._given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Take the sums over all ranks."""
+        """Receive the sums over all ranks."""
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:

@@ -216,7 +216,7 @@ class _PlannedBatches:
         self._tells_epochs = True
 
     def plan(self, epoch: int, batches: Callable[[], Iterator[tuple[int, list[int]]]]) -> None:
-        """Take the batches of an epoch from here, each with the position of its first sample."""
+        """Read the batches of an epoch from here, each with the position of its first sample."""
         self._epoch, self._plan = epoch, batches
 
     def __iter__(self) -> Iterator[list[int]]:

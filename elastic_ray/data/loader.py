@@ -101,7 +101,7 @@ class PlanFacts:
 
 
 class AdaptiveDataLoader(ResumableLoader):
-    """Loads ``dataset`` in global batches that the job's workers share.
+    """Loader of ``dataset`` in global batches that the job's workers share.
 
     ``batch_size`` is the size of the *global* batch: of 64 samples, each of 4 workers takes 16. Unless
     :meth:`autoscale_batch_size` allows more, every step uses exactly that many (the last one of an epoch fewer),

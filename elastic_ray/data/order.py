@@ -72,7 +72,7 @@ class SamplerOrder:
     """
 
     def __init__(self, sampler: Iterable[Any], *, samples: int) -> None:
-        """Take `sampler` over a dataset of `samples` samples; raises TypeError if each rank would get another
+        """Wrap `sampler` over a dataset of `samples` samples; raises TypeError if each rank would get another
         order."""
         if not isinstance(sampler, Iterable):
             raise TypeError(f"sampler must be iterable, but got {type(sampler).__name__}")

@@ -66,7 +66,7 @@ class ResumableLoader:
         return self._session.resume_point().to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where ``state_dict`` was called; before the first epoch, on every worker alike.
+        """Start where ``state_dict`` was called; before the first epoch, on every worker alike.
 
         A job that continues from a checkpoint of its own stays where that stands, which its model does, too.
 

@@ -122,7 +122,7 @@ class JobHandle:
     """
 
     def __init__(self, controller: Any, spec: JobSpec) -> None:
-        """Take the lease; made by ``ElasticTrainer.submit`` and :meth:`attach`.
+        """Claim the lease; made by ``ElasticTrainer.submit`` and :meth:`attach`.
 
         Args:
             controller: handle of the job's controller.
@@ -173,7 +173,7 @@ class JobHandle:
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the job's end [s]; whether it has come. Never raises what the job failed with."""
+        """Wait up to ``timeout`` seconds for the job's end; True if it has ended, in failure as well."""
         return self._lease.wait(timeout) is not None
 
     def result(self, timeout: float | None = None) -> Result:
@@ -341,7 +341,7 @@ class JobHandle:
         tolerance: float = 0.01,
         timeout: float | None = None,
     ) -> BranchResult:
-        """Measure up to which batch the job's samples are worth as much, by branches, and have its batch stay below.
+        """Measure by branches the largest batch at which samples keep their worth, and keep the job's batch below.
 
         Each branch is a job of the lowest weight that starts from this job's newest automatic checkpoint and trains on
         the same samples at another batch; this job trains on meanwhile. Waits for the result, see docs/batch.md.
@@ -419,11 +419,11 @@ class JobHandle:
         return reports[position] if position < len(reports) else None
 
     def leave(self) -> None:
-        """Let go of the job: it ends when its lease runs out, unless another process attaches to it in time."""
+        """Drop the claim on the job: it ends when its lease runs out, unless another process attaches to it in time."""
         self._lease.leave()
 
     def stop(self, *, now: bool = False, reason: str = "JobHandle.stop() was called") -> None:
-        """End the job; ``result()`` then returns what there is, no error.
+        """End the job; ``result()`` then returns the results so far, without an error.
 
         Args:
             now: in the middle of a step, and unsaved; its workers are gone at once. Else it saves itself after the step

@@ -82,7 +82,7 @@ class LeaseKeeper:
         return self._ending
 
     def answer(self, status: JobStatus) -> None:
-        """Take the job's status, which the controller sends with a renewal."""
+        """Receive the job's status, which the controller sends with a renewal."""
         self.last = status
 
     def look(self) -> None:
@@ -98,7 +98,7 @@ class LeaseKeeper:
         atexit.unregister(self.leave)
 
     def lost(self, error: BaseException) -> None:
-        """Note that the controller is gone."""
+        """Record that the controller is gone."""
         if self._collected is not None:  # it has closed because everything was fetched
             self._end(self._collected)
             return
@@ -108,7 +108,7 @@ class LeaseKeeper:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Look more often while somebody waits for the end."""
+        """Poll more often while somebody waits for the end."""
         with self._lock:
             self._watchers += 1
         self._wake.set()
@@ -154,7 +154,7 @@ class LeaseKeeper:
                 logger.warning("job %s: renewing its lease failed: %r", self._job, error)
 
     def _away(self, error: BaseException) -> None:
-        """Note that the controller does not answer; Ray usually restarts it, and the job continues meanwhile."""
+        """Record that the controller does not answer; Ray usually restarts it, and the job continues meanwhile."""
         now_s = time.monotonic()
         if self._away_since_s is None:
             self._away_since_s = now_s

@@ -36,7 +36,7 @@ class Window:
     def around(cls, run: str, step: int) -> Window:
         """Find the steps between the checkpoints on both sides of ``step``.
 
-        Raises ValueError: no checkpoint lies behind it. OSError: storage cannot be read.
+        Raises ValueError: no checkpoint lies after it. OSError: storage cannot be read.
         """
         storage = RunStorage(run)
         states = state_files(storage)  # newest first

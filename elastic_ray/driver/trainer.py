@@ -153,7 +153,7 @@ _STOP_TIMEOUT_S = 150.0  # it saves itself first
 
 
 class ElasticTrainer:
-    """Trains a PyTorch loop on workers that come and go while it runs.
+    """Trainer of a PyTorch loop on workers that come and go while it runs.
 
     The arguments are Ray Train's own, so that a ``TorchTrainer`` becomes elastic by one changed import.
     Whatever of them an elastic job cannot honour raises here, with the reason. What ``elastic-ray submit`` was told

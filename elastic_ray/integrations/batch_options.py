@@ -57,7 +57,7 @@ class BatchOptions:
         )
 
     def apply(self, loader: er.AdaptiveDataLoader) -> None:
-        """Have a loader adapt its batch, if it is to be.
+        """Let a loader adapt its batch if the user asked for it.
 
         Raises RuntimeError, ValueError: as ``autoscale_batch_size``; ValueError if the loader was given another largest
         batch by itself.

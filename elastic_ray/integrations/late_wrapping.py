@@ -54,7 +54,7 @@ class LateWrapped(torch.nn.Module):
 
 
 def plain_model(model: Any) -> Any:
-    """Return the model that was wrapped, or is to be; any other stays as it is."""
+    """Return the wrapped model's module, or the model itself."""
     return model.module if isinstance(model, (LateWrapped, er.AdaptiveDataParallel)) else model
 
 

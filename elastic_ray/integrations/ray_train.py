@@ -48,7 +48,7 @@ class PassEpochs:
         self._models.append(module)
 
     def begin_pass(self, loader: object) -> bool:
-        """Begin a pass over a loader; True if the pass is to be skipped, because the others have left it behind.
+        """Start a pass over a loader; True if the pass must be skipped because the others have finished it.
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`Session.sync_point`.
@@ -117,7 +117,7 @@ class PassEpochs:
         self._session.ledger.begin_epoch()
 
     def _end_epoch(self) -> None:
-        """End the epoch, because the code has come to the next one or to its end."""
+        """End the epoch, because the code has reached the next one or its end."""
         if self._within:
             self._within = False
             self._session.passes.end_epoch()

@@ -32,11 +32,11 @@ class BatchChanges:
             self._events.note(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
-        """Hear what other jobs have measured, by GPU type."""
+        """Receive what other jobs have measured, by GPU type."""
         self._carry_out(self._planner.advise(priors))
 
     def _carry_out(self, change: tuple[BatchChoice, str] | None) -> None:
-        """Tell rank 0, unless the group is about to be another one, whose batch is chosen with it."""
+        """Notify rank 0, unless the group is about to be another one, whose batch is chosen with it."""
         current = self._group.machine.current
         if change is not None and current is not None and self._group.machine.in_flight is None:
             choice, reason = change

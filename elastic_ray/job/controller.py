@@ -180,7 +180,7 @@ class JobController:
                 self._end()
 
     def _live(self, spec: JobSpec) -> None:
-        """Begin with a job, or continue with what the controller before had noted."""
+        """Start a job, or continue with what the controller before had noted."""
         self._stored_train_loop = spec.stored_train_loop
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         remembered = self._journal.read()
@@ -278,13 +278,13 @@ class JobController:
         await self._persist_state()
 
     async def weigh(self, weight: float) -> None:
-        """Let the job's speed count so many times beside that of others, in place of ``SchedulingConfig.weight``."""
+        """Set the weight of the job's speed beside that of others, in place of ``SchedulingConfig.weight``."""
         await self._recovered.wait()
         self._job.weigh(weight)
         await self._persist_state()
 
     async def branch(self, plan: BranchPlan) -> None:
-        """Begin to compare branches of the job. Raises BranchError: it cannot be branched."""
+        """Start to compare branches of the job. Raises BranchError: it cannot be branched."""
         await self._recovered.wait()
         self._job.branches.begin(plan, start)
 
@@ -321,7 +321,7 @@ class JobController:
         self._closed.set()
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Take the allocator's decision for this job."""
+        """Receive the allocator's decision for this job."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
@@ -361,7 +361,7 @@ class JobController:
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
 
     async def introduce(self, told: WorkerReregistration) -> None:
-        """Take the registration of a worker of an earlier controller."""
+        """Receive the registration of a worker of an earlier controller."""
         if self._reconnection is not None:
             self._reconnection.hear(told)
 

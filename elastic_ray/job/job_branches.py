@@ -30,7 +30,7 @@ class JobBranches:
         self._last_step, self._looked_s = 0, 0.0
 
     def begin(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
-        """Begin to compare, beside the controller's loop. Raises BranchError: the job cannot have branches."""
+        """Start to compare, beside the controller's loop. Raises BranchError: the job cannot have branches."""
         if self._is_running:
             raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is under way already")
         run = self._run_of(plan, idle=False)

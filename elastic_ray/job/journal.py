@@ -67,7 +67,7 @@ class Journal:
         return ControllerState.from_json(text.decode()), events
 
     def note(self, state: ControllerState) -> None:
-        """Note the job down, if anything has changed; returns at once."""
+        """Record the job if anything has changed; returns at once."""
         text = json.dumps(dataclasses.asdict(state))
         if text != self._last:
             self._last = text
@@ -79,7 +79,7 @@ class Journal:
         self._events += 1
 
     def note_train_loop(self, key: str) -> None:
-        """Note where the train function is kept, which goes with the notes; returns at once."""
+        """Record where the train function is kept, which goes with the notes; returns at once."""
         self._put(TRAIN_LOOP, key)
 
     def flush(self, timeout_s: float) -> bool:

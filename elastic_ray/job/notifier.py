@@ -36,7 +36,7 @@ class Notifier:
         self._told = False
 
     def tick(self, phase: JobPhase, message: str, now_s: float) -> None:
-        """Tell once of each wait that has become too long."""
+        """Report once each wait that has become too long."""
         if phase is not JobPhase.WAITING:
             self._waiting_since, self._told = None, False
             return

@@ -28,7 +28,7 @@ class Preemption:
         return self._then is not None
 
     def begin(self, then: Allocated, now_s: float) -> None:
-        """Begin to preempt the job, which is to have no nodes."""
+        """Start to preempt the job: it gets no nodes."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 

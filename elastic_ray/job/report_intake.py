@@ -31,7 +31,7 @@ class ReportIntake:
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
     async def hear(self, message: WorkerReport, workers: int) -> None:
-        """Take a report; returns when the worker that has made it may train on."""
+        """Receive a report; returns when the worker that has made it may train on."""
         if message.again:
             self._hear_again(message, workers)
             return
@@ -45,7 +45,7 @@ class ReportIntake:
         await self.queue.wait_for_reader(message.index)
 
     def _hear_again(self, message: WorkerReport, workers: int) -> None:
-        """Take a report that an earlier controller has received; its checkpoint, if any, was found in storage."""
+        """Receive a report that an earlier controller has received; its checkpoint, if any, was found in storage."""
         if (report := self._record.report_again(message, workers)) is not None:
             self._take(report)
 

@@ -76,7 +76,7 @@ class JobShutdown:
         await self._trackers.finish(self._record.phase, self._error)
 
     async def _remember(self) -> None:
-        """Note how the job has ended, for those that ask within the hour."""
+        """Record how the job has ended, for those that ask within the hour."""
         outcome, events = self._record.outcome(), self._record.events
         if outcome is None or not events:
             return

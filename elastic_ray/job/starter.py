@@ -82,7 +82,7 @@ class JobStarter:
             self._group.machine.reset(first_most=self._record.workers_at_most)
 
     def start_again(self, reason: str) -> None:
-        """Look for stored state and start other workers, because all were lost or are of no use."""
+        """Search for stored state and start other workers, because all were lost or are of no use."""
         if not self.looking and not self._record.phase.ended:
             self.looking = True
             self._background.start(self._start_again(reason))
@@ -116,7 +116,7 @@ class JobStarter:
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:
-        """Look what storage has of the run. Raises OSError: it could not be read within ``timeout_s``."""
+        """Read what storage has of the run. Raises OSError: it could not be read within ``timeout_s``."""
         stored = await self._writer.look(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None

@@ -54,7 +54,7 @@ class StragglerReplacement:
         self._group.take(Replace(workers=frozenset(each.worker for each in chosen), reason=reason))
 
     def _note_replaced(self, current: GenerationSpec, now_s: float) -> None:
-        """Note the nodes of workers that were to be replaced and are gone."""
+        """Record the nodes of workers that were to be replaced and are gone."""
         for worker, each in self._wanted.items():
             if current.rank_of(worker) is None:
                 self._tried[each.node] = now_s

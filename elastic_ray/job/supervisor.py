@@ -137,7 +137,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def weigh(self, weight: float) -> None:
-        """Let the job's speed count so many times beside that of others."""
+        """Set the weight of the job's speed beside that of others."""
         self._weight = weight
         self._allocator.soon()
 
@@ -214,7 +214,7 @@ class JobSupervisor:
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
     def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Take the allocator's decision for this job."""
+        """Receive the allocator's decision for this job."""
         if self.record.phase.ended or self._stopping_since is not None:
             return
         if self._paused:  # the allocator may not have heard of it yet
@@ -364,7 +364,7 @@ class JobSupervisor:
             self.begin_again()
 
     def begin_again(self) -> None:
-        """Begin with other workers once the allocator says where."""
+        """Start with other workers once the allocator says where."""
         self.record.clear_waiters()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
@@ -376,7 +376,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def journal_state(self) -> None:
-        """Note the state for the controller after this one."""
+        """Record the state for the controller after this one."""
         self._journal.note(self._state())
 
     def _state(self) -> ControllerState:
@@ -422,7 +422,7 @@ class JobSupervisor:
         self._shutdown.returned(from_text(state.return_value))
 
     def journal_revival(self, state: ControllerState) -> None:
-        """Note the restart before any message that might end this controller like the one before."""
+        """Record the restart before any message that might end this controller like the one before."""
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def end_again(self) -> None:

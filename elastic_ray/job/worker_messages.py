@@ -129,7 +129,7 @@ class WorkerMessages:
         self.stragglers.hear(report, time.monotonic())
 
     def _look_whether_caught_up(self, report: StepReport) -> None:
-        """Note that a job which has lost steps is as far as before, if it is."""
+        """Record that a job with lost steps has caught up, if it has."""
         goal = steps_to_reach(self._record.events)
         current = self._group.machine.current
         if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:

@@ -70,7 +70,7 @@ class Accumulator(Mapping[str, float]):
         self._session.add_to_sum(self._key, name, float(value))
 
     def reset(self) -> None:
-        """Begin all sums anew; on every rank, between two passes of a loader."""
+        """Reset all sums; on every rank, between two passes of a loader."""
         self._session.progress.reset_sums(self._key)
 
     def _sums(self) -> dict[str, float]:

@@ -246,7 +246,7 @@ def register_state(name: str, target: Any) -> None:
 
 
 def unit_mesh() -> DeviceMesh:
-    """Torch's ``DeviceMesh`` over the workers of this one's unit, to parallelise the model by; see docs/units.md.
+    """Return torch's ``DeviceMesh`` over the workers of this one's unit; see docs/units.md.
 
     Its dimensions are those of ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, by name and in that order, or one for
     ``unit=2``. It stays the same as long as the worker lives: units come and go as a whole.

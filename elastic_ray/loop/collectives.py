@@ -201,7 +201,7 @@ def broadcast(value: T, src: int = 0) -> T:
 
 
 def barrier() -> None:
-    """Wait until all ranks have come here; when a rank stands alone is as in :func:`all_reduce`.
+    """Wait until all ranks have called it; :func:`all_reduce` says when a rank counts as alone.
 
     Raises:
         RanksDisagreeError: the ranks make different calls.

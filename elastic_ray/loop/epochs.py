@@ -13,7 +13,8 @@ class Epochs:
 
     Examples:
         >>> import elastic_ray as er
-        >>> epochs = er.Epochs(2)
+        >>> from elastic_ray.loop.epochs import Epochs
+        >>> epochs = Epochs(2)
         >>> while not epochs.done:
         ...     epoch = epochs.begin_epoch()
         ...     epochs.end_epoch()
@@ -61,7 +62,7 @@ class Epochs:
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 
     def begin_epoch(self) -> int:
-        """Begin the next epoch; returns its number, from 0. For a worker that joins it is the one the others are in.
+        """Start the next epoch; returns its number, from 0. For a worker that joins it is the one the others are in.
 
         Raises:
             RuntimeError: the one before has not ended, or there is none left.

@@ -150,7 +150,7 @@ class GenerationChanges(Roster):
         self._check_memory(len(members))
 
     def _check_memory(self, workers: int) -> None:
-        """Tell once of a group that is too small for its memory.
+        """Report once a group that is too small for its memory.
 
         It continues all the same: what the workers hold is lost if they end, and more of them may be there in a moment.
         """

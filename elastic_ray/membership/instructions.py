@@ -37,7 +37,7 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """Tell ``to`` about a generation."""
+    """Notify ``to`` of a generation."""
 
     spec: GenerationSpec
     to: tuple[str, ...]
@@ -45,7 +45,7 @@ class Announce:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
-    """Tell ``to`` that a planned generation will not come to be."""
+    """Notify ``to`` that a planned generation is withdrawn."""
 
     generation: int
     to: tuple[str, ...]

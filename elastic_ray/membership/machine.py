@@ -37,7 +37,7 @@ class JobMembership(GenerationChanges):
     """State machine of a job's membership; see its bases for its attributes."""
 
     def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
-        """Begin without workers.
+        """Start without workers.
 
         Args:
             config: times.
@@ -54,7 +54,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Take a stimulus; answer with what is to be done, in order. Nothing follows the end before a reset."""
+        """Handle a stimulus; return the instructions, in order. Nothing follows the end before a reset."""
         self._out = []
         if self._ended:
             return self._out

@@ -164,7 +164,7 @@ class Roster:
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """Return the number of workers by node, without those that leave or are to be replaced."""
+        """Return the number of workers by node, without those that leave or get replaced."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:

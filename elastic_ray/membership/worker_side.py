@@ -94,7 +94,7 @@ class WorkerMembership:
         self.known_strategies: Mapping[str, FoundStrategy] | None = None if hears else {}
 
     def post(self, message: ControllerMessage) -> None:
-        """Take a message of the controller; returns at once."""
+        """Receive a message of the controller; returns at once."""
         with self._news:
             match message:
                 case GenerationSpec():
@@ -130,7 +130,7 @@ class WorkerMembership:
             self._news.notify_all()
 
     def _take_spec(self, spec: GenerationSpec) -> None:
-        """Take an announced generation and start to form its group, unless it is void or old."""
+        """Receive an announced generation and start to form its group, unless it is void or old."""
         self._void_below = max(self._void_below, spec.void_below)
         if self.is_void(spec.generation):
             return  # its cancellation was faster
@@ -231,7 +231,7 @@ class WorkerMembership:
         return self._prepared is not None and (self.current is None or self.is_void(self.current.generation))
 
     def close(self, *, broken: bool) -> None:
-        """Let go of every group; ``broken`` when operations may be pending in them."""
+        """Release every group; ``broken`` when operations may be pending in them."""
         with self._news:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:

@@ -106,7 +106,7 @@ class StepMeter:
         self.on = True
 
     def begin_step(self) -> None:
-        """Begin a training step, before its first micro-batch is fetched."""
+        """Start a training step, before its first micro-batch is fetched."""
         if self.on:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
@@ -168,7 +168,7 @@ class StepMeter:
         return packed(self._own, rank, world_size)
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Take all ranks' measures from the sums."""
+        """Read all ranks' measures from the sums."""
         if not self.on:
             return
         if self._waits_since_s is not None:

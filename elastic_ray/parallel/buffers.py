@@ -69,7 +69,7 @@ class SavedBuffers:
         self._saved = [(b, b.detach().clone()) for b in self._module.buffers()]
 
     def forget(self) -> None:
-        """Forget the saved buffers, because the update was applied."""
+        """Discard the saved buffers, because the update was applied."""
         self._saved = []
 
     @torch.no_grad()

@@ -86,7 +86,7 @@ class FiniteWatch:
         return False
 
     def _grads_are_finite(self, grads: list[torch.Tensor]) -> bool:
-        """Return whether all are finite; on a GPU, whether those of earlier steps were that the GPU has come to."""
+        """True if all gradients are finite; on a GPU, those of earlier steps that it has finished."""
         if not grads:
             return True
         # On CPUs torch takes 17 times as long for the largest value as for the 2-norm, an eighth of a ResNet's step.
@@ -124,7 +124,7 @@ class LaggingLook:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Take another number; return whether those before it are finite that the GPU has come to since."""
+        """Receive another number; return whether those before it are finite that the GPU has come to since."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite

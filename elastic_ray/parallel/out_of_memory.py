@@ -159,7 +159,7 @@ class Untouched:
         self._versions = [(each, each._version) for each in (*params, *held)]
 
     def undo(self) -> bool:
-        """Forget states that it has begun to make; False if it has changed a parameter, or a state that there was."""
+        """Discard states that it has begun to make; False if it has changed a parameter, or a state that there was."""
         if any(each._version != version for each, version in self._versions):
             return False
         for param in set(self._optimizer.state) - self._had:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DividedOptimizer(Protocol):
-    """State of an optimizer of which each rank has a part."""
+    """State of an optimizer that is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
         """Return all states by parameter on rank 0; None where this rank has all. Called on every rank."""
@@ -60,7 +60,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
 
 
 def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
-    """Have ``optimizer.state_dict`` give, and ``load_state_dict`` take, whole states of which each rank has a part."""
+    """Have ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the whole of a divided state."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(give)
@@ -312,7 +312,7 @@ _NOT_GIVEN = (
 
 
 def check_scaler(run: Run) -> None:
-    """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
+    """Check whether an enabled scaler that no state of the run holds has called the optimizer's step.
 
     Raises RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
     """

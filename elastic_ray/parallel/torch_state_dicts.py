@@ -180,7 +180,7 @@ def _of_rank_zero(state_dict: Any) -> Any:
 
 
 def _check_served(name: str, model: torch.nn.Module) -> None:
-    """Raise RuntimeError for a module of which torch would find a part of the state, or none."""
+    """Raise RuntimeError for a module whose state torch would find in part only, or not at all."""
     if model in _REFUSED:
         which, way_out = _REFUSED[model]
         raise RuntimeError(f"{name} of a {type(model).__name__} {which} is not supported: {way_out}")

@@ -98,7 +98,7 @@ class OptimizerSteps:
 
 
 class AdaptiveDataParallel(torch.nn.Module):
-    """Replicates ``module`` over the job's workers, however many there are, as ``DistributedDataParallel`` does.
+    """Wrapper that replicates ``module`` over the job's workers, as ``DistributedDataParallel`` does.
 
     Gradients are averaged over all samples of the step when ``backward()`` returns. ``optimizer.step()`` keeps its
     meaning, with learning rates scaled for the present batch size; it does nothing while gradients are accumulated,
@@ -329,7 +329,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 
     def _end_lost_pass(self) -> None:
-        """Take part in what other ranks reduce, after a backward pass ran out of memory."""
+        """Join the reductions of other ranks, after a backward pass ran out of memory."""
         self._sync.end_lost_pass(give_zero_gradients)
         if self._scaler is not None:  # it asks for gradients
             for param in () if self._sharded else self._trainable.params:
@@ -372,7 +372,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError: how gradients travel is the strategy's, which other ranks and later workers know."""
+        """Raise RuntimeError: the strategy, which all ranks and later workers know, decides how gradients travel."""
         raise RuntimeError(NO_COMMUNICATION_HOOK)
 
     @property
@@ -434,7 +434,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
     def _register(self, kept: KeptModel, schedulers: Sequence[Sequence[Any]], schedule: str) -> None:
-        """Tell the run what of the model its other ranks need, and what a lost step must take back."""
+        """Report to the run what of the model its other ranks need, and what a lost step must take back."""
         states, registry, index = self._run.states, self._run.registry, self._index
         registry.add_hook(HookPoint.BEFORE_END, self._steps[0].finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._trainable.check)
@@ -488,7 +488,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _step(self, own: OptimizerSteps, apply: Any, closure: Any, **kwargs: Any) -> Any:
-        """Carry out ``optimizer.step``: call ``apply`` with scaled learning rates, if the step is to be applied."""
+        """Carry out ``optimizer.step``: call ``apply`` with scaled learning rates if the step counts."""
         value = None
         if closure is not None:
             value, kwargs = evaluated(own.optimizer, closure, kwargs)
@@ -565,7 +565,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             )
 
     def _counts(self, own: OptimizerSteps) -> bool:
-        """True if the update is to be made; an update that is left out leaves neither statistics nor buffers behind."""
+        """True if the update counts; a skipped update leaves neither statistics nor buffers."""
         saved = self._saved_buffers
         left_out = False
         scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step

@@ -11,7 +11,7 @@ MOST = 1000
 
 
 class BoundedLog(Generic[T]):
-    """Log of numbered items, of which only the last ones are kept.
+    """Log of the last numbered items.
 
     Numbers grow by one, but for this: they may come in another order, and a restart goes back and repeats some.
     """

@@ -18,7 +18,7 @@ _LEFT_OUT = ("last_pause", "metrics", "trial")  # of a status: read apart
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJobNote:
-    """Note on a job at its end."""
+    """Record of a job at its end."""
 
     status: JobStatus
     ended_s: float  # when [s since the epoch]

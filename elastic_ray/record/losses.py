@@ -56,7 +56,7 @@ class Losses:
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """Settle the losses: a group trains after the last one."""
+        """Close the losses: a group trains after the last one."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:

@@ -88,7 +88,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the steps at which a job is as far as before it lost some; 0 where it has lost none since."""
+    """Return the step at which a job has caught up with the steps that it lost; 0 if it has lost none."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -227,7 +227,7 @@ def reports_to_end(reports: int, most: int | None) -> float | None:
 
 
 def seconds_of_reports(trained_s: float, made: int, left: int) -> float | None:
-    """Time that so many more reports take if each takes as long as those made here did [s]; None before the first."""
+    """Time of this number of further reports at the pace of those made here [s]; None before the first."""
     return trained_s / made * max(0, left) if made > 0 else None
 
 

@@ -58,7 +58,7 @@ class JobRecord:
         self.looked = False  # whether it is known what storage has
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
-        """Take what storage has of an earlier run or of this one; return the checkpoints that are not kept.
+        """Read the stored state of an earlier run or of this one; return the checkpoints that are not kept.
 
         It counts more than what is known here: a message that a checkpoint is there may have been lost, and a
         user may have deleted one.
@@ -181,7 +181,7 @@ class JobRecord:
             self.message = ""
 
     def proven(self, event: JobEvent) -> None:
-        """Add an event that only the run's file is to have."""
+        """Add an event to the run's file only."""
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
@@ -190,7 +190,7 @@ class JobRecord:
         self.events = list(events)
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
-        """Take rank 0's report; returns the checkpoints that are not kept any more."""
+        """Receive rank 0's report; returns the checkpoints that are not kept any more."""
         report = report_of(message, workers)
         self._put(report)
         if report.checkpoint is None:
@@ -200,7 +200,7 @@ class JobRecord:
         return self._retention.add(report.checkpoint, report.metrics)
 
     def report_again(self, message: WorkerReport, workers: int) -> Report | None:
-        """Take a report that may be known, and may not; returns it if it was not."""
+        """Receive a report that may be known, and may not; returns it if it was not."""
         if message.index in self._reports:
             return None
         report = report_of(message, workers)

@@ -52,7 +52,7 @@ class _Proof:
 
 
 def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
-    """Look at all lines of a run's ``events.jsonl``.
+    """Inspect all lines of a run's ``events.jsonl``.
 
     Args:
         lines: as they are in the file.

@@ -159,7 +159,7 @@ class WorkerErrors:
     def note(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
-        """Note a worker that failed for the allocator.
+        """Record a worker that failed for the allocator.
 
         Args:
             starting: it had trained nothing.

@@ -129,7 +129,7 @@ class RecordWriter:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """Delete automatic checkpoints of a finished job, except the last one if it is to be kept."""
+        """Delete automatic checkpoints of a finished job; keep the last one if the record has one."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))

@@ -43,7 +43,7 @@ class Group:
         self.follow()
 
     def follow(self) -> None:
-        """Follow the membership into another group; a worker without one is alone."""
+        """Enter, as the membership does, another group; a worker without one is alone."""
         spec, communicator = self._membership.current, self._membership.communicator
         self.generation_spec: GenerationSpec | None = spec
         self.generation = spec.generation if spec is not None else 0

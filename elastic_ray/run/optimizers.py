@@ -19,7 +19,7 @@ _installed = False
 
 
 def watch_optimizers() -> None:
-    """Look at every step of any optimizer in this process, as the session of its thread wants it.
+    """Inspect every step of any optimizer in this process, as the session of its thread wants it.
 
     The hook stays: torch walks through its hooks in a step, and does not bear that one is taken out meanwhile.
     """

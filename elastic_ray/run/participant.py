@@ -57,7 +57,7 @@ class Participant:
         return False
 
     def join(self, what: Announced) -> None:
-        """Take part in what others have announced of the model, because this rank has no sample in the step."""
+        """Join the collectives that others have announced of the model, because this rank has no sample in the step."""
 
     def remember(self) -> Any:
         """A step begins: what it takes to undo it."""
@@ -125,7 +125,7 @@ class Participant:
 
     @property
     def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        """Key of strategies whose step times may be mixed; None while one is being chosen."""
         return ""
 
     @property
@@ -182,4 +182,4 @@ class Participant:
         return {}
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""

@@ -146,7 +146,7 @@ class LoaderRegistry:
         return self._failed or (self._leading is not None and self._leading() is None)
 
     def fail(self) -> None:
-        """Note that the opening of the run failed: the next loader that is made leads."""
+        """Record that the opening of the run failed: the next loader that is made leads."""
         self._failed = True
 
     def leads(self, loader: object) -> bool:
@@ -349,7 +349,7 @@ class Registry:
         return Halving(since=steps + UNHALVED_STEPS, adapts=adapts, every=every, least=least)
 
     def adds_up_gradients(self) -> None:
-        """Note that the loop accumulates gradients over steps: no step is halved from now on."""
+        """Record that the loop accumulates gradients over steps: no step is halved from now on."""
         if not self._adds_up:
             self._adds_up = True
             self.halving_changes += 1
@@ -420,7 +420,7 @@ class Registry:
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
-        """Take part in what others have announced of a model, because this rank has no sample in the step."""
+        """Join the collectives that others have announced of a model, because this rank has no sample in the step."""
         self._gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:

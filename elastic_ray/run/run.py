@@ -153,12 +153,12 @@ class Run:
         return self.states.progress
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Tell the job's user something, from rank 0; all ranks come by here."""
+        """Notify the job's user, from rank 0; called on every rank."""
         if self.group.rank_info.rank == 0:
             self.controller.tell(kind, text, dict(detail or {}))
 
     def tell_once(self, kind: str, text: str, number: int) -> None:
-        """Tell it from any rank; of several that say the same under one number, the job hears the first."""
+        """Notify the user from any rank; of several that say the same under one number, the job hears the first."""
         self.controller.tell(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
@@ -221,7 +221,7 @@ class Run:
         )
 
     def set_shape(self, shape: BatchChoice | None) -> None:
-        """Take another batch shape from the next step on, None for the loader's own."""
+        """Set another batch shape from the next step on, None for the loader's own."""
         self.states.set_shape(shape)
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
@@ -233,7 +233,7 @@ class Run:
     def add_model(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
     ) -> int:
-        """Take part in the training of a newly wrapped model; returns its number, in the order of wrapping.
+        """Participate in the training of a newly wrapped model; returns its number, in the order of wrapping.
 
         Args:
             optimizer: steps its parameters.

@@ -88,7 +88,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup:
-        """Return another object for the same group. Raises ValueError: it is to have some of the ranks only."""
+        """Return another object for the same group. Raises ValueError: the ranks given are not all ranks."""
         if len(ranks) != self.size():
             raise ValueError(_SUBGROUP.format(what="new_group()"))
         return _made(str(options["group_name"]))

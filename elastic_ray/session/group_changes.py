@@ -172,7 +172,7 @@ class GroupChanges:
         return self._go_to(spec, communicator)
 
     def _taken(self, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """The group to go on with."""
+        """The group to continue with."""
         try:
             return self._membership.take_next(timeout_s=timeout_s)
         except LostGroupError:
@@ -181,7 +181,7 @@ class GroupChanges:
             raise
 
     def _taken_by_unit(self, wishes: UnitWishes, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Take a group on all workers of a unit alike: one may have missed that it was called off meanwhile."""
+        """Enter a group on all workers of a unit alike: one may have missed that it was called off meanwhile."""
         taken, ended = None, None
         newest = 1
         while True:
@@ -192,13 +192,13 @@ class GroupChanges:
                 ended = error
             told = wishes.alike(0.0 if ended is not None or taken is None else float(taken[0].generation))
             if min(told) == 0.0:
-                raise ended or LostGroupError("another worker of the unit has no group to go on with")
+                raise ended or LostGroupError("another worker of the unit has no group to continue with")
             newest = round(max(told))
             if taken is not None and min(told) == newest:
                 return taken
 
     def _follow(self) -> None:
-        """Follow the membership into another group."""
+        """Enter, as the membership does, another group."""
         self._run.group.follow()
         self._run.consensus.follow_group()
 
@@ -280,7 +280,7 @@ class GroupChanges:
         return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
-        """Take another batch shape; that of a policy goes first."""
+        """Set another batch shape; that of a policy goes first."""
         self._run.set_shape(self._adaptation.held_shape() or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:

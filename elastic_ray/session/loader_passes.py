@@ -115,7 +115,7 @@ class LoaderPasses:
                 )
 
     def begin_step(self, step: LoaderStep) -> None:
-        """Begin a step, before its first micro-batch is handed out."""
+        """Start a step, before its first micro-batch is handed out."""
         self._run.ledger.begin(step)
         if self._run.ledger.depth == 1:
             if self._run.meter.on:
@@ -314,7 +314,7 @@ class LoaderPasses:
         progress.prove({**facts, "hash": loader_pass.hashed, "rest": rest()})
 
     def _tell_proof(self) -> None:
-        """Tell of the pass that has ended last, if that is news: the rank that was to tell may be gone."""
+        """Report the pass that has ended last, if that is news: the rank that was to tell may be gone."""
         facts = self._run.states.progress.last_pass
         if facts and facts["link"] != self._told and self._run.elastic and self._run.group.rank == 0:
             self._told = facts["link"]

@@ -277,7 +277,7 @@ class Session:
         self.ledger.begin_replay()
 
     def _install_saved(self) -> None:
-        """Take over the states to start with; an error names the checkpoint that they are from."""
+        """Adopt the states to start with; an error names the checkpoint that they are from."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -299,7 +299,7 @@ class Session:
         return self.states.capture_to_keep(), self.progress
 
     def begin_epochs(self, epochs: int | None) -> None:
-        """Begin the loop's remaining epochs; None if it counts them by itself.
+        """Start the loop's remaining epochs; None if it counts them by itself.
 
         Raises WorkerDismissed, UnsafeStateError: as :meth:`sync_point`.
         """
@@ -331,7 +331,7 @@ class Session:
         return self.ledger.resume_point(self.registry.models.gain)
 
     def tell_of_early_report(self) -> None:
-        """Tell the job's user, once, that a train function reports which has not come to its loop."""
+        """Notify the job's user, once, that the train function reports before its loop."""
         if not self._told_of_early_report:
             self._told_of_early_report = True
             self.tell(

@@ -128,7 +128,7 @@ class StandaloneController:
         self.metrics: dict[str, Any] = {}
 
     def measure(self, session: Session) -> None:
-        """Take measurements from this session, rank 0's, once its loader is known to adapt its batch."""
+        """Receive measurements from this session, rank 0's, once its loader is known to adapt its batch."""
         self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
@@ -149,7 +149,7 @@ class StandaloneController:
         """Do nothing: there is nobody to notify."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:
-        """Look at measurements now and then, for as long as the session is there."""
+        """Inspect measurements now and then, for as long as the session is there."""
         begin_s = looked_s = time.monotonic()
         took_s, looked = 0.0, 0
         while True:

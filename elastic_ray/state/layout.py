@@ -82,7 +82,7 @@ class DataPlan(Facts):
     __slots__ = ()
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare with the other ranks' facts, all of which have announced fingerprints; 0 is an unknown one.
+        """Compare with the fingerprints that all ranks have announced; 0 is an unknown one.
 
         Raises:
             CommunicationFailedError: the group broke meanwhile.

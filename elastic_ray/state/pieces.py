@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Stand-in in a tree for a tensor of which this rank writes some elements.
+    """Stand-in in a tree for a tensor that this rank writes in part.
 
     Raises ValueError: a piece has another type, or lies beyond the tensor's end.
     """
@@ -47,7 +47,7 @@ class Pieces:
 
 @runtime_checkable
 class WrittenInParts(Protocol):
-    """A state of a model of which each rank writes a part."""
+    """State of a model that all ranks write, each its part."""
 
     def capture_part(self, rank: int, world_size: int) -> Any:
         """Return the part that this rank writes, with `Pieces` for tensors that others write parts of.

@@ -102,13 +102,13 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def begin_pass(self, ordinal: int) -> None:
-        """Begin or continue the epoch's pass of this number."""
+        """Start or continue the epoch's pass of this number."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
 
     def forget_passes(self, ordinal: int) -> None:
-        """Forget passes from this number on, which were nested in a step that is over, or lost."""
+        """Discard passes from this number on, which were nested in a step that is over, or lost."""
         del self.passes[ordinal:]
 
     def commit(self, generation: int) -> None:
@@ -131,7 +131,7 @@ class RunProgress:
             self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int, samples: int = 0) -> None:
-        """Set the number of optimizers that have stepped in the step in progress, which has so many samples."""
+        """Set the number of optimizers that have stepped in the step in progress, and its samples."""
         self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:
@@ -154,7 +154,7 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def meet(self) -> None:
-        """Note that user code is in its next collective."""
+        """Record that user code is in its next collective."""
         self.meeting = True
 
     def count_collective(self) -> None:

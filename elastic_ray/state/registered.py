@@ -123,7 +123,7 @@ class ModuleExtras:
         }
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state. Parts that are on one side alone keep their mode.
+        """Restore a captured state. Parts that are on one side alone keep their mode.
 
         Raises RuntimeError: the module lacks a part that has a state, or one does not take its state.
         """
@@ -158,7 +158,7 @@ class ModuleExtras:
         return kept
 
     def _leave_out(self, name: str, key: str, error: str) -> None:
-        """Tell once that a state stays where it is."""
+        """Report once that a state stays where it is."""
         if name not in self._left_out:
             self._left_out.add(name)
             self._warn(

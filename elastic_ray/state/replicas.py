@@ -67,7 +67,7 @@ class Replicas:
         self._checked = -1
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """True if all parameters are to be compared after ``steps`` steps.
+        """True if the ranks compare all parameters after ``steps`` steps.
 
         Args:
             steps: committed optimizer steps.
@@ -79,11 +79,11 @@ class Replicas:
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
     def trained(self, module: torch.nn.Module) -> None:
-        """Note the mode in which a model's optimizer steps: code between steps may change it on one rank alone."""
+        """Record the mode in which a model's optimizer steps: code between steps may change it on one rank alone."""
         self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:
-        """Note that no code of the user's has come after the last step of a pass: it may change one rank's models."""
+        """Record that no code of the user's has come after the last step of a pass: it may change one rank's models."""
         self._held = self._memory()
 
     def _memory(self) -> int:
@@ -92,7 +92,7 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """Note the parameters when the loop over epochs is left: code after it may change models on one rank alone.
+        """Record the parameters when the loop over epochs is left: code after it may change models on one rank alone.
 
         Where code in the last epoch has done so, after the steps, there is nothing to compare.
         """
@@ -101,7 +101,7 @@ class Replicas:
             self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
 
     def left_at(self, loader_steps: int) -> int:
-        """Return the fingerprint of when the loop over epochs was left, if that was after so many steps; else 0."""
+        """Return the fingerprint of the loop's end if that was after ``loader_steps`` steps; else 0."""
         at, fingerprint = self._left
         return fingerprint if at == loader_steps else 0
 

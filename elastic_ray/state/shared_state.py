@@ -216,7 +216,7 @@ class SharedState:
         }
 
     def install(self, trees: dict[str, Any], skip: set[str] | frozenset[str] = frozenset()) -> None:
-        """Take over captured states.
+        """Restore captured states.
 
         Raises:
             RuntimeError: this rank registered something that the captured states do not hold, or one of its states
@@ -247,7 +247,7 @@ class SharedState:
         self.complete, self.loaded = True, loaded
 
     def start_from(self, progress: RunProgress) -> None:
-        """Begin elsewhere than at the start; before the first group."""
+        """Start elsewhere than at the start; before the first group."""
         self._take_progress(progress)
 
     @property
@@ -256,7 +256,7 @@ class SharedState:
         return self.complete and not self.loaded
 
     def set_shape(self, shape: BatchChoice | None) -> None:
-        """Take another batch shape, None for the loader's own."""
+        """Set another batch shape, None for the loader's own."""
         self.shape = shape
 
     def _take_progress(self, progress: RunProgress) -> None:
@@ -342,7 +342,7 @@ class SharedState:
         return found
 
     def _receive(self, communicator: Communicator, source: int) -> None:
-        """Take over the state of ``source``; a newcomer's model receives it in place."""
+        """Adopt the state of ``source``; a newcomer's model receives it in place."""
         # A survivor of a torn step keeps its own state whole until all has arrived: its source may die meanwhile.
         in_place = not self.complete
 

@@ -39,12 +39,12 @@ class Stateful(Protocol):
         """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state; the tree's tensors belong to the callee from now on."""
+        """Restore a captured state; the tree's tensors belong to the callee from now on."""
 
 
 @runtime_checkable
 class SharedOut(Stateful, Protocol):
-    """A state of which each rank holds a part; what :meth:`capture` gives is what all of them hold."""
+    """State that is divided among the ranks; :meth:`capture` returns the whole."""
 
     def capture_to_save(self) -> Any:
         """Return the whole state, where this rank holds it."""

@@ -76,7 +76,7 @@ class StepClock:
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
-        """Note that a new group has been formed; if it breaks before its ranks are identical, another one follows."""
+        """Record that a new group has been formed; if it breaks before its ranks are identical, another one follows."""
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:

@@ -48,7 +48,7 @@ class Replay:
         return self._before_pass
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Note that the code comes to the epoch's pass of this number; True if it has caught up."""
+        """Record that the code comes to the epoch's pass of this number; True if it has caught up."""
         if ordinal < self._ordinal:
             return False
         self._before_pass = False
@@ -56,7 +56,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Note that the code comes to its collective of this number; True if it has caught up."""
+        """Record that the code comes to its collective of this number; True if it has caught up."""
         if self._before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -152,7 +152,7 @@ class StepLedger:
         self.next_ordinal = 0
 
     def begin_replay(self, *, between_epochs: bool = False) -> None:
-        """Begin to replay user code up to where the others are; the received state has its effects already.
+        """Start to replay user code up to where the others are; the received state has its effects already.
 
         Args:
             between_epochs: up to the next pass that begins here; else up to their place within the epoch.
@@ -178,7 +178,7 @@ class StepLedger:
             self._replay = None
 
     def begin_pass(self) -> int:
-        """Begin the epoch's next loader pass; return its number in the epoch.
+        """Start the epoch's next loader pass; return its number in the epoch.
 
         Raises RuntimeError: a pass over whole batches is in progress.
         """
@@ -216,7 +216,7 @@ class StepLedger:
         return self.step
 
     def begin(self, step: LoaderStep) -> None:
-        """Begin a step, before its first micro-batch is handed out."""
+        """Start a step, before its first micro-batch is handed out."""
         if self.step is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
             self._outer.append(self.step)
@@ -366,7 +366,7 @@ class StepLedger:
         self._follow()
 
     def may_apply(self) -> bool:
-        """True if the optimizer step that user code asks for is to be applied now.
+        """True if the optimizer step that user code asks for counts now.
 
         Not within an accumulation, not after a failure, and not again when a survivor already applied it before
         this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
@@ -386,7 +386,7 @@ class StepLedger:
         return True
 
     def begin_update(self) -> None:
-        """Begin an update, which :meth:`applied` ends; if it fails half-way, this rank's state is of no step."""
+        """Start an update, which :meth:`applied` ends; if it fails half-way, this rank's state is of no step."""
         self._updating = True
 
     @property

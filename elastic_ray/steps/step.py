@@ -67,7 +67,7 @@ class LoaderStep:
         self.is_last_micro = self.micro == self.micro_steps - 1
 
     def begin_micro(self, micro: int) -> None:
-        """Begin a micro-step, before its micro-batch is handed out."""
+        """Start a micro-step, before its micro-batch is handed out."""
         self.micro, self.is_last_micro = micro, micro == self.micro_steps - 1
 
     def weigh(self, count: float) -> None:
@@ -89,7 +89,7 @@ class LoaderStep:
         self.weighed = True
 
     def begin_backward(self) -> None:
-        """Begin a backward pass of the present micro-batch, with the weight that it has by now."""
+        """Start a backward pass of the present micro-batch, with the weight that it has by now."""
         self._backward = self.micro
 
     def take_counts(self, counts: Sequence[Sequence[float]]) -> None:

@@ -191,7 +191,7 @@ class TypeShares:
         return {"weights": dict(self._weights), "seen": list(self._seen), "steps": self._steps, "sums": sums}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""
         self._weights, self._seen = dict(tree["weights"]), tuple(tree["seen"])
         self._steps, self._sums = tree["steps"], {gpu: _Sums(**each) for gpu, each in tree["sums"].items()}
         self._reported = {}

@@ -30,7 +30,7 @@ _ALPHA = 0.1
 
 
 class StragglerWatch:
-    """Finds stragglers, has them take fewer samples, and says which are to be replaced.
+    """Finds stragglers, gives them fewer samples, and names those to replace.
 
     Every committed step of training is reported to it, on all ranks; it keeps no other clock than the steps' own
     times. Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the
@@ -296,7 +296,7 @@ class StragglerWatch:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
         self._memory, self._sends = MemoryTrace.from_state(tree["memory"]), SendTrace.from_state(tree["sends"])
         self._recent = RecentSteps(**tree["recent"])

@@ -185,7 +185,7 @@ class Parallax:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSGD:
-    """Models are averaged every few steps (Stich, ICLR 2019).
+    """Strategy that averages models every few steps (Stich, ICLR 2019).
 
     Attributes:
         period: steps between two averages.
@@ -245,7 +245,7 @@ class DiLoCo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SMA:
-    """Every rank is pulled to the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
+    """Strategy that pulls every rank to the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
 
     Attributes:
         alpha: share of the way.
@@ -274,7 +274,7 @@ class SMA:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairAveraging:
-    """Each step two ranks take the mean of their models (KungFu: PairAveragingOptimizer, after AD-PSGD).
+    """Strategy that averages two ranks' models in each step (KungFu: PairAveragingOptimizer, after AD-PSGD).
 
     KungFu pulls from a random peer at any time; here the pairs follow a schedule, and both take the mean, so that the
     mean over all ranks stays what it is.

@@ -20,7 +20,7 @@ _LOOKED_AT = 8
 
 _HOW = (
     "Change them where the optimizer steps, by optimizer.register_step_post_hook(lambda *_: "
-    "elastic_ray.change_parameters(function, parameters)), which reaches all rows, or by load_state_dict() on all "
+    "elastic_ray.sync.change_parameters(function, parameters)), which reaches all rows, or by load_state_dict() on all "
     "ranks; see docs/recipes.md, An average of the weights"
 )
 
@@ -75,7 +75,7 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
         raise RuntimeError(
             "change_parameters(...) of sharded parameters must be called while their optimizer steps, for parameters "
             "of the module that AdaptiveDataParallel wraps with it: optimizer.register_step_post_hook(lambda *_: "
-            "elastic_ray.change_parameters(...)); see docs/recipes.md, An average of the weights"
+            "elastic_ray.sync.change_parameters(...)); see docs/recipes.md, An average of the weights"
         )
     places = list(zip(*([updated.places[id(param)] for param in group] for group in groups), strict=True))
     with updated.by_hand.served():
@@ -119,18 +119,18 @@ class HandChanges:
         self._found = self._suspected = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take its steps for updates, and what its hooks do after them for changes by hand."""
+        """Treat its steps as updates, and what its hooks do after them as changes by hand."""
         handle = optimizer.register_step_post_hook(lambda *_: self.note())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def watch(self, rows: Iterable[Tensor]) -> None:
-        """Look at these from now on."""
+        """Watch these from now on."""
         flat = [each.detach().reshape(-1) for each in rows if each.numel()]
         self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
         self.note()
 
     def note(self) -> None:
-        """Take the present values as the reference, without suspicion."""
+        """Use the present values as the reference, without suspicion."""
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:

@@ -3,7 +3,7 @@
 A hook of the user's that comes before the step sees the parameters that its optimizer was given, with all gradients; it
 is called before the ranks vote on the update, also where that is then left out, for its gradients are not finite.
 Behind a step of tiles it sees them as they are on all ranks. Behind one of a sharded model's rows see
-``elastic_ray.change_parameters``.
+``elastic_ray.sync.change_parameters``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepHooks:
         self._optimizer: Any = optimizer
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call those that come before a step; returns what it is to be called with.
+        """Call the hooks before a step; return the step's arguments.
 
         Raises RuntimeError: a hook has returned something else than None or new arguments.
         """

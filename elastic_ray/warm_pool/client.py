@@ -82,7 +82,7 @@ class PoolClient:
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Tell how many processes the owner would use by node, and start what the pool says; it is made if need be."""
+        """Report the number of processes that the owner would use by node; start what the pool says, and the pool."""
         if not self.on or not (nodes or over):
             return
         try:

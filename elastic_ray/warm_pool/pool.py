@@ -149,7 +149,7 @@ class WarmPool:
     async def order(
         self, job: str, environment: str, nodes: Mapping[str, int], *, first: bool = False, over: bool = False
     ) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
-        """Take the number of processes that a training job would use, by node.
+        """Receive the number of processes that a training job would use, by node.
 
         Args:
             environment: key of its runtime environment.
@@ -180,7 +180,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """Take a process that a controller has started as planned."""
+        """Receive a process that a controller has started as planned."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)
@@ -238,7 +238,7 @@ class WarmPool:
                 ray.kill(entry.actor)
 
     async def _watch(self) -> None:
-        """Look and decide round by round, until no job is left."""
+        """Check and decide round by round, until no job is left."""
         await self._found
         rounds = 0
         while True:
@@ -260,7 +260,7 @@ class WarmPool:
                 ray.kill(self._handle)
 
     async def _look(self) -> None:
-        """Look at the nodes, and at what controllers have not started."""
+        """Inspect the nodes, and what controllers have not started."""
         nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), _ANSWER_S)
         self._nodes = tuple(
             PoolNode(node=node.node_id, memory_bytes=node.total.get("memory"), draining=node.draining) for node in nodes

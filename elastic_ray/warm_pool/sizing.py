@@ -244,7 +244,7 @@ def _ends(
     processes: Sequence[PooledProcess],
     wanted: Mapping[tuple[str, str], int],
 ) -> Iterable[End]:
-    """Yield processes that are to end: their node goes, or they are too many there."""
+    """Yield surplus processes, and those whose node goes."""
     kept: collections.Counter[tuple[str, str]] = collections.Counter()
     # What is ready stays before what is only starting.
     for each in sorted(processes, key=lambda process: (not process.ready, process.name)):

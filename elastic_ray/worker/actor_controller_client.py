@@ -106,7 +106,7 @@ class ActorControllerClient:
         self._is_stopping = is_stopping
 
     def saved(self, message: StateSaved) -> float:
-        """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
+        """Report an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
         if not self.gone:
             try:
                 return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))

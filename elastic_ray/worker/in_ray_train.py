@@ -18,7 +18,7 @@ _PREPARED = "elastic_ray.integrations.ray_train"  # by its name: this floor know
 _WORKERS_FOUND_BY = {"prepare_model": 2, "prepare_data_loader": 1}
 _REFUSED = {
     "get_all_reported_checkpoints": "JobHandle.events() tells of checkpoints, elastic_ray.get_checkpoint() gives the "
-    "one to go on from"
+    "one to continue from"
 }
 
 

@@ -55,7 +55,7 @@ class WorkerProcess:
         self._ownership.leave(holder)
 
     def prepare(self, setup: WorkerSetup) -> ProcessInfo:
-        """Take what the job has set, once; later calls only show that the process is well."""
+        """Apply the job's settings, once; later calls only show that the process is well."""
         from elastic_ray.worker.worker import Worker
 
         with self._lock:

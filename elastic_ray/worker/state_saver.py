@@ -86,7 +86,7 @@ class StateSaver:
         self._asked = True
 
     def between_steps(self) -> None:
-        """Begin a checkpoint if one is due. Costs nothing otherwise."""
+        """Start a checkpoint if one is due. Costs nothing otherwise."""
         order = self._saving.take_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
@@ -253,7 +253,7 @@ class StateSaver:
             )
 
     def _report(self, state: StateFile, pause_s: float, begin_s: float, cpu_s: float) -> None:
-        """Tell the controller of a checkpoint, and set when the next one is due."""
+        """Notify the controller of a checkpoint, and set when the next one is due."""
         self._failing, self._unseen = False, 0
         cost_s = pause_s + time.thread_time() - cpu_s
         saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)

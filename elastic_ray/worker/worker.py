@@ -111,7 +111,7 @@ class Worker:
         return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
     def prepare(self) -> ProcessInfo:
-        """Take what the job has set; returns what its controller must know of the process."""
+        """Apply the job's settings; returns what its controller must know of the process."""
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()

@@ -249,7 +249,7 @@ class WorkerActors:
         self._on_result(worker, end)
 
     def adopt(self, unit: Sequence[WorkerReregistration]) -> None:
-        """Take over a worker of a controller before this one: its processes, by position."""
+        """Adopt a worker of a controller before this one: its processes, by position."""
         first, worker = unit[0], unit[0].worker
         self._groups[worker], self._nodes[worker] = groups.find(first.group), first.node
         self._fulfilled.add(worker)
@@ -324,7 +324,7 @@ class WorkerActors:
             return None
 
     def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
-        """Tell workers something; one that is gone misses nothing."""
+        """Send workers a message; one that is gone misses nothing."""
         for worker in workers:
             for name in process_names(worker, self._unit):
                 actor = self._actors.get(name)
@@ -332,7 +332,7 @@ class WorkerActors:
                     actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep processes at hand on these nodes, where the job has so many workers, and on no other."""
+        """Keep warm processes on these nodes only, by the number of the job's workers there."""
         self._processes.keep_warm(nodes)
 
     def disband(self) -> None:

@@ -69,7 +69,7 @@ class GroupObserver(Protocol):
 
 
 class WorkerGroup:
-    """Members of the present generation, and those that are to be.
+    """Members of the present and of the planned generation.
 
     Args:
         controller: handle of its controller.
@@ -148,7 +148,7 @@ class WorkerGroup:
             self._perform(instruction)
 
     def post_to_members(self, message: ControllerMessage) -> None:
-        """Tell all members something."""
+        """Send all members a message."""
         self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
@@ -197,7 +197,7 @@ class WorkerGroup:
         await self.actors.refilled()
 
     def heard(self, worker: str, position: int = 0) -> bool:
-        """Note a message of a worker; True if it matters.
+        """Record a message of a worker; True if it matters.
 
         It does not of one that was declared lost, or served the trial before: the job continues without it.
         """

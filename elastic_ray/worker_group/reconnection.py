@@ -45,7 +45,7 @@ class Reconnection:
         self._told: dict[str, WorkerReregistration] = {}
 
     def hear(self, told: WorkerReregistration) -> None:
-        """Take the registration of a worker."""
+        """Receive the registration of a worker."""
         self._told[told.name] = told
         for member in told.spec.members if told.spec is not None else ():
             for name in process_names(member.worker, self._unit):
@@ -75,7 +75,7 @@ class Reconnection:
         return self._told.keys() >= set(process_names(worker, self._unit))
 
     async def _look(self) -> None:
-        """Look for workers that are gone or stopped, of which nothing is expected any more."""
+        """Search for workers that are gone or stopped, of which nothing is expected any more."""
         begin_s = time.monotonic()
         while True:
             self._strike(await asyncio.to_thread(self._dead, self._missing))

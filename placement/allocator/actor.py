@@ -215,7 +215,7 @@ class Allocator:
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     def _open_nodes(self) -> None:
-        """Take up what rules about the cluster's size."""
+        """Adopt what rules about the cluster's size."""
         scaling, constraints = self._ruling.scaling, self._ruling.constraints
         self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
         self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
@@ -320,7 +320,7 @@ class Allocator:
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
-        """Return every job that could run, where it is to be, with what others know of its model.
+        """Return every job that could run, with its planned nodes and shared knowledge of its model.
 
         What the policy sees.
         """
@@ -365,7 +365,7 @@ class Allocator:
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
-        """Forget the failures of a node; returns whether there were any."""
+        """Discard the failures of a node; returns whether there were any."""
         had = any(each.node == node for each in (await self._start()).snapshot().node_failures)
         self._handle(NodeForgiven(node=node))
         return had
@@ -402,7 +402,7 @@ class Allocator:
             return self._core
 
     async def _watch(self) -> None:
-        """Look at the nodes twice a second; a round that fails is logged and the next one comes anyway."""
+        """Inspect the nodes twice a second; a round that fails is logged and the next one comes anyway."""
         core = await self._start()
         while True:
             await asyncio.sleep(_POLL_S)
@@ -476,7 +476,7 @@ class Allocator:
                 self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """Forget a job that is over; with ``cluster``, what its workers still hold counts as others' use."""
+        """Discard a job that is over; with ``cluster``, what its workers still hold counts as others' use."""
         self._controllers.forget(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()

@@ -40,7 +40,7 @@ class Controllers:
         self._heard_s[job] = time.monotonic()
 
     def forget(self, job: str) -> None:
-        """Forget a job that is over."""
+        """Discard a job that is over."""
         self._handles.pop(job, None)
         self._heard_s.pop(job, None)
 
@@ -73,7 +73,7 @@ class Controllers:
             self._sending.discard(address)
 
     async def _carry_out(self, instruction: Instruction) -> None:
-        """Tell one controller: of a size in words, of what fits nowhere with the figures that its error has."""
+        """Notify one controller of a size in words, of what fits nowhere with the figures that its error has."""
         if isinstance(instruction, Allocate):
             nodes = dict(instruction.nodes)
             await self._tell(

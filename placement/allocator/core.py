@@ -191,7 +191,7 @@ class AllocatorCore:
         return explain(view, known.reason, list(views.values()), plan, self._cluster)
 
     def handle(self, event: Event, now_s: float, steady_s: float | None = None) -> list[Instruction]:
-        """Take in one event and answer with what is to be done, shrinking jobs first.
+        """Handle one event; return instructions, those that shrink jobs first.
 
         Args:
             now_s: the time of day [s since the epoch], for what is shown, stored and told to the policy.
@@ -244,7 +244,7 @@ class AllocatorCore:
         return [*told, *changed]
 
     def _watch_the_clock(self, now_s: float) -> None:
-        """Settle anew after more than ``silence_s`` between events; a refresh is pending when settling is over."""
+        """Wait for heartbeats anew after more than ``silence_s`` between events, then decide."""
         gap = now_s - self._steady_s if self._steady_s is not None else 0.0
         self._steady_s = now_s
         if gap > self._config.silence_s and self._jobs:
@@ -257,7 +257,7 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.REFRESH
 
     def _hear(self, view: JobView, now_s: float, steady_s: float) -> None:
-        """Take in a heartbeat; a new job calls for a decision at once, and so do new limits unless in rounds."""
+        """Receive a heartbeat; a new job calls for a decision at once, and so do new limits unless in rounds."""
         if (priority := self._config.priority_of(view.job)) is not None:
             view = dataclasses.replace(view, priority=priority)
         if self._settling and self._settled_s is None:
@@ -283,7 +283,7 @@ class AllocatorCore:
             self._pending = self._pending or news
 
     def _take_nodes(self, cluster: Cluster) -> None:
-        """Take over a changed cluster: urgent if a job waits or some workers no longer fit, otherwise only pending."""
+        """Adopt a changed cluster: urgent if a job waits or some workers no longer fit, otherwise only pending."""
         if cluster == self._cluster:
             return
         self._cluster = cluster
@@ -413,7 +413,7 @@ class AllocatorCore:
         return instructions
 
     def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:
-        """Tell a job again that is not where it was told to be; a message or a worker may have been lost."""
+        """Notify again a job that is not where it was told to be; a message or a worker may have been lost."""
         job = self._jobs.get(name)
         target = {} if job is None else self._surviving(job.target)  # with no node left nothing is decided
         if job is None or dict(job.view.allocation) == target:
@@ -454,7 +454,7 @@ class AllocatorCore:
                 self._hurry(Trigger.NODES)
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:
-        """Tell such jobs so, once; nodes that are just joining get some time."""
+        """Notify such jobs, once; nodes that are just joining get some time."""
         return [
             Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable))
             for name, job in self._jobs.items()

@@ -13,7 +13,7 @@ from placement.reasons import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
-    """Tell the job's controller to have these workers on these nodes; idempotent."""
+    """Order the job's controller to have these workers on these nodes; idempotent."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id; empty lets the job wait
@@ -23,7 +23,7 @@ class Allocate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unsatisfiable:
-    """Tell the job's controller that no node of this cluster, even empty, could run the job's minimum.
+    """Notify the job's controller that no node of this cluster, even empty, could run the job's minimum.
 
     ``final``: the nodes that the autoscaler could have were counted as well, so that waiting is of no use.
     """

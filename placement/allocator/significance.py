@@ -98,7 +98,7 @@ class KnownJob:
         return not self.target and not self.view.paused
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """Take a heartbeat."""
+        """Receive a heartbeat."""
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
@@ -110,7 +110,7 @@ class KnownJob:
         self.decided_on = self.view
 
     def give(self, target: Mapping[str, int]) -> None:
-        """Set the workers that the job is to have."""
+        """Set the planned workers of the job."""
         self.target = target
 
     def swayed(self, now_s: float) -> None:
@@ -132,7 +132,7 @@ class KnownJob:
         return again
 
     def tell_impossible(self, now_s: float, after_s: float) -> bool:
-        """True if the job is to be told now that no node could hold it: once, and only after `after_s`."""
+        """True once, after `after_s`, if no node could hold the job: its user is notified."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

@@ -153,12 +153,12 @@ class Autoscaler:
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
-        """Forget a job that has ended; return its cost [USD]. May be called while ``decide`` runs in another thread."""
+        """Discard an ended job; return its cost [USD]. May be called while ``decide`` runs in another thread."""
         self._forgotten.add(job)
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Refuse a node type of which the provider has no node now; another one is asked for instead."""
+        """Refuse a node type that the provider lacks now; another one is requested instead."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:

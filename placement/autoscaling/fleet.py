@@ -81,7 +81,7 @@ class _Builder:
     def _cheapest(
         self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool
     ) -> str | None:
-        """Return the type on which so many workers cost least.
+        """Return the cheapest node type for this number of workers.
 
         One of which there are some already, if it is hardly dearer.
         """

@@ -72,7 +72,7 @@ class FreeResources:
         self._changed.append(index)
 
     def add(self, view: JobView, workers: int) -> bool:
-        """Take ``workers`` bundles wherever they fit, tightest nodes first; all of them or nothing."""
+        """Reserve ``workers`` bundles wherever they fit, tightest nodes first; all of them or nothing."""
         fits = self.slots(view)
         if int(fits.sum()) < workers:
             return False

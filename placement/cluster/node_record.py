@@ -107,7 +107,7 @@ class NodeRecord:
         self._forgiven_s: dict[str, float] = {}
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """Take in what a job tells [s, of a clock that nobody sets]."""
+        """Receive what a job tells [s, of a clock that nobody sets]."""
         key = view.job, view.submitted_s
         for told in view.node_failures[-_MOST_TOLD:]:
             at_s = now_s - max(0.0, told.age_s)
@@ -128,12 +128,12 @@ class NodeRecord:
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])
 
     def forgive(self, node: str, now_s: float) -> bool:
-        """Forget a node's failures; returns whether there were any."""
+        """Discard a node's failures; returns whether there were any."""
         self._forgiven_s[node] = now_s
         return self._nodes.pop(node, None) is not None
 
     def forget(self, now_s: float, nodes: Collection[str]) -> None:
-        """Forget what is too old, and nodes that are not among these."""
+        """Discard what is too old, and nodes that are not among these."""
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if node in nodes and now_s - each.at_s <= FORGET_S])
         self._forgiven_s = {node: at_s for node, at_s in self._forgiven_s.items() if now_s - at_s <= FORGET_S}

@@ -55,7 +55,7 @@ class FreeSlots:
         return self._free.copy()
 
     def take(self, job: int, index: int, workers: int) -> None:
-        """Take slots of a node for workers of the job."""
+        """Reserve slots of a node for workers of the job."""
         self._free[index] -= workers
 
 
@@ -100,7 +100,7 @@ class Occupancy(Generic[_Job, _Key]):
             self.put(job, index, workers)
 
     def lift(self, job: _Job) -> dict[int, int]:
-        """Take the job from its nodes; where it was."""
+        """Remove the job from its nodes; where it was."""
         key = self._free.key(job)
         place = self._places.pop(key, {})
         self._multi_node.discard(key)
@@ -120,7 +120,7 @@ class Occupancy(Generic[_Job, _Key]):
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the tightest node that takes so many workers, of equal ones the first; None if none does."""
+    """Return the tightest node with room for these workers, the first of equals; None if there is none."""
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 

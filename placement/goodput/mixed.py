@@ -90,7 +90,7 @@ class MixedGroup:
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
-        """Return T_grad of a micro-step of so many samples of the whole group [s]; infinity above ``most``.
+        """Return T_grad of a micro-step by the whole group's samples [s]; infinity above ``most``.
 
         Raises ValueError: samples is below 1.
         """
@@ -124,7 +124,7 @@ class MixedGroup:
         return self._sync()[0]
 
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
-        """Return T_step [s] of a batch of so many samples in ``accum_steps`` + 1 micro-steps.
+        """Return T_step [s] of a batch in ``accum_steps`` + 1 micro-steps.
 
         Infinity where it is too large.
 

@@ -25,7 +25,7 @@ def remaining(progress: Progress | None) -> float | None:
 
 
 def _left(progress: Progress, epochs: float) -> float:
-    """Scale-invariant iterations until so many epochs are done."""
+    """Scale-invariant iterations until this number of epochs is done."""
     finished = len(progress.epoch_ends)
     if finished:
         per_epoch = progress.epoch_ends[-1] / finished

@@ -42,12 +42,12 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note_prices(self, prices: Mapping[str, float]) -> None:
-        """Note the prices that a decision has found."""
+        """Record the prices that a decision has found."""
         self.prices.clear()
         self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
-        """Forget, where so many more would be too many."""
+        """Discard old entries if there would be too many."""
         if len(self.rows) + entries > self.most:
             self.rows.clear()
         if len(self.ratios) + entries > self.most:
@@ -129,7 +129,7 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job with the batch that it will have in so many seconds on the workers that it has on this type."""
+    """Return the job with the batch that it will have after these seconds on its workers of this type."""
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
         assert view.held_batch is not None, "a forecast continues a held batch"
         now = dataclasses.replace(view, forecast=None)

@@ -128,7 +128,7 @@ class Knowledge:
         self.version = 0  # rises whenever there is something new to keep
 
     def machines(self, cluster: Cluster) -> None:
-        """Look at the nodes: where those of a GPU type are not what they were, its observations are forgotten.
+        """Inspect the nodes: where those of a GPU type are not what they were, its observations are forgotten.
 
         A type is the same as long as one node of it is there that is of a kind that was there before (a cluster may
         mix sizes, and grow by others); it has changed when none is.
@@ -143,14 +143,14 @@ class Knowledge:
                 self.forget(gpu)
 
     def forget(self, gpu: str) -> None:
-        """Forget everything about a GPU type."""
+        """Discard everything about a GPU type."""
         for families in self._families.values():
             families.pop(gpu, None)
         for key in [key for key in self._read if key[1] == gpu]:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Take in what a job's heartbeat says; the newest observation of a shape counts."""
+        """Receive what a job's heartbeat says; the newest observation of a shape counts."""
         if view.fingerprint is None:
             return
         self._lengths.hear(view)
@@ -284,7 +284,7 @@ class Knowledge:
         return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths, strategies=strategies)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
-        """Take in what was kept; what was measured on other machines than these, or too long ago, is left out.
+        """Receive what was kept; what was measured on other machines than these, or too long ago, is left out.
 
         A time ahead of now, by the clock of who wrote it, counts as now.
         """
@@ -417,7 +417,7 @@ class EndedJobs:
             self._beyond.setdefault(declarer, {})[view.job] = part
 
     def ended(self, job: str, now_s: float) -> bool:
-        """End a job; True if its length is to be kept."""
+        """End a job; True if its length is worth keeping."""
         length = self._present.pop(job, None)
         self._declared.pop(job, None)
         if length is None:
@@ -427,7 +427,7 @@ class EndedJobs:
         return True
 
     def recall(self, lengths: Iterable[KnownLength]) -> None:
-        """Take in what was kept."""
+        """Receive what was kept."""
         fresh: dict[str, list[KnownLength]] = {}
         for each in lengths:
             fresh.setdefault(each.fingerprint, []).append(each)

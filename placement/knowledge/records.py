@@ -41,7 +41,7 @@ class KnownStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownNoise:
-    """The gradient noise of a job after so many epochs, and what it allowed for its batch, for keeping."""
+    """Gradient noise of a job after a number of epochs, with the batch limits of the job."""
 
     fingerprint: str  # of the job's model
     gpu_type: str  # of the nodes it ran on

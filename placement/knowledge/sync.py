@@ -36,7 +36,7 @@ class _RootState:
     saving: bool = False
 
     def know(self, fingerprints: Iterable[str]) -> None:
-        """Note that jobs of these models use the root."""
+        """Record that jobs of these models use the root."""
         self.fingerprints.update(fingerprints)
 
     def is_due(self, version: int, *, now: bool) -> bool:
@@ -111,7 +111,7 @@ class KnowledgeSync:
         self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
-        """Note a job's heartbeat."""
+        """Record a job's heartbeat."""
         if view.fingerprint is not None and view.job in self._root_of_job:
             self._root_of_job[view.job].know([view.fingerprint])
 

@@ -30,7 +30,7 @@ _SIZE_ROUNDS = 4
 
 
 def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
-    """Ask, and again with jobs limited to the next allowed size below, until all sizes are allowed.
+    """Ask the policy, limiting jobs to the next smaller allowed size, until all sizes are allowed.
 
     What is left of that after some rounds is cut down where it stands.
     """
@@ -64,7 +64,7 @@ def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
 
 
 def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
-    """Return the plan with so many workers of these jobs; those on nodes with the fewest of them go first."""
+    """Return the plan with these jobs cut to fewer workers, first on nodes with the fewest of them."""
     allocation = {job: dict(place) for job, place in plan.allocation.items()}
     reasons = dict(plan.reasons)
     sizes = {view.job: view.sizes for view in problem.views}
@@ -81,7 +81,7 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
 
 
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
-    """Ask, and once more with such sizes rounded down to whole nodes if they are not; taken if nothing idles for it.
+    """Ask the policy, then again with sizes rounded down to whole nodes; the second counts if nothing idles for it.
 
     Args:
         problem: the jobs and their room.

@@ -55,9 +55,9 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 def guarantee(
     views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
 ) -> tuple[Problem, dict[str, Reason]]:
-    """Raise the minimum of every job whose deadline can be met to what meets it.
+    """Give each job whose deadline can be met the minimum of workers that meets it.
 
-    Jobs are looked at in the order of precedence of their minimums: after jobs that may not be stopped and those of
+    Jobs come in the order of precedence of their minimums: after jobs that may not be stopped and those of
     higher priority, before the others of their own; those that had a guarantee before come first. What does not fit
     beside the others' shares gets no guarantee and runs as well as it can.
 

@@ -148,7 +148,7 @@ def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = Fal
 
 
 def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
-    """Take from what is free what the job lacks of its minimum on these nodes; False, and nothing, if it is short."""
+    """Remove from what is free what the job lacks of its minimum on these nodes; False, and nothing, if it is short."""
     there = [node.node_id for node in nodes if not node.draining]
     lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)
     taken = dict[str, int]()

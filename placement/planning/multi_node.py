@@ -46,7 +46,7 @@ def shared(allocation: Allocation) -> dict[str, list[str]]:
 
 
 def check_apart(allocation: Allocation) -> None:
-    """Refuse nodes that multi-node jobs share. Raises AllocationError: naming the node and the jobs."""
+    """Refuse nodes that several multi-node jobs share. Raises AllocationError: naming the node and the jobs."""
     for node, jobs in shared(allocation).items():
         raise AllocationError("one multi-node job per node", f"node {node!r} holds workers of {' and '.join(jobs)}")
 

@@ -40,7 +40,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Jobs, and the room that they are to share."""
+    """Jobs, and the room that they share."""
 
     views: Sequence[JobView]
     cluster: Cluster  # the room that is theirs
@@ -94,7 +94,7 @@ def by_precedence(problem: Problem) -> list[JobView]:
 
 
 def serve(view: JobView, room: FreeResources) -> bool:
-    """Take room for the job's minimum, where its workers are as far as possible; all of it or nothing."""
+    """Reserve room for the job's whole minimum, preferably where its workers are; True if it fits."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
     fits = room.slots(view) if view.allocation else None
@@ -154,7 +154,7 @@ def usable(view: JobView, room: FreeResources) -> int:
 
 
 def guard(problem: Problem, solve: Solver) -> Plan:
-    """Ask, and see to it that no job loses a guaranteed minimum.
+    """Ask the policy for a plan, and keep each job's guaranteed minimum.
 
     Where the answer leaves such a job without workers, the policy is asked about those jobs only whose minimums fit
     together, in the order of precedence; a running one that even then gets nothing keeps its minimum where it is.

@@ -27,7 +27,7 @@ def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> in
 def with_minimums_on_demand(
     problem: Problem, solve: Solver, least: Mapping[str, int], running: Collection[str]
 ) -> Plan:
-    """Ask, and see to it that mixed jobs have their minimum on on-demand nodes.
+    """Ask the policy, and see to it that mixed jobs have their minimum on on-demand nodes.
 
     One that waits does not start where that is impossible. One that runs keeps running, and its reason says so: to stop
     it would lose more than the node that may be taken from it.
@@ -121,7 +121,7 @@ def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Pla
 def _exchanged(
     allocation: Allocation, views: Mapping[str, JobView], cluster: Cluster, least: Mapping[str, int]
 ) -> Allocation | None:
-    """Return the same counts, or fewer if necessary, with these jobs' minimums on demand; None if impossible."""
+    """Return the allocation with these jobs' minimums on on-demand nodes, smaller if need be; None if impossible."""
     nodes = cluster.by_id()
     bundles = {job: view.bundle for job, view in views.items()}
     kept = {}
@@ -150,7 +150,7 @@ def _exchanged(
 def _missing_part(
     view: JobView, place: Mapping[str, int], has: Mapping[str, int], nodes: Mapping[str, Node]
 ) -> JobView:
-    """Return the job without the workers that it has already, at its place and on its GPU type."""
+    """Return the job reduced to its missing workers, bound to its place and GPU type."""
     low = max(view.min_workers - sum(has.values()), 1)
     left = {node: workers - has.get(node, 0) for node, workers in place.items()}
     part = dataclasses.replace(_of_type(view, place, nodes), min_workers=low, held_at=None)

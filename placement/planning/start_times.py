@@ -47,7 +47,7 @@ def start_times(
 
 
 def _start(room: FreeResources, queues: Mapping[WorkerKind, collections.deque[JobView]]) -> list[str]:
-    """Start what fits, the first of each kind as long as it does; returns their names."""
+    """Start waiting jobs that fit, each kind in order up to the first that does not; return their names."""
     started = []
     for queue in queues.values():
         while queue and room.add(queue[0], queue[0].held_at or queue[0].min_workers):
@@ -56,7 +56,7 @@ def _start(room: FreeResources, queues: Mapping[WorkerKind, collections.deque[Jo
 
 
 def _give(room: FreeResources, view: JobView, target: Mapping[str, int], sign: int) -> None:
-    """Take a job's workers from the room; a sign of -1 gives them back. Nodes that are gone do not count."""
+    """Reserve a job's workers in the room; a sign of -1 gives them back. Nodes that are gone do not count."""
     for node, workers in target.items():
         index = room.index(node)
         if index is not None:

@@ -284,7 +284,7 @@ class _Filling:
 
     @staticmethod
     def _step(queue: collections.deque[JobView], give: Callable[[JobView], bool], *, again: bool) -> bool:
-        """Serve the first in the queue that can be served; who cannot be leaves it."""
+        """Serve the first job of the queue that fits; drop those before it, which do not."""
         while queue:
             view = queue.popleft()
             if give(view):
@@ -397,7 +397,7 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
 
 def _order(problem: Problem) -> list[Node]:
-    """Return nodes that some job can use: those with most of the jobs' workers, then the roomiest."""
+    """Return the nodes that some job can use: most of the jobs' workers first, then most room."""
     room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
     for view in _kinds(problem.views):
@@ -427,7 +427,7 @@ class _Partition:
         }
 
     def take(self, node: Node, amounts: Mapping[str, float]) -> None:
-        """Take so much of a node, as far as it is there and below the ceiling."""
+        """Reserve these amounts of a node, at most what is free and left below the ceiling."""
         taken = self._taken[node.node_id]
         for r in taken.keys() & amounts.keys():
             more = max(min(amounts[r], node.free[r] - taken[r], self._left[r]), 0.0)
@@ -435,7 +435,7 @@ class _Partition:
             self._left[r] -= more
 
     def fill(self, node: Node, bundle: Resources | None) -> None:
-        """Take all of a node, of a given bundle a whole number."""
+        """Reserve the rest of a node; with a bundle, a whole number of bundles."""
         taken = self._taken[node.node_id]
         goal = {r: taken[r] + min(node.free[r] - taken[r], self._left[r]) for r in taken}
         if bundle is not None:

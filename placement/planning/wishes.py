@@ -85,7 +85,7 @@ class _FreeSlots:
         self.allocation: dict[str, dict[str, int]] = {job: dict(place) for job, place in allocation.items()}
 
     def give(self, view: JobView, most: int) -> dict[str, int]:
-        """Take up to so many slots for a job; returns them by node."""
+        """Reserve up to so many slots for a job; returns them by node."""
         given: dict[str, int] = {}
         place = self.allocation[view.job]
         for _ in range(most):
@@ -100,7 +100,7 @@ class _FreeSlots:
         return given
 
     def take_back(self, view: JobView, given: dict[str, int], workers: int) -> None:
-        """Leave so many of the slots that a job was given to others."""
+        """Return slots that a job was given, for others."""
         place = self.allocation[view.job]
         for node_id in reversed(list(given)):
             less = min(given[node_id], workers)

@@ -162,7 +162,7 @@ class ClusterScaler:
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return the cluster as jobs are to see it: a node that is given up is one that drains."""
+        """Return the cluster for jobs: a node that is given up drains."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
@@ -179,7 +179,7 @@ class ClusterScaler:
         return not waits and (self._look is None or self._look.done())
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Begin to decide anew; ``is_due`` says when."""
+        """Start a new decision; ``is_due`` says when."""
         self._looked_s = time.monotonic()
         self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
 
@@ -190,7 +190,7 @@ class ClusterScaler:
             logger.exception("a look at the cluster's size failed; the next follows in %g s", self._config.interval_s)
 
     def _decide(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:
-        """Take in failed launches, decide anew, and ask Ray for the nodes; calls block, and what is new is logged."""
+        """Receive failed launches, decide anew, and ask Ray for the nodes; calls block, and what is new is logged."""
         if self._refused_s is None:
             self._refused_s = now_s
             self._autoscaler.resume(notes.account())
@@ -217,5 +217,5 @@ class ClusterScaler:
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
     def forget(self, job: str) -> float:
-        """Forget a job that has ended; return its cost [USD]."""
+        """Discard a job that has ended; return its cost [USD]."""
         return self._autoscaler.forget(job)

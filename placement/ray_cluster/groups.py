@@ -94,7 +94,7 @@ def release(group: PlacementGroup) -> None:
 
 
 def hold(group_id: str) -> None:
-    """Note that the calling actor, which runs beside its group, uses it. Blocks for a moment."""
+    """Record that the calling actor, which runs beside its group, uses it. Blocks for a moment."""
     actor = ray.get_runtime_context().get_actor_id() or ""
     internal_kv._internal_kv_put(_holder_key(group_id), actor.encode(), overwrite=True, namespace=NAMESPACE.encode())
 

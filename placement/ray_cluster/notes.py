@@ -37,7 +37,7 @@ _FORMAT = 1
 
 
 def keep_account(account: Account) -> None:
-    """Note what the cluster has cost, for the next allocator. Blocks for a moment."""
+    """Record what the cluster has cost, for the next allocator. Blocks for a moment."""
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(account)})
     internal_kv._internal_kv_put(_ACCOUNT, text.encode(), overwrite=True, namespace=NAMESPACE)
 
@@ -57,7 +57,7 @@ def account() -> Account:
 
 
 def keep_settings(settings: Mapping[str, Any]) -> None:
-    """Note what the operator has set, for the next allocator. Blocks for a moment."""
+    """Record what the operator has set, for the next allocator. Blocks for a moment."""
     text = json.dumps({"format": _FORMAT, "settings": settings})
     internal_kv._internal_kv_put(_SETTINGS, text.encode(), overwrite=True, namespace=NAMESPACE)
 
@@ -76,7 +76,7 @@ def settings() -> Mapping[str, Any]:
 
 
 def keep_asks_for_nodes(asks: bool) -> None:
-    """Note whether Ray's autoscaler is asked for nodes, for the next allocator to withdraw. Blocks for a moment."""
+    """Record whether Ray's autoscaler is asked for nodes, for the next allocator to withdraw. Blocks for a moment."""
     internal_kv._internal_kv_put(_ASKS, b"1" if asks else b"", overwrite=True, namespace=NAMESPACE)
 
 
@@ -86,7 +86,7 @@ def asks_for_nodes() -> bool:
 
 
 def keep_ended(job: str, ended_s: float, text: str) -> None:
-    """Note how a job ended, and delete notes of those that ended more than an hour before. Blocks for a moment."""
+    """Record how a job ended, and delete notes of those that ended more than an hour before. Blocks for a moment."""
     internal_kv._internal_kv_put(_ended_key(job, ended_s), text.encode(), overwrite=True, namespace=NAMESPACE)
     for key in _ended_keys():
         if ended_s - _ended_s(key) > ENDED_FOR_S:

@@ -49,7 +49,7 @@ class Task:
     apart: bool | None = False
 
     def check(self) -> None:
-        """Look at all input.
+        """Inspect all input.
 
         Raises:
             InputError: bad input.

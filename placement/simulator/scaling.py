@@ -101,7 +101,7 @@ class ScalingDriver(LiveDriver):
             self._tell_nodes(now_s)
 
     def _lose(self, machine: Machine, now_s: float) -> None:
-        """Take a machine away, if it is still rented: its workers die, and allocator and autoscaler hear of it."""
+        """Remove a machine, if it is still rented: its workers die, and allocator and autoscaler hear of it."""
         node_id = machine.node.node_id
         if node_id not in self._provider.machines:
             return

@@ -33,7 +33,7 @@ _OBJECT_STORES = tuple(
 
 
 class ForeignDirectoryError(PermissionError):
-    """Error raised if a directory that is to be private belongs to another user."""
+    """Error raised if a private directory belongs to another user."""
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
@@ -242,7 +242,7 @@ def _uid_on(path: str) -> int | None:
 
 
 def tighten(path: str | int) -> None:
-    """Take from a file or directory of our own what its group and others may do."""
+    """Remove from a file or directory of our own what its group and others may do."""
     found = os.stat(path)
     if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
         os.chmod(path, stat.S_IMODE(found.st_mode) & 0o700)

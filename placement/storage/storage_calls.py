@@ -38,7 +38,7 @@ class Call:
     given_up: bool = False  # its caller does not wait for it any more; a call that continues in pieces ends itself
 
     def heard(self) -> bool:
-        """Note that a piece is done; True if its caller still waits for the others."""
+        """Record that a piece is done; True if its caller still waits for the others."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
@@ -89,7 +89,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """Run a call that continues in pieces, none of which may take longer than ``timeout_s``."""
+        """Run a call in pieces; each may take ``timeout_s`` at most."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():

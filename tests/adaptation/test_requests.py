@@ -22,7 +22,8 @@ from elastic_ray.adaptation import (
     Stop,
 )
 from elastic_ray.adaptation.requests import from_plain, is_request, to_plain
-from elastic_ray.sync import Owner, Rule, Strategy
+from elastic_ray.sync import Strategy
+from elastic_ray.sync.spec import Owner, Rule
 
 WHOLE = st.integers(1, 1000)
 REQUESTS: st.SearchStrategy[Any] = st.one_of(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import sys
 import tempfile
 import threading
@@ -25,6 +24,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from common import bar, finish
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
@@ -164,6 +165,18 @@ def in_thread(function: Callable[[], Frames]) -> Frames:
     return result[0]
 
 
+BARS = (
+    ("frames_2", "Python frames of a step of two ranks, net of two layers, plain all-reduce", 250),
+    ("frames_1", "Python frames of a step of one rank", 180),
+    ("per_parameter_2", "Python frames for each further parameter", 1),
+    ("per_bucket", "Python frames for each further bucket of two ranks", 10),
+    ("files_2", "files that a step passes", 25),
+    ("rooms_2", "packages that a step passes", 9),
+    ("files_join", "files that a survivor passes when another worker joins", 35),
+    ("files_kill", "files that a survivor passes when another worker is killed", 35),
+)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,7 +218,11 @@ def main() -> None:
     row["files_join"] = len(files_of_change(join, (1, 2), from_backward=False))
     row["files_kill"] = len(files_of_change(kill, (1, 2), from_backward=True))
     print(f"{row['files_join']:>8.0f} files of a survivor's resize, {row['files_kill']:.0f} of a kill")
-    print(json.dumps({"benchmark": "frames", **{name: round(value, 2) for name, value in row.items()}}))
+    finish(
+        "frames",
+        rows=[row],
+        bars=[bar(claim, value=row[key], limit=limit, at_least=False) for key, claim, limit in BARS],
+    )
 
 
 if __name__ == "__main__":

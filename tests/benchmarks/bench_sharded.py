@@ -119,7 +119,7 @@ def train_loop(config: dict[str, Any]) -> None:
     import torch
 
     import elastic_ray as er
-    from elastic_ray.sync import Owner
+    from elastic_ray.sync.spec import Owner
 
     torch.set_num_threads(1)
     model = common.build_model()

@@ -197,7 +197,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_json(benchmark: str, *, rows: Sequence[Mapping[str, Any]], bars: Sequence[Mapping[str, Any]]) -> None:
     """The whole result as one line, for whoever collects results."""
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "time_s": round(time.time())}
-    print(json.dumps({"benchmark": benchmark, "rows": rows, "bars": bars, "machine": machine}), flush=True)
+    result = {"benchmark": benchmark, "arguments": sys.argv[1:], "rows": rows, "bars": bars, "machine": machine}
+    print(json.dumps(result), flush=True)
 
 
 def bar(claim: str, *, value: float | None, limit: float, at_least: bool) -> dict[str, Any]:

@@ -176,5 +176,5 @@ def test_functions_whose_module_is_not_there_are_named(ray_cluster: Any, tmp_pat
     sys.modules[made.__name__] = made
     dataset = ray.data.read_parquet(write_files(tmp_path / "data")).map_batches(elsewhere)
     words = r"No module named 'module_of_the_driver_alone'.*worker_runtime_env"
-    with pytest.raises(er.TrainFunctionError, match=words):
+    with pytest.raises(er.errors.TrainFunctionError, match=words):
         submit(tmp_path, dataset, workers=1).result(timeout=200)

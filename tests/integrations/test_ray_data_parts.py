@@ -81,5 +81,7 @@ def test_what_is_no_ray_dataset_is_refused_at_once(datasets: Any, words: str) ->
 
 @pytest.mark.parametrize("ask", [er.get_dataset_shard, ray.train.get_dataset_shard])
 def test_without_a_trainer_the_way_out_is_told(ask: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"without a trainer, and under torchrun.*elastic_ray.ArrowDataset"):
+    with pytest.raises(
+        RuntimeError, match=r"without a trainer, and under torchrun.*elastic_ray.data.arrow.ArrowDataset"
+    ):
         call(pack(lambda: ask("train"), None))

@@ -311,7 +311,7 @@ def test_workers_whose_controller_is_gone_for_good_save_job(ray_cluster: Any, tm
     assert state.steps > 10
     last = storage.read_events()[-1]
     assert "its controller has ended" in last.reason and f"saved at step {state.steps}" in last.reason
-    with pytest.raises(er.JobLostError):
+    with pytest.raises(er.errors.JobLostError):
         handle.result(timeout=60)
     again = start(tmp_path, workers=1, name="alone", epochs=state.resume_point.epoch + 1)
     assert again.result(timeout=180).error is None

@@ -25,6 +25,7 @@ from elastic_ray.errors import TrainFunctionError, WorkersLostError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.faults import Faults
 from elastic_ray.job.controller import start as start_controller
+from placement import MemoryNeed
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
 from tests.job.specs import spec
@@ -101,7 +102,7 @@ def test_out_of_memory_lowers_local_bound_and_training_continues(
 def test_out_of_memory_at_least_size_says_the_declaration(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().out_of_memory(rank=0, step=5, moment="forward")
     adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
-    need = er.MemoryNeed(available_bytes=6 << 30, sharded_bytes=10 << 30, copies=1)  # from 2 workers on
+    need = MemoryNeed(available_bytes=6 << 30, sharded_bytes=10 << 30, copies=1)  # from 2 workers on
     config = er.SchedulingConfig(memory=need)
     handle, account = run(tmp_path, workers=2, faults=faults, adapt=adapt, epochs=6, scheduling=config)
     event = next(event for event in handle.events() if event.kind is EventKind.OUT_OF_MEMORY)

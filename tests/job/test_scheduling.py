@@ -11,6 +11,7 @@ import pytest
 import ray
 
 import elastic_ray as er
+from placement import MemoryNeed
 from placement.allocator.actor import get_or_create_allocator
 from tests.job.jobs import start, wait_until
 
@@ -83,7 +84,7 @@ def test_job_that_fits_from_four_workers_starts_on_four(ray_cluster: Any, tmp_pa
         (tmp_path / name).mkdir()
     other = start(tmp_path / "other", workers=1, labels={"zone": "divided"}, name="other", pause_s=0.2, epochs=999)
     wait_until(lambda: other.status().workers == 1, other)
-    need = er.MemoryNeed(available_bytes=5 << 30, sharded_bytes=10 << 30)
+    need = MemoryNeed(available_bytes=5 << 30, sharded_bytes=10 << 30)
     config = er.SchedulingConfig(memory=need)
     job = {"labels": {"zone": "divided"}, "name": "divided", "pause_s": 0.02, "epochs": 999}
     handle = start(tmp_path / "divided", workers=(1, 4), scheduling=config, **job)

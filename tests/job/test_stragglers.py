@@ -45,7 +45,7 @@ def told(handle: er.JobHandle, state: str) -> list[JobEvent]:
     return [e for e in handle.events() if e.kind is EventKind.STRAGGLER and e.detail["state"] == state]
 
 
-def slow_down(handle: er.JobHandle, folder: Path, rank: int) -> er.WorkerInfo:
+def slow_down(handle: er.JobHandle, folder: Path, rank: int) -> er.events.WorkerInfo:
     """Make a worker three times slower, once the job has trained for a while."""
     wait_until(lambda: handle.status().workers == WORKERS and handle.status().step > 30, handle)
     worker = handle.workers()[rank]

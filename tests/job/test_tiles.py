@@ -11,7 +11,7 @@ import ray.train
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
-from elastic_ray.sync import Owner
+from elastic_ray.sync.spec import Owner
 from tests.job import tiled
 from tests.job.jobs import kinds
 

@@ -274,19 +274,19 @@ def test_ranks_that_make_different_calls_are_told() -> None:
     def different() -> Any:
         return er.barrier() if er.get_context().get_world_rank() else er.all_gather(1)
 
-    with pytest.raises(er.RanksDisagreeError, match="makes a collective of its own, number 1 between steps"):
+    with pytest.raises(er.errors.RanksDisagreeError, match="makes a collective of its own, number 1 between steps"):
         run_job(lambda: _after_an_epoch(different), first=(1, 2))
 
     def shapes() -> Any:
         return er.all_reduce(torch.zeros(2 + er.get_context().get_world_rank()))
 
-    with pytest.raises(er.RanksDisagreeError, match="makes a collective of its own"):
+    with pytest.raises(er.errors.RanksDisagreeError, match="makes a collective of its own"):
         run_job(lambda: _after_an_epoch(shapes), first=(1, 2))
 
     def returns() -> Any:
         return er.barrier() if er.get_context().get_world_rank() else None
 
-    with pytest.raises(er.RanksDisagreeError, match="has returned from the train function"):
+    with pytest.raises(er.errors.RanksDisagreeError, match="has returned from the train function"):
         run_job(lambda: _after_an_epoch(returns), first=(1, 2))
 
 

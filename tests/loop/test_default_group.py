@@ -135,7 +135,7 @@ def test_ranks_that_disagree_are_told_what_each_has_called() -> None:
         else:
             dist.broadcast(torch.ones(2), 1)
 
-    with pytest.raises(er.RanksDisagreeError, match=r"all_reduce\(SUM, float32\[3\].*broadcast\(float32\[2\]"):
+    with pytest.raises(er.errors.RanksDisagreeError, match=r"all_reduce\(SUM, float32\[3\].*broadcast\(float32\[2\]"):
         run_job(lambda: train(step), first=(1, 2))
 
 
@@ -157,7 +157,7 @@ def test_in_backward_too() -> None:
                 wrapped(hidden).mean().backward()
                 optimizer.step()
 
-    with pytest.raises(er.RanksDisagreeError, match=r"rank 0 makes a collective.*all_reduce\(SUM, float32\[3\]"):
+    with pytest.raises(er.errors.RanksDisagreeError, match=r"rank 0 makes a collective.*all_reduce\(SUM, float32\[3\]"):
         run_job(backward, first=(1, 2))
 
 

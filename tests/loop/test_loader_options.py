@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, WeightedRandom
 
 import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.data.arrow import ArrowDataset
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import BatchProposal
 from tests.loop.ranks import Ranks
@@ -132,7 +133,7 @@ def test_a_stream_is_shared_out(ranks: Ranks, world: int | None) -> None:
 
 def from_parquet(path: str) -> list[int]:
     """One epoch of a Parquet file."""
-    loader = er.AdaptiveDataLoader(er.ArrowDataset(path), batch_size=8)
+    loader = er.AdaptiveDataLoader(ArrowDataset(path), batch_size=8)
     seen = []
     for _ in er.remaining_epochs_until(1):
         for batch in loader:

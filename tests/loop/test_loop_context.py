@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.loop.api import current_epoch
 from elastic_ray.run.current import set_session, set_worker_session
 from tests.loop.alone import session_of
 from tests.loop.ranks import Ranks
@@ -65,7 +66,7 @@ def contexts(_: int) -> tuple[Any, ...]:
                 c.get_local_rank(),
                 c.get_local_world_size(),
                 c.get_node_rank(),
-                er.current_epoch(),
+                current_epoch(),
             )
     return found
 

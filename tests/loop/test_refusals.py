@@ -117,7 +117,7 @@ def trains(way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("sparse", "is sparse, but no layer.*a rule of elastic_ray.sync.Rows.*sparse=False"),
+        ("sparse", "is sparse, but no layer.*a rule of elastic_ray.sync.spec.Rows.*sparse=False"),
         ("zero", "a hook has taken it away again.*Step one optimizer of all parameters after"),
         ("step", r"optimizer\.step\(\) was called within backward\(\).*Step one optimizer of all parameters after"),
     ],

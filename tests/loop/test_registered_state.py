@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_ray as er
+from elastic_ray.loop.epochs import Epochs
 from elastic_ray.run.current import set_session
 from elastic_ray.state.tree import UnsafeStateError
 from tests.loop.alone import session_of
@@ -46,7 +47,7 @@ def train(epochs: Callable[[int], Any]) -> tuple[torch.Tensor, torch.Tensor, int
 
 def by_hand(epochs: int) -> Any:
     """As a framework's loop counts them."""
-    counted = er.Epochs(epochs)
+    counted = Epochs(epochs)
     while not counted.done:
         yield counted.begin_epoch()
         counted.end_epoch()
@@ -144,7 +145,7 @@ def test_a_state_that_could_only_be_pickled_is_named() -> None:
 
 def test_epochs_are_begun_and_ended_in_turn() -> None:
     set_session(None)
-    epochs = er.Epochs(1)
+    epochs = Epochs(1)
     with pytest.raises(RuntimeError, match="without begin_epoch"):
         epochs.end_epoch()
     assert epochs.begin_epoch() == 0
@@ -156,9 +157,9 @@ def test_epochs_are_begun_and_ended_in_turn() -> None:
         epochs.begin_epoch()
     set_session(None)
     with pytest.raises(ValueError, match="0 or more"):
-        er.Epochs(-1)
+        Epochs(-1)
     with pytest.raises(TypeError, match="an integer"):
-        er.Epochs(2.0)
+        Epochs(2.0)
 
 
 class Fails(Counter):

@@ -288,7 +288,7 @@ def trained_otherwise(how: Callable[..., None], models: int = 1) -> str:
                     optimizer.zero_grad()
                     (model(x.double()) - y).square().mean().backward()
                     optimizer.step()
-    except er.ReplicasDifferError as error:
+    except er.errors.ReplicasDifferError as error:
         return str(error)
     return ""
 
@@ -368,7 +368,7 @@ def adding(how: str) -> str:
                         add(x, y)
                 add(x, y)
                 optimizer.step()
-    except er.RanksDisagreeError as error:
+    except er.errors.RanksDisagreeError as error:
         return str(error)
     return ""
 
@@ -437,7 +437,7 @@ def apart(epochs: int, at: int, leaves: int, saves: int = 0) -> tuple[str, int]:
         with torch.no_grad():
             model[0].weight[0] += session.rank  # the job's result is rank 0's: others may do as they like with theirs
         session.finish()
-    except er.ReplicasDifferError as error:
+    except er.errors.ReplicasDifferError as error:
         return str(error), session.progress.steps
     return "", session.progress.steps
 
@@ -476,7 +476,7 @@ def test_a_change_of_the_group_is_a_check() -> None:
                 (wrapped(x.double()) - y).square().mean().backward()
                 optimizer.step()
 
-    with pytest.raises(er.ReplicasDifferError, match=r"after 6 steps: 2\.weight"):
+    with pytest.raises(er.errors.ReplicasDifferError, match=r"after 6 steps: 2\.weight"):
         run_job(train, [Change(5, (1, 2, 3))], first=(1, 2))
 
 

@@ -88,7 +88,7 @@ def test_a_train_functions_error_is_told_with_its_rank(ray_cluster: Any, tmp_pat
     told, logged = tmp_path / "told", tmp_path / "logged"
     handle = start(tmp_path, [Listener(told), Logger(logged)], epochs=4, raise_at=10)
     handle.resize(2)
-    with pytest.raises(er.TrainFunctionError):
+    with pytest.raises(er.errors.TrainFunctionError):
         handle.result(timeout=180)
     (exception,) = (line for line in lines(told) if line["kind"] == "exception")
     [(rank, error)] = exception["errors"].items()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
-from elastic_ray.sync import Reduce, Strategy, Wire
+from elastic_ray.sync import Strategy
+from elastic_ray.sync.spec import Reduce, Wire
 
 SAMPLES, BATCH, EPOCHS = 50, 7, 2
 WAYS: list[Any] = ["int8", Strategy(default=Reduce(wire=Wire(rank=1), bucket_bytes=1024))]

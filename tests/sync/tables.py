@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.data.sharding import step_size
-from elastic_ray.sync import Parallax, Rows, Rule, Strategy
+from elastic_ray.sync import Parallax, Strategy
+from elastic_ray.sync.spec import Rows, Rule
 
 SAMPLES, EPOCHS, BATCH, ROWS, WIDTH = 25, 2, 7, 90, 4
 

@@ -364,12 +364,12 @@ def test_a_strategy_asked_for_by_one_rank_is_refused(moment: str) -> None:
                     wrapped(x).square().mean().backward()
                     optimizer.step()
                     ask("after")
-        except er.RanksDisagreeError as error:
+        except er.errors.RanksDisagreeError as error:
             told.append(str(error))
             both.wait(20)
             raise
 
-    with pytest.raises(er.RanksDisagreeError):
+    with pytest.raises(er.errors.RanksDisagreeError):
         run_job(train, first=(1, 2))
     assert len(told) == 2 and all("the ranks do different things in step" in each for each in told)
 

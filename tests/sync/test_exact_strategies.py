@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.sync import PS, Owner, PartitionedAR, Reduce, Rule, Strategy
+from elastic_ray.sync import Strategy
+from elastic_ray.sync.builders import PS, PartitionedAR
+from elastic_ray.sync.spec import Owner, Reduce, Rule
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.parity import (
     BATCH,

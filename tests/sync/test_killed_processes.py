@@ -13,7 +13,8 @@ import ray.train
 import elastic_ray as er
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import Faults
-from elastic_ray.sync import PS, SMA, LocalSGD, PairAveraging, Parallax, PowerSGD
+from elastic_ray.sync import SMA, LocalSGD, PairAveraging, Parallax, PowerSGD
+from elastic_ray.sync.builders import PS
 from tests.sync.killed import STEPS, Account, account, by_torch, train
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(1000)]

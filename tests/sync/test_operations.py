@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.sync import Owner, Reduce, Wire
 from elastic_ray.sync.engine.factory import carries_tail, make_operation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.partitioned_reduce import partition_axis
 from elastic_ray.sync.plan import BucketPlan
-from elastic_ray.sync.spec import Sync
+from elastic_ray.sync.spec import Owner, Reduce, Sync, Wire
 from tests.membership.groups import on_ranks
 
 SHAPES = [(3,), (40, 60), (), (2, 3, 5), (1, 7), (64, 33)]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ray.loop.api import current_session
-from elastic_ray.sync import Owner, Reduce, Rule, Strategy, Wire
+from elastic_ray.sync import Strategy
 from elastic_ray.sync.engine.reduction import PROBE_EVERY
+from elastic_ray.sync.spec import Owner, Reduce, Rule, Wire
 from tests.loop.alone import session_of
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.owed import (

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import elastic_ray as er
-from elastic_ray.sync import Reduce, Strategy, Wire
+from elastic_ray.sync import Strategy
 from elastic_ray.sync.operations.low_rank import orthonormal, product_of
+from elastic_ray.sync.spec import Reduce, Wire
 from tests.loop.ranks import Ranks
 
 SHAPES = [(20000, 16, 4), (4096, 33, 2), (1000, 37, 3), (33, 65, 5), (1, 9, 1)]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.sync import Average, Owner, Reduce, Rows, Rule, Strategy, StrategyError, Wire
+from elastic_ray.sync import Strategy, StrategyError
+from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Wire
 
 wires = st.one_of(
     st.builds(Wire, dtype=st.sampled_from(["native", "bf16", "fp16", "int8"]), error_feedback=st.booleans()),

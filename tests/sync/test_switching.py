@@ -10,7 +10,8 @@ import torch
 
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StrategiesKnown
-from elastic_ray.sync import AllReduce, Auto, Rows, StrategyError
+from elastic_ray.sync import AllReduce, Auto, StrategyError
+from elastic_ray.sync.spec import Rows
 from placement.cluster.jobs import FoundStrategy
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.loop.ranks import RankFailedError, Ranks

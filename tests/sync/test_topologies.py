@@ -12,24 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.sync import (
-    AllReduce,
-    ModelProfile,
-    ParamInfo,
-    Reduce,
-    Rows,
-    Rule,
-    Strategy,
-    StrategyError,
-    Topology,
-    Wire,
-)
+from elastic_ray.sync import AllReduce, Strategy, StrategyError
 from elastic_ray.sync.choosing.explanation import explain
 from elastic_ray.sync.engine.factory import carries_tail, make_operation
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.topologies import SCHEDULES, Round
 from elastic_ray.sync.plan import BucketPlan, lower
+from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.spec import Reduce, Rows, Rule, Wire
 from tests.membership.groups import on_ranks
 
 nodes_of_ranks = st.lists(st.integers(0, 3), min_size=2, max_size=9)

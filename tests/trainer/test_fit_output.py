@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys, ray, ray.train, torch, elastic_ray as er
+from elastic_ray.loop.api import current_epoch
 
 def train(config):
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -25,7 +26,7 @@ def train(config):
             loss.backward()
             optimizer.step()
         killed = os.path.exists(config["folder"] + "/killed")
-        if er.get_context().get_world_rank() == 1 and er.current_epoch() == 1 and not killed:
+        if er.get_context().get_world_rank() == 1 and current_epoch() == 1 and not killed:
             open(config["folder"] + "/killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         er.report({"accuracy": 0.5, "loss": loss.item(), "\\x1b[31m": 1.0})

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A trial.
+    """Outcome of a trial.
 
     Attributes:
         trial: NNI's id of it.
@@ -79,7 +79,7 @@ class Results:
 
 
 class ExperimentFailedError(RuntimeError):
-    """The experiment could not continue; ``results`` are what it had come to.
+    """Error raised if the experiment cannot continue; ``results`` are those so far.
 
     Args:
         message: why.

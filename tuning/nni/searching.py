@@ -95,7 +95,7 @@ class NNISearch(Searcher):
         return dict(self._parameters[index])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Tell the tuner what its parameters have come to, also of a trial that a scheduler has stopped."""
+        """Report a trial's result to the tuner, also of a trial that a scheduler has stopped."""
         index = self._ids.pop(trial_id, None)
         if index is None:
             return
@@ -148,7 +148,7 @@ class NNISearch(Searcher):
             self._refused = bool(self._ids)
 
     def _later(self, index: int, parameters: Any) -> None:
-        """Take parameters from the tuner later."""
+        """Draw parameters from the tuner later."""
         self._parameters[index] = {name: _plain(value) for name, value in parameters.items()}
         self._ready.append(index)
 
@@ -203,15 +203,15 @@ class AssessorScheduler(FIFOScheduler):
         return str(TrialScheduler.CONTINUE if good else TrialScheduler.STOP)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Tell the assessor."""
+        """Notify the assessor."""
         self._end(trial, good=True)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        """Tell the assessor."""
+        """Notify the assessor."""
         self._end(trial, good=False)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        """Tell the assessor."""
+        """Notify the assessor."""
         self._end(trial, good=False)
 
     def _end(self, trial: Any, *, good: bool) -> None:

@@ -67,7 +67,7 @@ class ManagerChannel:
         return record
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tell NNI something."""
+        """Send NNI a message."""
         self._call("PUT", message)
 
     def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
@@ -207,7 +207,7 @@ class TrialServer:
         )
 
     def _follow(self, connection: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob) -> str:
-        """Tell NNI what the job reports."""
+        """Report to NNI what the job reports."""
         values: list[float] = []
         workers: list[int] = []
         last: Mapping[str, Any] = {}

@@ -69,7 +69,7 @@ def _check_parameter(name: Any, spec: Any) -> None:
 
 
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is to be searched of Tune's ``param_space``, in NNI's terms, and what is fixed.
+    """Return the searched part of Tune's ``param_space`` in NNI's terms, and the fixed part.
 
     Raises ValueError: NNI has nothing like it; the message names the parameter.
     """

@@ -11,7 +11,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class BatchSchedule(ReadyPolicy):
-    """The global batch by step, epoch or progress.
+    """Policy that sets the global batch by step, epoch or progress.
 
     A batch counts one step after it was asked for. By step it is asked for one step earlier, so that it counts from
     the very step on; by epoch or progress from the second step on. The first step of a run has the loader's batch.

@@ -31,7 +31,7 @@ class _ByMetric(ReadyPolicy):
 
 
 class EarlyStop(_ByMetric):
-    """Ends the training when a metric has not improved for some reports.
+    """Policy that ends the training when a metric has not improved for some reports.
 
     Args:
         metric: as ``elastic_ray.report`` names it.
@@ -78,7 +78,7 @@ class EarlyStop(_ByMetric):
 
 
 class LossPlateau(_ByMetric):
-    """Lowers the learning rates when a metric has stopped improving, as torch's ``ReduceLROnPlateau`` does.
+    """Policy that lowers the learning rates when a metric stops improving, as torch's ``ReduceLROnPlateau``.
 
     Args:
         metric: as ``elastic_ray.report`` names it.

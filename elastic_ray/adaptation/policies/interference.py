@@ -15,7 +15,7 @@ _STEPS_OF_SWITCH = 3  # until a switch counts, and the first steps after it
 
 
 class Interference(ReadyPolicy):
-    """Tries other strategies when throughput falls below its best, and keeps the fastest (KungFu's check).
+    """Policy that tries other strategies when throughput falls below its best; the fastest stays (KungFu's check).
 
     Each worker's step time is the median of its last ``window`` steps. The best one is kept for each number of
     workers, batch and strategy. A worker votes for a change when best / time < ``threshold``. When most of them do,

@@ -9,7 +9,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class NoiseScaleBatch(ReadyPolicy):
-    """The batch follows the gradient noise scale (McCandlish et al. 2018; KungFu's example).
+    """Policy by which the batch follows the gradient noise scale (McCandlish et al. 2018; KungFu's example).
 
     Every ``every`` steps it asks for factor * mean(B), where B is ``view.noise_scale`` and its mean a moving one, cut
     to the bounds. Below the noise scale a larger batch saves steps; above it, it wastes samples. It ignores what steps

@@ -80,7 +80,7 @@ class _Scaling(ReadyPolicy):
 
 
 class ThroughputScaling(_Scaling):
-    """Asks for more workers while each brings more than a part of what one brought before.
+    """Policy that asks for more workers while each brings more than a part of what one brought before.
 
     With R_k the mean throughput of k workers, it pays to go from k - d to k when
     ((R_k - R_{k-d}) / d) / (R_{k-d} / (k - d)) is above ``threshold``. The largest size up to which it pays stays.
@@ -130,7 +130,7 @@ class ThroughputScaling(_Scaling):
 
 
 class UtilityCost(_Scaling):
-    """Asks for more workers while being done sooner is worth more than they cost.
+    """Policy that asks for more workers while being done sooner is worth more than they cost.
 
     With R_k the throughput of k workers [samples/s] and n samples left, the run ends after T_k = elapsed + n / R_k
     and costs C_k = n / R_k * k * price from now on. It pays to go from j to k workers when

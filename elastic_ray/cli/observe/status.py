@@ -22,7 +22,7 @@ from placement.text import ago
 @click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
 @json_option
 def status(job: str, last: int, as_json: bool) -> None:
-    """Show a job, where its workers are, and why it has so many. Exit code 1 if it has failed.
+    """Show a job, the nodes of its workers, and why it has this size. Exit code 1 if it has failed.
 
     Of a sweep, show its trials that run or have ended within the last hour, the best first.
     """

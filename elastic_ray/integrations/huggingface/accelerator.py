@@ -74,7 +74,7 @@ class OnMainProcess(accelerate.Accelerator):
             print(*args, **kwargs)
 
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
-        """Begin trackers on rank 0."""
+        """Start trackers on rank 0."""
         self._trackers_wanted = args, kwargs
         if get_context().get_world_rank() == 0:
             super().init_trackers(*args, **kwargs)

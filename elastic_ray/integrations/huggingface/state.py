@@ -25,7 +25,7 @@ class TrainerProgress:
         return {**scalars(trainer), "log_history": copy.deepcopy(trainer.state.log_history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over another rank's."""
+        """Adopt another rank's state."""
         set_scalars(self._trainer, state)
         theirs = self._trainer.state
         theirs.log_history = list(state["log_history"])

@@ -24,6 +24,7 @@ from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProg
 from elastic_ray.integrations.late_wrapping import plain_model, share_buffers
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, get_context, session_of_new_model
+from elastic_ray.loop.epochs import Epochs
 from elastic_ray.parallel.refusals import refuse_wrapped
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import DictState
@@ -178,7 +179,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._tr_loss, self._total_loss_scalar, self.tr_weight = torch.tensor(0.0, device=args.device), 0.0, 0.0
         self.initial_steps = self.state.global_step
-        job = er.Epochs(int(epochs) if has_length(loader) else max_steps)
+        job = Epochs(int(epochs) if has_length(loader) else max_steps)
         session = current_session()
         session.states.register("transformers", DictState(TrainerProgress(self)))
         step = StepProgress(self)

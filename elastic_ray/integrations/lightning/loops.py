@@ -24,6 +24,7 @@ from elastic_ray.integrations.lightning.shared import accumulating, set_rank
 from elastic_ray.integrations.lightning.state import StepState, TrainerState
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session
+from elastic_ray.loop.epochs import Epochs
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.state.progress import RunProgress
@@ -60,7 +61,7 @@ class _BatchLostError(Exception):
 class ElasticFitLoop(_FitLoop):
     """Fit loop that counts the job's epochs in place of its own; a trainer's loop becomes one by its class."""
 
-    _epochs: er.Epochs | None = None
+    _epochs: Epochs | None = None
     _came_later = False  # within an epoch, whose end it takes part in though training may be done then
     _place: dict[str, Any] | None = None  # in the data, of the checkpoint that was read
     _data_fetcher: Any
@@ -119,7 +120,7 @@ class ElasticFitLoop(_FitLoop):
         if self._combined_loader is None:  # limit_train_batches=0, or nothing to train
             return super().run()
         session = current_session()
-        epochs = er.Epochs(self._count_epochs())
+        epochs = Epochs(self._count_epochs())
         session.states.register("lightning", DictState(TrainerState(self.trainer)))
         averages = (each for each in self.trainer.callbacks if isinstance(each, _AVERAGING))
         for number, callback in enumerate(averages):  # whose own state_dict() is without the average
@@ -147,7 +148,7 @@ class ElasticFitLoop(_FitLoop):
             raise
 
     def _start_where_restored(self) -> None:
-        """Begin at the place of a checkpoint that Lightning has read (``fit(ckpt_path=)``), if it has read any."""
+        """Start at the place of a checkpoint that Lightning has read (``fit(ckpt_path=)``), if it has read any."""
         if not self._loaded_from_state_dict:
             if self.epoch_loop.global_step:  # trained before, by this trainer
                 self._begin_at_own_place()
@@ -177,7 +178,7 @@ class ElasticFitLoop(_FitLoop):
         self._begin_at_own_place(batches if within else 0)
 
     def _begin_at_own_place(self, batches: int = 0) -> None:
-        """Begin where the trainer's counters stand, unless the job begins at a place of its own.
+        """Start where the trainer's counters stand, unless the job begins at a place of its own.
 
         Args:
             batches: trained on in the epoch in progress, under another strategy.
@@ -221,7 +222,7 @@ class ElasticFitLoop(_FitLoop):
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
-        """Begin the epoch that the job is in."""
+        """Start the epoch that the job is in."""
         assert self._epochs is not None
         epoch = self._epochs.begin_epoch()
         self._came_later = False
@@ -250,7 +251,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         return not self._came_later and super().done
 
     def reset(self) -> None:
-        """Begin the epoch's counts, or continue with those of the others."""
+        """Start the epoch's counts, or continue with those of the others."""
         session = current_session()
         ordinal, passes = session.ledger.next_ordinal, session.progress.passes
         if ordinal >= len(passes) or not (passes[ordinal].position or passes[ordinal].done):
@@ -289,7 +290,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def _stops_early(self) -> bool:
-        """True if the training was asked to stop, and has come as far as ``min_steps`` and ``min_epochs`` say."""
+        """True if the training was asked to stop and ``min_steps`` and ``min_epochs`` are reached."""
         return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:

@@ -110,7 +110,7 @@ class OneDevice:
 
 
 def set_rank() -> None:
-    """Tell Lightning this worker's present rank."""
+    """Give Lightning this worker's present rank."""
     theirs: Any = fabric_rank_zero.rank_zero_only
     theirs.rank = get_context().get_world_rank()
 

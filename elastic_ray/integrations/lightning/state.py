@@ -35,7 +35,7 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over another rank's."""
+        """Adopt another rank's state."""
         theirs: Any = self._trainer
         set_counters(theirs, state["loops"])
         theirs.should_stop = state["should_stop"]

@@ -84,7 +84,7 @@ class RowWindow:
         self.ended = True
 
     def note(self, reader: Reader) -> None:
-        """Note a reader's request, and release rows that every rank of the newest group has passed.
+        """Record a reader's request, and release rows that every rank of the newest group has passed.
 
         A rank of that group that has not asked yet may need all that is there, so nothing is let go before it has.
         """
@@ -135,7 +135,7 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def note(self, reader: Reader, stream: object) -> object | None:
-        """Note a client's request for rows of a stream.
+        """Record a client's request for rows of a stream.
 
         Return the stream that it has read before, where that is another.
         """
@@ -149,7 +149,7 @@ class Readers:
         return self._reads.pop(client, (None, None))[1]
 
     def forget(self, stream: object, *, gone: bool) -> None:
-        """Forget a closed stream; ``gone`` if none of its readers is still there."""
+        """Discard a closed stream; ``gone`` if none of its readers is still there."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:
                 del self._reads[client]

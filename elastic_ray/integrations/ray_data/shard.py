@@ -117,8 +117,8 @@ def _no_datasets(name: str) -> str:
         return f"the job has no datasets: pass ElasticTrainer(..., datasets={{{name!r}: ray.data.read_parquet(...)}})"
     return (
         "get_dataset_shard() is for the train function of an ElasticTrainer(..., datasets={...}): without a trainer, "
-        "and under torchrun, nothing reads a Ray dataset for the group. Use elastic_ray.ArrowDataset for Parquet "
-        "files, or ds.iter_torch_batches() in a single process"
+        "and under torchrun, nothing reads a Ray dataset for the group. Use elastic_ray.data.arrow.ArrowDataset for "
+        "Parquet files, or ds.iter_torch_batches() in a single process"
     )
 
 
@@ -144,7 +144,7 @@ class RayDataBatches:
         self._forget(0)
 
     def _forget(self, position: int) -> None:
-        """Forget the epoch's rows from ``position`` on."""
+        """Discard the epoch's rows from ``position`` on."""
         self._position = self._end = position
         self._spans: deque[RowSpan] = deque()
         self._blocks: dict[int, Any] = {}
@@ -258,7 +258,7 @@ class RayDataBatches:
         return found
 
     def _hear(self, found: RowsFound) -> None:
-        """Take up where further rows are; blocks that are elsewhere set out for this node."""
+        """Adopt where further rows are; blocks that are elsewhere set out for this node."""
         fresh = []
         for span in found.spans:
             rest = span.behind(self._end)  # another execution may have cut other blocks

@@ -55,7 +55,7 @@ class ClusterPage:
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
-        """Take one more look at the cluster."""
+        """Read the cluster once more."""
         self._started_s = look.now_s if self._started_s is None else self._started_s
         self._take_nodes(look)
         if look.allocator is not None:
@@ -69,7 +69,7 @@ class ClusterPage:
         self._measure(look)
 
     def _hear(self, look: JobLook, now_s: float) -> None:
-        """Take the answer of one job."""
+        """Receive the answer of one job."""
         memory = self._memory(look.job, now_s)
         for event in memory.hear(look, now_s):
             self._history.mark(event.time_s, look.job, MARKS[event.kind], clipped(event.reason))
@@ -84,7 +84,7 @@ class ClusterPage:
         return self._jobs[job]
 
     def _take_nodes(self, look: ClusterLook) -> None:
-        """Take the present nodes and those that have gone; mark nodes that start to drain or are gone."""
+        """Receive the present nodes and those that have gone; mark nodes that start to drain or are gone."""
         if not look.nodes:
             return
         seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
@@ -128,7 +128,7 @@ class ClusterPage:
         self._look = look
 
     def _take_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
-        """Take one decision record and show it as a bar."""
+        """Receive one decision record and show it as a bar."""
         self._decisions.append(
             PageDecision(
                 number=number,

@@ -52,7 +52,7 @@ class JobMemory:
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def hear(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Take the controller's answer; return the events that are worth a mark."""
+        """Receive the controller's answer; return the events that are worth a mark."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:

@@ -102,7 +102,7 @@ def _speeds(
 
 
 def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
-    """Return the first of these numbers, largest first, that have room for so many workers.
+    """Return the fewest of these numbers, largest first, that together hold all workers.
 
     The others change no speed.
     """
@@ -163,7 +163,7 @@ def _totals(nodes: Sequence[Node]) -> dict[str, float]:
 
 
 def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -> float:
-    """Return the dominant share of what a tenant's jobs are to have."""
+    """Return a tenant's dominant share of the planned allocation."""
     amounts: dict[str, float] = {}
     for state in states:
         if state.view.tenant == name:

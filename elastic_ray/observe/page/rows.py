@@ -180,7 +180,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Return slots by node id that the job is to have, at least one wherever it has a worker."""
+    """Return the job's planned slots by node id, at least one wherever it has a worker."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in state.target.items()

@@ -78,7 +78,7 @@ class PageServer:
         self._feed.close()
 
     async def _watching(self, app: web.Application) -> Any:
-        """Look at the source while the page is served."""
+        """Inspect the source while the page is served."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
@@ -86,7 +86,7 @@ class PageServer:
             await task
 
     async def _watch(self) -> None:
-        """Look at the source in a loop; errors are logged and sent to browsers, and the next look follows anyway."""
+        """Inspect the source in a loop; errors are logged and sent to browsers, and the next look follows anyway."""
         while True:
             look = asyncio.ensure_future(self._refresh())
             try:
@@ -106,7 +106,7 @@ class PageServer:
             await self._pause(period_s or 1.0)
 
     def _tell_problem(self, problem: str) -> None:
-        """Tell browsers that what they show is old, until there is something new."""
+        """Notify browsers that what they show is old, until there is something new."""
         if not self._tables or self._tables["source"]["problem"] == problem:
             return
         self._tables = {**self._tables, "source": {**self._tables["source"], "problem": problem}}
@@ -140,7 +140,7 @@ class PageServer:
                 await asyncio.wait_for(self._wanted.wait(), (_IDLE - 1) * period_s)
 
     async def _refresh(self) -> None:
-        """Look at the source once and send browsers what has changed."""
+        """Inspect the source once and send browsers what has changed."""
         async with self._asking:
             snapshot = await asyncio.to_thread(self._source.look, time.time())
         after = await asyncio.to_thread(tables, snapshot)

@@ -175,7 +175,7 @@ class CallbackTracker:
         self._keep()
 
     def report(self, report: Report, time_s: float) -> None:
-        """Tell it, if it was not told before."""
+        """Notify the callback, unless it was notified before."""
         if self._target is not None and self._seen.add(report.index):
             try:
                 self._target.report(report, time_s, self._numbers)
@@ -187,7 +187,7 @@ class CallbackTracker:
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
-        """Tell it of a change of size."""
+        """Notify the callback of a change of size."""
         if self._target is not None:
             self._target.event(event)
 
@@ -206,7 +206,7 @@ class CallbackTracker:
         """Do nothing: no calls are buffered here."""
 
     def finish(self, phase: JobPhase) -> None:
-        """Tell it that the run is over."""
+        """Notify the callback that the run is over."""
         target, self._target = self._target, None
         if target is not None:
             try:
@@ -216,7 +216,7 @@ class CallbackTracker:
                 self._keep()
 
     def _keep(self) -> None:
-        """Note down what the tracker of a controller after this one has to know."""
+        """Record what the tracker of a controller after this one has to know."""
         self._note["told"] = self._seen.last
         if self._target is not None and (state := self._target.state()) is not None:
             self._note["state"] = state

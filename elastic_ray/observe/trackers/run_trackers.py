@@ -88,7 +88,7 @@ class RunTrackers:
         return {**found, _BEGUN: ""} if self._begun else {}
 
     def begin(self, point: ResumePoint | None) -> None:
-        """Begin the run at this point (None for its beginning), or continue with all earlier reports known."""
+        """Start the run at this point (None for its beginning), or continue with all earlier reports known."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
@@ -129,7 +129,7 @@ class RunTrackers:
         self._failures += event.kind in (EventKind.FAILURE, EventKind.RESTART)
 
     def _workers_lost(self, event: JobEvent, after: GenerationSpec) -> None:
-        """Tell callbacks the ranks that are missing in the generation after a failure."""
+        """Notify callbacks of the ranks that are missing in the generation after a failure."""
         before = next((each for each in reversed(self._groups) if each.generation < after.generation), None)
         if before is None:
             return
@@ -139,7 +139,7 @@ class RunTrackers:
         self._tell_callbacks(lambda tracker: tracker.failed(errors))
 
     def _tell_callbacks(self, tell: Callable[[CallbackTracker], None]) -> None:
-        """Tell them of a failure."""
+        """Notify callbacks of a failure."""
         for thread, tracker in zip(self._threads[-len(self._callbacks) :], self._callbacks, strict=False):
             thread.call("after_exception", functools.partial(tell, tracker))
 

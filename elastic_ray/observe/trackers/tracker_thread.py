@@ -30,7 +30,7 @@ class Tracker(Protocol):
     """
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Begin the run; called before all other methods.
+        """Start the run; called before all other methods.
 
         Args:
             step: optimizer steps committed before.
@@ -43,10 +43,10 @@ class Tracker(Protocol):
         """Rank 0 has reported [s since the epoch]."""
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Take the job's present numbers."""
+        """Receive the job's present numbers."""
 
     def event(self, event: JobEvent) -> None:
-        """Take an event of the job."""
+        """Receive an event of the job."""
 
     def flush(self) -> None:
         """Flush what waits; called after a while, or when there is nothing else to do."""

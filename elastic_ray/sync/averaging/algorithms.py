@@ -31,13 +31,13 @@ class Averager(Protocol):
         """
 
     def begin(self, model: Replica) -> None:
-        """Begin the first step of the algorithm, or of new parameters, which are equal on all ranks."""
+        """Start the first step of the algorithm, or of new parameters, which are equal on all ranks."""
 
     def capture(self) -> Any:
         """Return the averager's shared state for joiners and checkpoints; equal on all ranks."""
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state of the same algorithm."""
+        """Restore a captured state of the same algorithm."""
 
 
 def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:

@@ -61,7 +61,7 @@ class Drift:
         self._marker = 0
 
     def follow(self, average: Average | None) -> None:
-        """Follow the averaging of the present strategy; None for none. Other parameters may be trained than before."""
+        """Adopt the averaging of the present strategy; None for none. Other parameters may be trained than before."""
         self._begun = False
         if average != self.average:
             self.average = average
@@ -89,7 +89,7 @@ class Drift:
         return self._marker
 
     def begin_step(self) -> None:
-        """Begin averaging with a loader's first step, before which ranks need not be identical."""
+        """Start averaging with a loader's first step, before which ranks need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -101,7 +101,7 @@ class Drift:
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
-        """Note that the optimizer steps."""
+        """Record that the optimizer steps."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -177,7 +177,7 @@ class Drift:
         return found
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Take over a captured state; that of another algorithm stays behind with it."""
+        """Restore a captured state; that of another algorithm stays behind with it."""
         self._begun, self._marker = False, tree.get("marker", 0)
         if self.average is not None and self._averager is not None:
             if tree.get("algorithm") == self.average.algorithm:

@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def measures(self) -> bool:
-        """True if the next steps are to be measured."""
+        """True while the next steps are measured."""
         return not self.settled or self.known_s is not None
 
     def to_state(self) -> dict[str, Any]:

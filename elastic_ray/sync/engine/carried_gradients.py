@@ -118,7 +118,7 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def note_applied(self) -> None:
-        """Note that the optimizer applies the gradients in the step in progress."""
+        """Record that the optimizer applies the gradients in the step in progress."""
         self._applied = True
 
     def taken(self) -> None:
@@ -168,7 +168,7 @@ class CarriedGradients:
         return {"steps": self._steps, "gradients": gradients} if self._steps else {}
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""
         self._take(tree.get("steps", 0), tree.get("gradients", {}))
         self._lost = tree.get("lost", 0)
 

@@ -249,7 +249,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Take in what was unfrozen, and a strategy that was asked for."""
+        """Receive what was unfrozen, and a strategy that was asked for."""
         if self._in_force.tuner is not None:
             self._in_force.before_forward()
         self._reducer.follow(changed=self._in_force.pending and self._may_switch)
@@ -360,7 +360,7 @@ class GradientEngine(Participant):
         return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
-        """Settle what comes after the step; a digest of how models are averaged, of what, and of what comes next.
+        """Prepare what comes after the step; a digest of how models are averaged, of what, and of what comes next.
 
         Ranks agree on it before they commit a step. What is asked for later than that waits for the next one, for only
         some ranks may have come so far when the step ends.
@@ -405,7 +405,7 @@ class GradientEngine(Participant):
         return self.tabled
 
     def join(self, what: Announced) -> None:
-        """Take part in a table's row exchange without fetching rows, because this rank has no samples."""
+        """Participate in a table's row exchange without fetching rows, because this rank has no samples."""
         self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -469,7 +469,7 @@ class GradientEngine(Participant):
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
+        """Restore a captured state. The strategy of a run that began with another one stays behind with it."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
         for each in self._row_steps:

@@ -130,7 +130,7 @@ class JointTiles:
         self._owners: tuple[object, ...] = ()
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Follow buckets laid out for another strategy, other parameters or another group."""
+        """Adapt to buckets laid out for another strategy, other parameters or another group."""
         for each in self._parts:
             each.follow(plan, profile)
 
@@ -158,7 +158,7 @@ class JointTiles:
 
     @property
     def idle(self) -> bool:
-        """True if no optimizer has tiles, nor is to have any."""
+        """True if no optimizer has tiles, now or planned."""
         return all(each.idle for each in self._parts)
 
     @property
@@ -167,7 +167,7 @@ class JointTiles:
         return any(each.unsettled for each in self._parts)
 
     def settle_between_steps(self) -> None:
-        """Settle the state after a change of the strategy, on all ranks alike."""
+        """Prepare the state after a change of the strategy, on all ranks alike."""
         for each in self._parts:
             if each.unsettled:
                 each.settle_between_steps()

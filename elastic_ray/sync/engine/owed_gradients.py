@@ -212,7 +212,7 @@ class OwedGradients:
         return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state; what this rank has owed itself is part of no state any more."""
+        """Restore a captured state; what this rank has owed itself is part of no state any more."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
         self._take({}, state.get("folded", {}), state.get("factors", {}))

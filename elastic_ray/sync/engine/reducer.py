@@ -185,7 +185,7 @@ class GradientReducer:
         refuse_weights(self._ledger.step)
 
     def _nest(self) -> None:
-        """Note that a backward pass within the pass was seen."""
+        """Record that a backward pass within the pass was seen."""
         self._nests, self._early = True, False
 
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
@@ -272,7 +272,7 @@ class GradientReducer:
         self._buckets[index].adopt(waiting)
 
     def _announce(self) -> None:
-        """Tell the other ranks that this one reduces gradients: they answer while backward continues."""
+        """Announce to the other ranks that this one reduces gradients: they answer while backward continues."""
         self._told = True
         weighed = self._step is not None and self._step.weighed
         self._announced = self._announcements.weighed if weighed else self._announcements.plain
@@ -297,7 +297,7 @@ class GradientReducer:
         self._met = (self._group.group.generation, self._announced)
 
     def _begin_step(self, step: LoaderStep) -> None:
-        """Begin the first backward pass of a step."""
+        """Start the first backward pass of a step."""
         self._step = step
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
@@ -509,7 +509,7 @@ class GradientReducer:
             first = last
 
     def _conclude_statistics(self, step: LoaderStep, norms: Sequence[float]) -> None:
-        """Take the step's statistics, where they can be told apart from what it had reduced before."""
+        """Receive the step's statistics, where they can be told apart from what it had reduced before."""
         if not (self._goes_on and self._accumulates):
             self._statistics.collect(step, norms, grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
@@ -519,7 +519,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
-        """Look at the gradients of a rank alone."""
+        """Inspect the gradients of a rank alone."""
         step, statistics = self._step, self._statistics
         in_layers = step is not None and self._measures and statistics.in_layers
         if step is not None and in_layers and not statistics.collect_examples(step, self._grad_scale()):

@@ -59,7 +59,7 @@ class Reduction:
         self._took_s = list(self._began_s)
 
     def begin_step(self, steps: int) -> bool:
-        """Begin a step.
+        """Start a step.
 
         Args:
             steps: committed ones, the same number on all ranks.
@@ -149,7 +149,7 @@ class Reduction:
         return False
 
     def _tell_sizes(self) -> bool:
-        """Tell each other what all ranks must know of gradients that none of them holds; whether all are finite."""
+        """Exchange what all ranks must know of gradients that none of them holds; whether all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
@@ -185,7 +185,7 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
-        """Settle residuals in a group of one rank, which reduces nothing: they go into its gradients.
+        """Prepare residuals in a group of one rank, which reduces nothing: they go into its gradients.
 
         Where ranks step by themselves, and their models are averaged, a rank's gradient counts for as little of the
         mean as there are ranks: what it owes does so, too.
@@ -197,7 +197,7 @@ class Reduction:
                     operation.settle(bucket, scale)
 
     def asked(self) -> None:
-        """Note that the optimizer was asked to step."""
+        """Record that the optimizer was asked to step."""
         self._asked = True
 
     def applied(self) -> None:

@@ -35,7 +35,7 @@ class StepWeights:
         self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """Begin a backward pass of a step whose micro-batches the loop weighs.
+        """Start a backward pass of a step whose micro-batches the loop weighs.
 
         Raises RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
         """

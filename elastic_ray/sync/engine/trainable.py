@@ -57,14 +57,14 @@ class Trainable:
         return more or len(self._optimizer.param_groups) != len(self._sizes)
 
     def take_in(self) -> None:
-        """Follow what user code has unfrozen, or added to the optimizer.
+        """Adapt to what user code has unfrozen, or added to the optimizer.
 
         Raises ValueError: a parameter was unfrozen that the optimizer does not step; the message names it.
         """
         self._lay_out(wrapped=True)
 
     def drop_strangers(self) -> None:
-        """Forget gradients of parameters that are not synchronised yet: each rank has its own."""
+        """Drop gradients of parameters that are not synchronised yet: each rank has its own."""
         for p in self.left_out:
             if p.requires_grad:
                 p.grad = None
@@ -114,7 +114,7 @@ class Trainable:
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Take over what another rank's user code has unfrozen, frozen, and added, before this one came."""
+        """Adopt what another rank's user code has unfrozen, frozen, and added, before this one came."""
         mine = dict(self._module.named_parameters())
         wanted = set(tree["requires_grad"])
         for name, p in mine.items():

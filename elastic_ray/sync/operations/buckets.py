@@ -117,12 +117,12 @@ class Bucket:
         self.written = None
 
     def begin_pass(self) -> None:
-        """Begin a backward pass."""
+        """Start a backward pass."""
         self.complete, self.is_summed_up, self.additions = True, False, 1
         self._shows, self._sum = False, None
 
     def begin_filling(self, *, alone: bool) -> float:
-        """Begin to fill the buffer for a reduction; ``alone`` if it holds nothing of other micro-steps.
+        """Start to fill the buffer for a reduction; ``alone`` if it holds nothing of other micro-steps.
 
         Memory that gradients lay in belongs to who holds one of them still.
 
@@ -163,7 +163,7 @@ class Bucket:
             self._there[each] = True
 
     def add_again(self, param: torch.Tensor) -> None:
-        """Note that a nested backward pass adds to a gradient once more."""
+        """Record that a nested backward pass adds to a gradient once more."""
         if self.written is not None and self.written[0] is param:
             self.additions += 1
 

@@ -91,6 +91,6 @@ def check_gradients(
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, but no layer that is set to "
-                "sparse=True has told so: give the parameter a rule of elastic_ray.sync.Rows in the strategy, or use "
-                "functions with sparse=False"
+                "sparse=True has told so: give the parameter a rule of elastic_ray.sync.spec.Rows in the strategy, or "
+                "use functions with sparse=False"
             )

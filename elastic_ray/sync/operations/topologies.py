@@ -152,7 +152,7 @@ class RoutedReduceOperation:
         return self._start(finished, bucket, group) if finished < len(self._rounds) else ()
 
     def _start(self, number: int, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
-        """Begin a round; returns its only work."""
+        """Start a round; returns its only work."""
         flat, moved = bucket.flat, self._rounds[number].transfers
         out = [moved.get((group.rank, peer), (0, 0)) for peer in range(group.world_size)]
         into = [moved.get((peer, group.rank), (0, 0)) for peer in range(group.world_size)]

@@ -151,7 +151,7 @@ class TileHolder:
         return Everyone(tiles, any(row[-3] for row in rows), any(row[-2] for row in rows), bool(rows[0][-1]))
 
     def arrange(self, group: Group, everyone: Everyone, copies: int, *, gradually: bool) -> None:
-        """Have each tile lie with so many ranks.
+        """Place each tile on ``copies`` ranks.
 
         Args:
             everyone: what its ranks hold.
@@ -181,7 +181,7 @@ class TileHolder:
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
-        """Move some tiles to the owners that they are to have; all ranks call it, between the same two updates.
+        """Move some tiles to their planned owners; all ranks call it between the same two updates.
 
         Args:
             most: bytes of parameters whose state a rank receives, if that is more than one tile.
@@ -275,7 +275,7 @@ class TileHolder:
         self.held, self._whole = None, True
 
     def take_whole(self) -> None:
-        """Take the whole state that the optimizer was given, read or not."""
+        """Receive the whole state that the optimizer was given, read or not."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
 
@@ -291,7 +291,7 @@ class TileHolder:
             self._optimizer.state.pop(param, None)
 
     def forget_stored(self) -> None:
-        """Forget the stored state, which the next update makes outdated."""
+        """Discard the stored state, which the next update makes outdated."""
         if self.held is not None:
             self.stored.forget()
 

@@ -12,7 +12,7 @@ from elastic_ray.sync.sharded.placement import Move
 
 
 class StateLostError(LostGroupError):
-    """Tiles of the optimizer state were lost with all their owners: the job continues from its last checkpoint."""
+    """Error raised if tiles of the optimizer state are lost with all owners; the job continues from a checkpoint."""
 
 
 def carry_out(

@@ -116,7 +116,7 @@ class HeldTiles:
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy states of so many spans that are parts of larger tensors, so that these can go."""
+        """Copy states of spans out of larger tensors, so that these can be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:
@@ -216,7 +216,7 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """Take the states given to the optimizer, and leave it none that is unread or on another device.
+        """Receive the states given to the optimizer, and leave it none that is unread or on another device.
 
         Args:
             tiled: parameters in tiles, whose states are kept here.
@@ -235,7 +235,7 @@ class StoredStates:
                     state[param] = read_all(placed)
 
     def follow(self, tiled: Collection[Parameter]) -> None:
-        """Follow another set of parameters in tiles."""
+        """Adapt to another set of parameters in tiles."""
         given = (self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"])
         if self._states or any(map(_is_unread, given)):
             self.take(tiled)

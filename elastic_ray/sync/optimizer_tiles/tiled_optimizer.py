@@ -82,7 +82,7 @@ class TiledOptimizer:
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Follow another layout of buckets; a change of tiles follows."""
+        """Adapt to another layout of buckets; a change of tiles follows."""
         self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -266,7 +266,7 @@ class TiledOptimizer:
             self._adopt_wanted()
 
     def _arrange(self, copies: int) -> None:
-        """Have tiles lie with so many ranks each, and parameters be those that their owners have."""
+        """Place tiles on ranks, and copy parameters from their owners."""
         group = self._run.group
         everyone = self._holder.look_around(group.communicator, unpublished=self._unpublished, gathered=self._open)
         self._pending = None  # all ranks have come so far, and hold the same update
@@ -362,7 +362,7 @@ class TiledOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Take over what :meth:`capture` gave: tiles of its last update stay, those of the one before are updated.
+        """Adopt what :meth:`capture` gave: tiles of its last update stay, those of the one before are updated.
 
         Args:
             tree: it; None where that rank had no tiles.

@@ -112,7 +112,7 @@ class ShardedEmbedding(torch.nn.Module):
         self._alone: TableShard | None = None
 
     def join(self, rule: RowRule, name: str, number: tuple[int, int], run: Any) -> ShardedTable:
-        """Take part in a run's training; ``AdaptiveDataParallel`` calls it.
+        """Participate in a run's training; ``AdaptiveDataParallel`` calls it.
 
         Args:
             rule: how rows are updated.
@@ -217,7 +217,7 @@ class ShardedEmbedding(torch.nn.Module):
         return {**table.whole(("weight", *table.rule.initial)), "step": table.updates}
 
     def load_row_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`row_state_dict` gave on rank 0, of a group of any size; all ranks do the same.
+        """Adopt what :meth:`row_state_dict` gave on rank 0, of a group of any size; all ranks do the same.
 
         Raises:
             RuntimeError: the model is not wrapped. ValueError: it is of another table.

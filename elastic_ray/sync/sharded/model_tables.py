@@ -59,7 +59,7 @@ class ModelTables:
         return rule
 
     def join(self, what: Announced) -> None:
-        """Take part in a table's row exchange that others announced, without samples of this rank."""
+        """Participate in a table's row exchange that others announced, without samples of this rank."""
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:

@@ -19,7 +19,7 @@ _Matrix = Sequence[Sequence[int]]
 
 
 class RowsLostError(LostGroupError):
-    """Rows of a sharded table were lost with all their owners: the job continues from its last checkpoint."""
+    """Error raised if rows of a sharded table are lost with all owners; the job continues from a checkpoint."""
 
 
 class TableShard:

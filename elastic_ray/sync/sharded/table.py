@@ -87,7 +87,7 @@ class ShardedTable:
         self.begin(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
 
     def begin(self, source: InitialRows) -> None:
-        """Begin with rows of `source`, where no other rank holds them already."""
+        """Start with rows of `source`, where no other rank holds them already."""
         self._shard.begin(source)
         self._loaded, self._begun = source.trained, False
 
@@ -108,7 +108,7 @@ class ShardedTable:
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
-        """Take over a whole table after so many updates; all ranks do the same.
+        """Load a whole table and its number of updates; all ranks do the same.
 
         Raises:
             RuntimeError: a step of a loader is in progress, which might be lost and drawn again.
@@ -156,7 +156,7 @@ class ShardedTable:
         return Announced(Intent.ROWS, self._number[0], self._number[1] * 4 + what)
 
     def join(self) -> None:
-        """Take part in a fetch of rows without fetching any."""
+        """Participate in a fetch of rows without fetching any."""
         self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
@@ -306,7 +306,7 @@ class ShardedTable:
         return found if found is not None else dict.fromkeys(names, self._nothing[1])
 
     def _collected(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the whole table where this rank is to have it."""
+        """Return the whole table on ranks that asked for it."""
         group = self._run.group
         if group.generation and group.world_size > 1:
             self._run.consensus.agree_on(self._announced(_WHOLE))
@@ -339,7 +339,7 @@ class ShardedTable:
         return {**self.capture(), "kept": kept}
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state: rows that are of its last update stay, those of the one before are updated.
+        """Restore a captured state: rows that are of its last update stay, those of the one before are updated.
 
         Raises RuntimeError: it is of another table.
         """
@@ -393,7 +393,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def begin(self, step: Any, micro: int) -> bool:
-        """Begin to add a gradient; True if it is the first one of its step."""
+        """Start to add a gradient; True if it is the first one of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:

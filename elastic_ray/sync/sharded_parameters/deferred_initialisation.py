@@ -34,7 +34,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Initialisation] = weakref.WeakKeyD
 
 
 def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, device: torch.device) -> None:
-    """Find out how each module of a unit on the meta device is to be initialised; its buffers get memory.
+    """Find the initialiser of each module of a unit on the meta device; allocate its buffers.
 
     Args:
         module: the unit, before it is sharded.

@@ -144,7 +144,7 @@ def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
-    """Return rows that follow each other, as one; of one part alone as they are, unless they are to be ``copies``."""
+    """Join consecutive rows; a single part is returned as it is, unless ``copies``."""
     (_, first), *_ = parts
     like = first[VALUE].shape
     found: Rows = {}

@@ -36,8 +36,8 @@ OF_NO_GROUP = (
     "that a loop keeps (p.detach().clone()) stay in the group that they were made in, and a second sharded model that "
     "AdaptiveDataParallel does not wrap is in none; only in the wrapped module do rows move with the group. Make an "
     "average of the weights a part of that module, and move it where the optimizer steps: "
-    "optimizer.register_step_post_hook(lambda *_: elastic_ray.change_parameters(...)); see docs/recipes.md, An average "
-    "of the weights"
+    "optimizer.register_step_post_hook(lambda *_: elastic_ray.sync.change_parameters(...)); see docs/recipes.md, An "
+    "average of the weights"
 )
 CREATES_GRAPH = (
     "create_graph=True is not supported for a sharded model: torch frees the parameters that a gradient of a gradient "
@@ -56,7 +56,7 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return a key that tells layouts apart of which step times are not to be mixed.
+    """Return a key of layouts whose step times may be mixed.
 
     That of all workers in one group is what it was before there were others, so what is known of earlier runs holds.
     """
@@ -77,7 +77,7 @@ def is_sharded_model(module: nn.Module) -> bool:
 
 
 def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Note what a module was sharded with."""
+    """Record what a module was sharded with."""
     setattr(module, _SHARD_SIZE, shard_size)
 
 

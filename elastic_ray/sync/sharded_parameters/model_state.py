@@ -53,7 +53,7 @@ class ShardedModelState:
 
     @torch.no_grad()
     def restore(self, tree: Any) -> None:
-        """Take over. Raises RuntimeError: it is of another model."""
+        """Adopt the state. Raises RuntimeError: it is of another model."""
         buffers = dict(self._module.named_buffers())
         if "buffers" not in tree or buffers.keys() != tree["buffers"].keys():
             raise RuntimeError(
@@ -124,7 +124,7 @@ class StateDicts:
     def _take(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        """Take rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
+        """Receive rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) would put other parameters in the place of those that the optimizer of a "

@@ -35,7 +35,7 @@ class _Sequence:
         self._at = 0
 
     def begin(self, place: int) -> None:
-        """Begin a pass, as all ranks have agreed."""
+        """Start a pass, as all ranks have agreed."""
         self._at = place
 
     def knows(self, code: int) -> bool:
@@ -98,11 +98,11 @@ class ShardCollectives:
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def follow_in(self, layout: Layout) -> None:
-        """Follow other ranks as in this layout from now on; owners are the same."""
+        """Adapt to other ranks as in this layout from now on; owners are the same."""
         self.layout = layout
 
     def begin(self, what: Announced) -> None:
-        """Begin a pass with all other ranks.
+        """Start a pass with all other ranks.
 
         Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
@@ -150,7 +150,7 @@ class ShardCollectives:
         self._sequence.note(code)
 
     def begin_pass(self, weight: float) -> None:
-        """Begin a backward pass.
+        """Start a backward pass.
 
         Args:
             weight: share of this rank's samples in the step's mean gradient.

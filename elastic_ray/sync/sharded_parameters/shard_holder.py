@@ -108,7 +108,7 @@ class ShardHolder:
         self._held.keep({WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
-        """Take the optimizer's state of a whole parameter out of the optimizer."""
+        """Remove the optimizer's state of a whole parameter of the optimizer."""
         state = self._optimizer.state.pop(param.param, {})
         return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
 
@@ -248,7 +248,7 @@ class ShardHolder:
         return self._shares_memory
 
     def settle(self, group: Group) -> None:
-        """Have those follow that are to, and free the memory of what is held no more; all ranks call it."""
+        """Send the remaining copies and free unused memory; all ranks call it."""
         held, target = self._held, self._target
         mine = target.held_by(group.rank)
         if self._layout != target:
@@ -318,7 +318,7 @@ class ShardHolder:
                 f"rows of parameters that rank {bad[0][0]} owns differ from those that rank {bad[0][1]} "
                 f"has of them, in model {self._number}: whatever changes parameters of a sharded model besides its "
                 "optimizer's step (initialisation after the first step, clipping of weights, averages that are written "
-                "back) reaches own rows only. Use load_state_dict() on all ranks, or elastic_ray.change_parameters"
+                "back) reaches own rows only. Use load_state_dict() on all ranks, or elastic_ray.sync.change_parameters"
             )
 
     def collect(self, group: Group) -> Whole | None:
@@ -337,7 +337,7 @@ class ShardHolder:
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
-        """Take this rank's rows of a whole parameter that is given anew."""
+        """Copy this rank's rows of a whole parameter that is given anew."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -345,7 +345,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def take_states(self) -> None:
-        """Take this rank's rows of whole states that the optimizer was given."""
+        """Copy this rank's rows of whole states that the optimizer was given."""
         self.check_memory()
         options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):

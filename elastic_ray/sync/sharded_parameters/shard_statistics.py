@@ -130,7 +130,7 @@ class MovedRows:
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
     def forget(self) -> None:
-        """Forget the measured update in a new group, where others own the rows and some have measured nothing."""
+        """Discard the measured update in a new group, where others own the rows and some have measured nothing."""
         self._waiting = None
 
     def measure(self, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
@@ -169,7 +169,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """Take the numbers of :meth:`values` summed over `ranks`."""
+        """Receive the numbers of :meth:`values` summed over `ranks`."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -224,7 +224,7 @@ class ShardStatistics:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the step in progress, which is lost."""
+        """Discard the step in progress, which is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)
 
@@ -249,7 +249,7 @@ class ShardStatistics:
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, step: LoaderStep | None) -> None:
-        """Begin a backward pass.
+        """Start a backward pass.
 
         Args:
             step: that it belongs to; None outside of steps.
@@ -353,7 +353,7 @@ class ShardStatistics:
         return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size), *moved]
 
     def take(self, sums: Sequence[float], *, counts: bool) -> None:
-        """Take the numbers of :meth:`values` summed over all ranks.
+        """Receive the numbers of :meth:`values` summed over all ranks.
 
         Args:
             counts: whether the step's gradients are complete.

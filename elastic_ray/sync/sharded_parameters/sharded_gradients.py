@@ -155,7 +155,7 @@ class ShardedGradients(Participant):
         self.entered()
 
     def entered(self) -> None:
-        """Enter a backward pass with its first collective, or when it has come to the model."""
+        """Enter a backward pass with its first collective, or when it reaches the model."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -163,12 +163,12 @@ class ShardedGradients(Participant):
             self._begin()
 
     def _reached(self, param: nn.Parameter) -> None:
-        """Note that a backward pass has a gradient for a parameter, also where only a part of the model was called."""
+        """Record that a backward pass has a parameter's gradient, also where only a part of the model was called."""
         self.entered()
         self._has_gradient.add(param)
 
     def _begin(self) -> None:
-        """Begin a backward pass: decide what is to become of it, and announce it."""
+        """Start a backward pass: decide what is to become of it, and announce it."""
         run, step = self._run, self._run.ledger.step
         run.moment("backward")
         self._reduces = self._meets
@@ -191,7 +191,7 @@ class ShardedGradients(Participant):
             self._fail(str(error))
 
     def _begin_in(self, step: LoaderStep) -> None:
-        """Begin a backward pass of a loader's step.
+        """Start a backward pass of a loader's step.
 
         Raises RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
         """
@@ -246,7 +246,7 @@ class ShardedGradients(Participant):
         return [each.param in self._has_gradient or earlier(i) for i, each in enumerate(self._optimizer.params)]
 
     def _leave_out_unused(self, used: Sequence[float]) -> None:
-        """Take back the zeros that torch gives to parameters that no rank has a gradient of, as without shards."""
+        """Remove the zeros that torch gives to parameters that no rank has a gradient of, as without shards."""
         for place, (each, count) in enumerate(zip(self._optimizer.params, used, strict=True)):
             if not count:
                 each.param.grad = None
@@ -365,7 +365,7 @@ class ShardedGradients(Participant):
 
     @property
     def settled(self) -> bool:
-        """True if this rank holds everything that is to be saved."""
+        """True if this rank holds everything to save."""
         return self._optimizer.settled
 
     @property
@@ -416,7 +416,7 @@ class MicroSteps:
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """Begin a backward pass of a step."""
+        """Start a backward pass of a step."""
         if step.micro != self._micro:
             self._micro, self._before, self._added = step.micro, self._so_far, False
         elif self._added and not any(bool(grad.any()) for grad in self._gradients() if grad is not None):
@@ -442,7 +442,7 @@ class MicroSteps:
         return self._before is not None and self._before[place] is not None
 
     def leave_out(self, place: int) -> None:
-        """Forget the zeros that the latest pass has left for a parameter that no rank has a gradient of."""
+        """Discard the zeros that the latest pass has left for a parameter that no rank has a gradient of."""
         if self._so_far is not None:
             self._so_far[place] = None
 

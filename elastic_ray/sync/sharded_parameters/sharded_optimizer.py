@@ -272,7 +272,7 @@ class ShardedOptimizer:
             self._by_hand.note()
 
     def _whole(self) -> Whole | None:
-        """Return the whole where this rank is to have it; all ranks call it, where rank 0 has it not at hand."""
+        """Return the whole state on ranks that asked for it; all ranks call it if rank 0 lacks it."""
         if not self.divided:
             return self._holder.whole()
         if not self._open and not self._run.ledger.replaying:  # others have done what a joiner only goes by
@@ -317,7 +317,7 @@ class ShardedOptimizer:
 
     @property
     def tiled(self) -> list[Parameter]:
-        """Parameters of which each rank holds a part."""
+        """Parameters that are divided among the ranks."""
         return [each.param for each in self.params]
 
     def capture(self) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class ShardedOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Take over what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
+        """Adopt what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
 
         Args:
             whole: whether the optimizer holds the whole state of that update, and the model all parameters.

@@ -82,7 +82,7 @@ class SlicedOperation:
         return self._routes, self._buffers
 
     def _follow(self, bucket: SlicedBucket, group: GradientCollectives) -> None:
-        """Follow the present owners with routes and memory."""
+        """Adapt to the present owners with routes and memory."""
         pieces = bucket.pieces
         if self._for is not pieces:
             self._for, self._routes, self._buffers = pieces, routes(pieces, group.rank, group.world_size), None

@@ -58,7 +58,7 @@ class SlicedBucket(Bucket):
         return self._pieces[1]
 
     def begin_pass(self) -> None:
-        """Begin a backward pass; gradients that were zeroed in place become ordinary ones."""
+        """Start a backward pass; gradients that were zeroed in place become ordinary ones."""
         super().begin_pass()
         for param in self.params:
             if isinstance(param.grad, SlicedGradient):
@@ -88,7 +88,7 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Take the sums of pieces that this rank adds up, and of those that it follows."""
+        """Receive the sums of pieces that this rank adds up, and of those that it follows."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:

@@ -380,7 +380,7 @@ class ExampleNorms:
     def begin(
         self, step: int, samples: int, buckets: Sequence[Bucket], preconditioner: Callable[[Bucket], Any]
     ) -> None:
-        """Measure the next backward pass, of so many samples.
+        """Measure the next backward pass, with its number of samples.
 
         Args:
             step: committed steps.

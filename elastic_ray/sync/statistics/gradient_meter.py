@@ -73,7 +73,7 @@ class GradientMeter:
         self._variance = self._gradients = None
 
     def begin_step(self, step: int) -> None:
-        """Begin a step after `step` committed ones."""
+        """Start a step after `step` committed ones."""
         self._step = step
         self._variance = self._gradients = None
 
@@ -102,7 +102,7 @@ class GradientMeter:
         gradients: int,
         goes_on: bool = False,
     ) -> None:
-        """Take the variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
+        """Receive the variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
 
         Two losses' noises count as independent, so that the variance of their sum is the sum of theirs.
         """
@@ -120,7 +120,7 @@ class GradientMeter:
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
-        """Take the squared norms of the step's gradient, by parameter group."""
+        """Receive the squared norms of the step's gradient, by parameter group."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     @property

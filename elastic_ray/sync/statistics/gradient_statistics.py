@@ -93,7 +93,7 @@ class GradientStatistics:
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def take_shared(self, values: list[float], *, first: bool) -> None:
-        """Take rank 0's values as all ranks received them; ``first`` on rank 0."""
+        """Receive rank 0's values as all ranks received them; ``first`` on rank 0."""
         noise = self.noise.shared_size
         self.noise.take_shared(values[:noise])
         if len(values) > noise:
@@ -104,7 +104,7 @@ class GradientStatistics:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
-        """Begin a step.
+        """Start a step.
 
         Args:
             replicas: ranks whose gradients are added up.
@@ -138,7 +138,7 @@ class GradientStatistics:
         return self._norms_due
 
     def begin_pass(self) -> None:
-        """Begin a backward pass."""
+        """Start a backward pass."""
         self._local = [0.0] * self.norms_size
 
     def carry(self) -> None:
@@ -185,7 +185,7 @@ class GradientStatistics:
         return found
 
     def take_mean_norms(self, numbers: Sequence[Number], add_up: _AddUp | None = None) -> None:
-        """Take the numbers returned by :meth:`mean_norms`.
+        """Receive the numbers returned by :meth:`mean_norms`.
 
         Args:
             add_up: adds up numbers over all ranks, where each measures its part.
@@ -215,7 +215,7 @@ class GradientStatistics:
         return found + found
 
     def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """Take the norms of the mean summed over all ranks, which all then know; ``first`` on rank 0."""
+        """Receive the norms of the mean summed over all ranks, which all then know; ``first`` on rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self._noise_due else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self._norms_due else None
@@ -223,7 +223,7 @@ class GradientStatistics:
             self.meter.take_norms(self._plain_mean)
 
     def collect(self, step: LoaderStep, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
-        """Take in what the pass has shown, after :meth:`take_mean_norms`.
+        """Receive what the pass has shown, after :meth:`take_mean_norms`.
 
         Args:
             norms: :meth:`local_norms`, added up over all ranks.
@@ -264,7 +264,7 @@ class GradientStatistics:
         self.examples = examples
 
     def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
-        """Take in what layers have shown of the gradient in ``.grad``; False where that is too little.
+        """Receive what layers have shown of the gradient in ``.grad``; False where that is too little.
 
         Parameters that are in no such layer count as those of their group, or of all, that are.
         """

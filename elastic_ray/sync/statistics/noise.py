@@ -95,7 +95,7 @@ class NoiseTracker:
         self.looks = True
 
     def read_from(self, source: StatesSource) -> None:
-        """Take groups and states of the optimizer from there: it may not hold all of them itself."""
+        """Copy groups and states of the optimizer from there: it may not hold all of them itself."""
         self._source = source
 
     @property
@@ -190,7 +190,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Take the sum of all parts of the model for the latest estimates; none where one of them is missing."""
+        """Receive the sum of all parts of the model for the latest estimates; none where one of them is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -282,7 +282,7 @@ class NoiseTracker:
         }
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state; preconditioners start afresh."""
+        """Restore a captured state; preconditioners start afresh."""
         self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
         *groups, self._whole = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
         self._shared = tuple(groups)

@@ -90,7 +90,7 @@ class StrategyTuner:
         }
 
     def tell(self, table: Callable[[], str]) -> None:
-        """Tell the job's user of a choice, once it is in force; all ranks come by here."""
+        """Notify the job's user of a choice, once it is in force; called on every rank."""
         choice = self._choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
@@ -195,7 +195,7 @@ class StrategyTuner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Take over a captured state."""
+        """Restore a captured state."""
         self._auto, self._form = Auto(**tree["auto"]), tree["form"]
         self._choice = self._before = Choice.from_state(tree["choice"])
         self._known = {key: Choice.from_state(choice) for key, choice in tree["known"].items()}
@@ -367,7 +367,7 @@ class StrategyInForce:
         return self.plan
 
     def _tell_fallback(self) -> None:
-        """Tell the job's user once that two levels are one here."""
+        """Notify the job's user once that two levels are one here."""
         topology, strategy = self.topology, self.plan.strategy
         why = topology.why_flat if strategy.asks_for("two_level") and topology.world_size > 1 else ""
         if why and why != self._told:
@@ -398,7 +398,7 @@ class StrategyInForce:
         self._stepped = steps, now_s
 
     def enter_group(self) -> bool:
-        """Enter a group, in which all ranks hold the same state; True if buckets are to be laid out anew."""
+        """Enter a group, in which all ranks hold the same state; True if buckets need a new layout."""
         self._stepped = None
         self.takes, self._entering = 0, True
         if self._asked is not None and self._asked.tuner is not None:
@@ -431,7 +431,7 @@ class StrategyInForce:
         return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
-        """Take over a captured state; whether buckets are to be laid out anew.
+        """Restore a captured state; True if buckets need a new layout.
 
         The strategy of a run that began with another one stays behind with it.
         """

@@ -61,7 +61,7 @@ class RowBucket:
         self.is_sparse = None
 
     def begin_pass(self) -> None:
-        """Begin a backward pass."""
+        """Start a backward pass."""
         self.complete, self._additions = True, 1
 
     def begin_filling(self, *, alone: bool) -> float:
@@ -72,7 +72,7 @@ class RowBucket:
         """Nothing waits for this."""
 
     def add_again(self, param: torch.Tensor) -> None:
-        """Note that a nested backward pass adds to the gradient once more."""
+        """Record that a nested backward pass adds to the gradient once more."""
         self._additions += 1
 
     def mark_incomplete(self) -> None:

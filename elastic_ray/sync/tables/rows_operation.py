@@ -122,7 +122,7 @@ def pays(most: int, table: int, world_size: int) -> bool:
 
 
 def _nbytes(count: int, values: torch.Tensor) -> int:
-    """Return bytes of a head and so many rows with their numbers, in whole elements of all types."""
+    """Return the bytes of a head and ``rows`` rows with their numbers, in whole elements of all types."""
     nbytes = _HEAD_BYTES + count * (_ID_BYTES + values.shape[1] * values.element_size())
     return -(-nbytes // 16) * 16
 

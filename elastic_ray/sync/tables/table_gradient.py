@@ -42,7 +42,7 @@ class TableGradient:
         self._pause, self._left = 0, 0
 
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Take all layers that use the table, as far as the module tree tells."""
+        """Find all layers that use the table, as far as the module tree tells."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
         if self._shows == "auto":
@@ -119,7 +119,7 @@ class TableGradient:
             self._know(grad, rows.ids)
 
     def _before(self, grad: torch.Tensor) -> None:
-        """Note the rows of a gradient that autograd will add to ``.grad``."""
+        """Record the rows of a gradient that autograd will add to ``.grad``."""
         self._incoming = grad._indices()[0] if grad.is_sparse else None
 
     @torch.no_grad()

@@ -73,7 +73,7 @@ class WantedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The jobs, and what each could do on what is to be had."""
+    """Jobs, and the options of each on the node types on offer."""
 
     jobs: tuple[JobView, ...]  # in the order of arrival
     # by job: every node type that its workers fit onto, cheapest per worker first
@@ -216,7 +216,7 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
-    """Return the part of a job's work that losing some of so many nodes leaves it.
+    """Return the share of a job's work that it keeps when it loses some of its nodes.
 
         1 / (1 + (n x resize cost + start-up) / lasts)
 

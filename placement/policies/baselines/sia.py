@@ -208,7 +208,7 @@ class _SlotsByType:
         self._roomy = [np.cumsum(sorted(each, reverse=True)) for each in of]
 
     def nodes_for(self, kind: int, workers: int) -> int:
-        """Return the fewest nodes of a kind that hold so many workers."""
+        """Return the fewest nodes of a kind that hold these workers."""
         return int(np.searchsorted(self._roomy[kind], workers)) + 1
 
 

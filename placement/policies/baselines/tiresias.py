@@ -55,7 +55,7 @@ class TiresiasPolicy:
         return targets
 
     def _queue(self, jobs: Sequence[JobView]) -> list[JobView]:
-        """Return jobs as they are to be served."""
+        """Return jobs in the order of service."""
         present = {view.job for view in jobs}
         self._entered = {job: rank for job, rank in self._entered.items() if job in present}
         for view in sorted(jobs, key=lambda view: view.arrival):

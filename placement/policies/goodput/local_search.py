@@ -303,7 +303,7 @@ class PoolCapacity:
         return int(self._rooms[pool].slots(self._case.views[job]).sum())
 
     def take(self, job: int, pool: int, workers: int) -> bool:
-        """Take room for all workers or for none; True if they fit."""
+        """Reserve room for all workers or for none; True if they fit."""
         if not self._rooms:
             fits = workers <= self._left[pool] + 1e-6
             self._left[pool] -= workers if fits else 0

@@ -191,7 +191,7 @@ def _target(instance: OptionTable, placement: Placement, reason: Reason) -> Targ
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """One decision, whose causes can be told: where the jobs were, and where they are to be."""
+    """One decision with its causes: the jobs' nodes before and after it."""
 
     instance: OptionTable
     utility: SpeedValue

@@ -287,7 +287,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the fewest nodes that hold so many workers; 0 where all together do not."""
+    """Return the fewest nodes that hold these workers; 0 if all together do not."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)

@@ -86,7 +86,7 @@ def decide_by_worth(
 
 
 def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with the nodes draining on which some job saw steps take so many times longer, or more.
+    """Return the cluster with slow nodes draining: some job saw steps take ``factor`` times longer there.
 
     One slow worker holds up its whole group, so that a job is faster without it unless it has few others. Where a
     job would not run at all any more, all nodes stay in use.

@@ -22,7 +22,7 @@ class WorstFitPlacer:
         self._types = [types[node_id] for node_id in self.free.node_ids]
 
     def keep(self, view: JobView) -> Mapping[str, int] | None:
-        """Take the room of the job's present place; None, and nothing taken, if it is not all there."""
+        """Reserve the room of the job's present place; None, and nothing taken, if it is not all there."""
         fits = self.free.slots(view)
         place = {self.free.index(node_id): workers for node_id, workers in view.allocation.items()}
         if any(index is None or fits[index] < workers for index, workers in place.items()):
@@ -33,7 +33,7 @@ class WorstFitPlacer:
         return dict(view.allocation)
 
     def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
-        """Take workers from the node with the most room until all are served, within the roomiest GPU type.
+        """Reserve workers from the node with the most room until all are served, within the roomiest GPU type.
 
         None, and nothing taken, if no type has so much room. Of equal nodes the first by id is taken.
         """

@@ -116,7 +116,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Have so many of each type, as far as they are to be had; the new machines. Surplus that still starts goes."""
+        """Rent machines up to these numbers by type, and return them; give back surplus that still starts."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]

@@ -55,7 +55,7 @@ def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=4096)
 def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: int) -> float:
-    """Return seconds from the first start to the end of the application alone on at most so many GPUs of a type."""
+    """Return seconds from first start to end of the application alone, on at most these GPUs of a type."""
     sizes = sorted({k for k in SIZES if k <= most} | {min(most, 64)})
     best = min(sizes, key=lambda k: alone_s(app, gpu, per_node, k))
     spec = TraceJob(name="alone", time_s=0.0, application=app.name, num_replicas=1, batch_size=app.init_batch_size)
@@ -71,7 +71,7 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
 
 @functools.lru_cache(maxsize=4096)
 def alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
-    """Seconds of pure training on so many GPUs, each epoch at its best batch; infinity where no batch fits."""
+    """Seconds of pure training on these GPUs, each epoch at its best batch; infinity where no batch fits."""
     counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
     least, most = app.local_bsz_range(gpu)
     table = app.step_times[gpu]

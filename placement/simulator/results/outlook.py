@@ -184,7 +184,7 @@ def _missing(view: JobView) -> float:
 
 
 def _advanced(view: JobView, nodes: Mapping[str, int], done: float) -> JobView:
-    """Return the job after so many iterations with these workers."""
+    """Return the job after these iterations with these workers."""
     placed = dataclasses.replace(view.placed(nodes), most_workers=max(view.most_workers, sum(nodes.values())))
     if view.progress is None or not done:
         return placed

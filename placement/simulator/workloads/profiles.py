@@ -121,7 +121,7 @@ class Application:
         return least, min(most, _LOCAL_CAPS.get(self.name, {}).get(gpu, most))
 
     def progress_at(self, epoch: int) -> float:
-        """Return cumulative scale-invariant iterations at the end of so many epochs; 0 at 0."""
+        """Return cumulative scale-invariant iterations after this number of epochs; 0 at 0."""
         return float(self._progress[epoch])
 
     def noise(self, batch_size: float, epoch: int) -> NoiseScale:

@@ -96,7 +96,7 @@ class World:
         self.idle.look(self.core.views(now_s), self._cluster, now_s)
 
     def send(self, event: Event, now_s: float) -> None:
-        """Tell the core, and carry out its answer."""
+        """Send the core an event, and carry out its answer."""
         if isinstance(event, NodesChanged):
             self._cluster = event.cluster
             self._gpu |= {node.node_id: node.gpu_type for node in event.cluster.nodes}
@@ -165,7 +165,7 @@ class IdleWatch:
         self._idle = 0
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Look at the jobs after a decision."""
+        """Inspect the jobs after a decision."""
         self.longest_s = max([self.longest_s, *(now_s - since_s for since_s in self._since_s.values())])
         self.gpu_s += self._idle * (now_s - self._looked_s)
         could: dict[str, None] = {}

@@ -11,7 +11,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.sync import RowsLostError
+from elastic_ray.errors import RowsLostError
 from tests.loop.changing import Change, Hold, Kill, Outcome, run_job
 from tests.sync.sharded.tables import Case, Model, assert_same
 from tests.sync.tables import ROWS, SAMPLES, data

@@ -149,7 +149,7 @@ def state_of_one_rank() -> None:
 
 
 def test_state_asked_for_by_one_rank_is_an_error() -> None:
-    with pytest.raises(er.RanksDisagreeError, match="rank 0 fetches the whole of ShardedEmbedding 0 of model 0"):
+    with pytest.raises(er.errors.RanksDisagreeError, match="rank 0 fetches the whole of ShardedEmbedding 0 of model 0"):
         run_job(state_of_one_rank, first=(1, 2))
 
 

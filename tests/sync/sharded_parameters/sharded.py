@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.loop.api import current_epoch
 from tests.loop.changing import Change, Hold, Kill, Outcome, run_job
 
 SAMPLES, BATCH, EPOCHS = 96, 12, 2
@@ -145,7 +146,7 @@ class Run:
                 self.optimizer.step()
                 self.schedule.step()
                 self.held.append(self.elements())
-            self.losses[er.current_epoch()] = total["loss"] / SAMPLES
+            self.losses[current_epoch()] = total["loss"] / SAMPLES
         self.rank = er.get_context().get_world_rank()
         self.saved = self.optimizer.state_dict()
         self.parameters = self.model.state_dict()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.state.layout import ReplicasDifferError
+from elastic_ray.sync import change_parameters
 from tests.loop.changing import Change, Hold, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, Net, data, sharded_net, train_an_epoch
 
@@ -67,7 +68,7 @@ def train(case: Case) -> Found:
             with torch.no_grad():
                 follow(list(averaged.average.parameters()), list(averaged.net.parameters()))
         else:
-            er.change_parameters(follow, averaged.average, averaged.net)
+            change_parameters(follow, averaged.average, averaged.net)
 
     optimizer.register_step_post_hook(hook)
     wrapped = er.AdaptiveDataParallel(averaged, optimizer, scaling_rule="none")
@@ -233,7 +234,7 @@ def test_weights_are_clipped_with_the_update() -> None:
         model = sharded_net() if sharded else Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         optimizer.register_step_post_hook(
-            lambda *_: er.change_parameters(lambda rows: [p.clamp_(-0.2, 0.2) for p in rows], model.parameters())
+            lambda *_: change_parameters(lambda rows: [p.clamp_(-0.2, 0.2) for p in rows], model.parameters())
         )
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
         train_an_epoch(wrapped, optimizer)
@@ -247,18 +248,18 @@ def test_weights_are_clipped_with_the_update() -> None:
 
 def test_what_cannot_be_changed_is_refused() -> None:
     def between(model: Net, step: int) -> None:
-        er.change_parameters(lambda rows: None, model)
+        change_parameters(lambda rows: None, model)
 
     with pytest.raises(RuntimeError, match="must be called while their optimizer steps"):
         run_job(lambda: loop(between), first=(1,))
     net = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"same shapes in the same order, but number 1 has \[\(2, 2\)\]"):
-        er.change_parameters(follow, net, [net.weight])
+        change_parameters(follow, net, [net.weight])
     with pytest.raises(ValueError, match="got none"):
-        er.change_parameters(follow)
+        change_parameters(follow)
     with pytest.raises(TypeError, match="got a str"):
-        er.change_parameters(follow, ["weight"])
+        change_parameters(follow, ["weight"])
     with pytest.raises(TypeError, match="change must be a function"):
-        er.change_parameters(net.weight, net)
-    er.change_parameters(lambda rows: [p.fill_(2.0) for p in rows], net)
+        change_parameters(net.weight, net)
+    change_parameters(lambda rows: [p.fill_(2.0) for p in rows], net)
     assert bool((net.weight == 2).all()), "what is not sharded is changed as it is"

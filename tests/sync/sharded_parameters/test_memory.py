@@ -17,6 +17,7 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
+from elastic_ray.driver.sharded_memory import sharded_memory
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync.sharded_parameters.shard_statistics import MeanRows, ScatteredRows
 from tests.loop.changing import Change, Kill, run_job
@@ -70,7 +71,7 @@ def test_a_worker_holds_no_more_than_was_counted(
     first: tuple[int, ...], script: Sequence[Change | Kill], least: int
 ) -> None:
     # Two layers are gathered at one time, with the gradients of one; activations of a few samples are little.
-    need = er.sharded_memory(_model("meta"), available_bytes=1 << 30, other_bytes=4 * LAYER_BYTES)
+    need = sharded_memory(_model("meta"), available_bytes=1 << 30, other_bytes=4 * LAYER_BYTES)
     peak = max(run_job(_trained, script, first=first).results.values())
     counted = need.need_bytes(least)
     print(first, script, f"{peak / counted:.2f} of what is counted")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ray.sync import Owner, StateLostError
+from elastic_ray.errors import StateLostError
+from elastic_ray.sync.spec import Owner
 from tests.loop.changing import Change, Hold, Kill
 from tests.sync.tiles.scripts import GROWS_AND_SHRINKS
 from tests.sync.tiles.trained import Case, check, run

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.errors import StateLostError
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.sync import Owner, StateLostError
 from elastic_ray.sync.optimizer_tiles import tiled_optimizer
 from elastic_ray.sync.optimizer_tiles.holder import moved, needed_at_once, next_moves, owners_meanwhile
 from elastic_ray.sync.sharded.placement import moves, place
+from elastic_ray.sync.spec import Owner
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.tiles.scripts import GROWS_AND_SHRINKS
 from tests.sync.tiles.trained import Case, Run, check, run

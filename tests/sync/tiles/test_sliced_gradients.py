@@ -16,9 +16,10 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.monitoring import Monitor
-from elastic_ray.sync import Owner, Reduce, Rule, Strategy, StrategyError, Wire
+from elastic_ray.sync import Strategy, StrategyError
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, pieces_of, routes
 from elastic_ray.sync.sliced_gradients.sliced_gradient import Content, SlicedGradient
+from elastic_ray.sync.spec import Owner, Reduce, Rule, Wire
 from tests.loop.changing import Change, Hold, Kill, run_job
 from tests.sync.tiles.loops import FOUR, SCRIPT, Loop
 from tests.sync.tiles.scripts import GROWS_AND_SHRINKS

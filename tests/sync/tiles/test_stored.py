@@ -22,8 +22,9 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.state.unread import UnreadTensor
-from elastic_ray.sync import Owner, Reduce, Rule, Strategy
+from elastic_ray.sync import Strategy
 from elastic_ray.sync.optimizer_tiles.states import StoredStates
+from elastic_ray.sync.spec import Owner, Reduce, Rule
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.sharded_parameters.live import Live
 from tests.sync.tiles.saving import Job, go_on_from, read_checkpoint

@@ -12,24 +12,14 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.sync import (
-    AllReduce,
-    ModelProfile,
-    OptimizerInfo,
-    Owner,
-    ParamInfo,
-    PartitionedPS,
-    Rule,
-    Strategy,
-    StrategyError,
-    Topology,
-    UnevenPartitionedPS,
-    ZeRO1,
-)
+from elastic_ray.sync import AllReduce, Strategy, StrategyError, ZeRO1
+from elastic_ray.sync.builders import PartitionedPS, UnevenPartitionedPS
 from elastic_ray.sync.optimizer_tiles.moves import carry_out
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
 from elastic_ray.sync.plan import lower
+from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
+from elastic_ray.sync.spec import Owner, Rule
 from tests.membership.groups import on_ranks
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)

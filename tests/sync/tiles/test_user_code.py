@@ -12,8 +12,9 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.monitoring import Monitor
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.sync import Owner, Reduce, Rows, Rule, Strategy
+from elastic_ray.sync import Strategy
 from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 from tests.sync.tiles.loops import FOUR, SCRIPT, Loop, Tabled
