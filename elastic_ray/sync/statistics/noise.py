@@ -198,6 +198,10 @@ class NoiseTracker:
         estimates = tuple(NoiseScale(sqr=sqr, var=var) for sqr, var in zip(sums[2::2], sums[3::2], strict=True))
         self._pending = dataclasses.replace(self._pending, estimates=estimates)
 
+    def drop(self) -> None:
+        """Drop the estimates of the latest backward pass."""
+        self._pending = None
+
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
         """Leave out parameters that other workers of the unit count; ``looks`` if there may be more of them."""
         if counted_elsewhere != self.counted_elsewhere:
