@@ -111,7 +111,8 @@ def test_a_group_called_off_between_steps_is_left() -> None:
 def test_who_finds_no_group_ends_as_the_job_does(stops: bool) -> None:
     worker = Worker(regroup_timeout_s=0.05)
     worker.controller.answers = [StopJob()] if stops else []
-    with pytest.raises(WorkerDismissed if stops else LostGroupError) as ended:
+    ends: Any = WorkerDismissed if stops else LostGroupError
+    with pytest.raises(ends) as ended:
         worker.train({1: worker.post(group(2, void_below=2), group(3, "0", void_below=2), Cancel(generation=3))})
     assert not stops or (isinstance(ended.value, WorkerDismissed) and ended.value.stopped)
 
