@@ -106,9 +106,9 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
 
 def test_one_told_rank_suffices_and_final_stop_counts_more() -> None:
     agreement = AgreedChanges(session_of().membership)
-    agreement.conclude([0, 0, 0, 0, 0, 1, 0, 0, 0], world_size=3)
+    agreement.conclude([0, 0, 0, 0, 0, 1, 0, 0, 0, 0], world_size=3)
     assert agreement.preempted and not agreement.stop
-    agreement.conclude([0, 0, 1, 0, 0, 0, 4, 0, 0], world_size=3)
+    agreement.conclude([0, 0, 1, 0, 0, 0, 4, 0, 0, 0], world_size=3)
     assert agreement.preempted and agreement.stop and agreement.reports == 4
 
 
