@@ -76,6 +76,7 @@ def looks(url: str, widths: dict[int, int]) -> Iterator[tuple[int, str, bytes]]:
                     until(page, _TEXT.format("logs", "epoch"), 30.0)
                     page.get_by_role("button", name="stack").first.click()
                     until(page, _TEXT.format("stack", "Thread"), 60.0)
+                    page.evaluate("window.scrollTo(0, 0)")  # the head of the page follows what is looked at
                     page.wait_for_timeout(1500)
                     yield width, theme, page.screenshot(full_page=True)
 

@@ -225,16 +225,18 @@ def test_a_node_is_shaded_while_it_lives_marks_above(started: Any) -> None:
         assert page.locator("#job").is_hidden() and page.locator("nav a[href='#job']").is_hidden()
 
 
-def test_decisions_are_cards_on_a_phone(started: Any) -> None:
+def test_decisions_nodes_and_workers_are_cards_on_a_phone(started: Any) -> None:
     snapshot = page_of(3, bars=9)
     with (
-        served(StoredPage(snapshot, {})) as port,
+        served(StoredPage(snapshot, {"job-0001": detail("job-0001")})) as port,
         tab(started, viewport={"width": 390, "height": 844}) as (page, _),
     ):
         page.goto(f"http://127.0.0.1:{port}/")
-        page.wait_for_selector("#decision-rows td")
-        wide = "document.querySelector('#decision-rows .scroll')"
-        assert page.evaluate(f"{wide}.scrollWidth <= {wide}.clientWidth"), "nothing to scroll to the side"
+        page.locator("[data-job=job-0001]").click()
+        for rows in ("#decision-rows", "#wanted-rows", "#detail .cards"):
+            page.wait_for_selector(f"{rows} td")
+            wide = f"document.querySelector('{rows} .scroll')"
+            assert page.evaluate(f"{wide}.scrollWidth <= {wide}.clientWidth"), f"{rows}: nothing to scroll to the side"
         assert page.evaluate("document.documentElement.scrollWidth <= 390")
         cells = "[...document.querySelectorAll('#decision-rows tr:last-child td')]"
         tops = page.evaluate(f"{cells}.map((cell) => cell.getBoundingClientRect().top)")

@@ -128,7 +128,7 @@ export class JobView {
     if (!detail.workers.length) return null;
     const nodes = this.store.tables.nodes;
     const look = (rank, what) => h("button", { type: "button", onclick: () => this.look(rank, what) }, what);
-    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "GPU memory", "Process", "Generation", "Heard of", "Step time / median", "Look"],
+    return h("div", { class: "cards" }, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "GPU memory", "Process", "Generation", "Heard of", "Step time / median", "Look"],
       detail.workers.map(([rank, node, pid, generation, silent, slow, used, reserved]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8),
         nodes.get(node)?.type ?? "", used === null ? "–" : `${bytes(used)} of ${bytes(reserved)} reserved`, String(pid), String(generation),
         silent === null ? "–" : warned(silent > QUIET_S, `${number(silent)} s ago`), slow === null ? "–" : warned(slow > SLOW, `${number(slow)} x`),

@@ -206,7 +206,8 @@ export class Timeline {
       g.moveTo(x(t), y);
       g.lineTo(x(t), y + 4);
       g.stroke();
-      g.fillText(clock(t, this.store.simulated), x(t) + 2, y + 4, 100);
+      const text = clock(t, this.store.simulated);
+      if (x(t) + 2 + Math.min(g.measureText(text).width, 100) <= view.width) g.fillText(text, x(t) + 2, y + 4, 100);
     }
   }
 
