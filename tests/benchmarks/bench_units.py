@@ -1,7 +1,8 @@
 """Pause when a unit of two tensor-parallel workers joins, against a plain worker with as many bytes a rank.
 
-Bar: at most 1.5 x. Both jobs run one after the other on one machine, a join and a leave in turns; medians are compared.
-Each worker has 50 MB of parameters and as much momentum; the unit's job sends both positions' state at once.
+Bar: at most 1.5 x. The jobs run one after the other on one machine, a join and a leave in turns; medians are compared.
+Each worker has 50 MB of parameters and as much momentum. The unit's job sends both positions' state at once, to twice
+as many processes as a worker's join; where cores are few, two workers that join two are what has the same load.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def train_loop(config: dict[str, Any]) -> None:
             optimizer.step()
 
 
-def joins(folder: Path, unit: int, count: int) -> list[dict[str, float]]:
-    """Pauses of joins, each with its parts [s]."""
+def joins(folder: Path, unit: int, first: int, count: int) -> list[dict[str, float]]:
+    """Pauses of changes from ``first`` units to twice as many, each with its parts [s]."""
     import ray.train
 
     import elastic_ray as er
@@ -51,17 +52,19 @@ def joins(folder: Path, unit: int, count: int) -> list[dict[str, float]]:
     handle = er.ElasticTrainer(
         train_loop,
         train_loop_config={"unit": unit},
-        scaling_config=ray.train.ScalingConfig(num_workers=(unit, 2 * unit), resources_per_worker={"CPU": 1}),
-        run_config=ray.train.RunConfig(name=f"unit-of-{unit}", storage_path=str(folder)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(first * unit, 2 * first * unit), resources_per_worker={"CPU": 1}
+        ),
+        run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
         scheduling_config=er.SchedulingConfig(unit=unit),
     ).submit()
     try:
-        for workers in [1, *[2, 1] * count]:
+        for workers in [first, *[2 * first, first] * count]:
             handle.resize(workers)
             if not wait_until(lambda workers=workers: handle.status().workers == workers, LIMIT_S):
                 break
             time.sleep(1.0)  # some steps in each group
-        grown = [event for event in handle.events() if event.from_workers == 1 and event.to_workers == 2]
+        grown = [event for event in handle.events() if (event.from_workers, event.to_workers) == (first, 2 * first)]
         parts = ("vote_s", "group_s", "state_s")
         return [
             {"pause": event.pause_s, **{each: float(event.detail.get(each, 0.0)) for each in parts}} for event in grown
@@ -78,17 +81,19 @@ def main() -> None:
     options = arguments(__doc__ or "")
     ray.init(num_cpus=4, log_to_driver=False)
     rows = []
-    found: dict[int, float | None] = {}
+    found: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for unit in (1, 2):
-            pauses = joins(Path(folder) / f"unit-{unit}", unit, options.repeats)
-            found[unit] = median(each["pause"] for each in pauses)
+        for name, unit, first in (("one worker", 1, 1), ("two workers", 1, 2), ("a unit of two", 2, 1)):
+            pauses = joins(Path(folder) / name.replace(" ", "-"), unit, first, options.repeats)
+            found[name] = median(each["pause"] for each in pauses)
             named = {f"{part} [s]": median(each[part] for each in pauses) for part in pauses[0]} if pauses else {}
-            rows.append({"workers a unit": unit, "joins": len(pauses), **named})
-    times = ratio(found[2], found[1])
-    finish(
-        "units", rows=rows, bars=[bar("pause of a unit's join / of a worker's", value=times, limit=1.5, at_least=False)]
-    )
+            rows.append({"joining": name, "changes": len(pauses), **named})
+    unit_s = found["a unit of two"]
+    bars = [
+        bar(f"pause of a unit's join / of {name}", value=ratio(unit_s, found[name]), limit=1.5, at_least=False)
+        for name in ("one worker", "two workers")
+    ]
+    finish("units", rows=rows, bars=bars)
 
 
 if __name__ == "__main__":
