@@ -66,8 +66,22 @@ def main() -> None:
                     "changes": mean(known, "changes"),
                 }
             )
-            bars.append(bar(f"{where}: average completion", value=round(time, 3), limit=0.9, at_least=False))
-            bars.append(bar(f"{where}: GPU-hours", value=round(hours, 3), limit=1.02, at_least=False))
+            bars.append(
+                bar(
+                    f"what knowing the coming batch is worth, {where}: average completion",
+                    value=round(time, 3),
+                    limit=0.9,
+                    at_least=False,
+                )
+            )
+            bars.append(
+                bar(
+                    f"what knowing the coming batch is worth, {where}: GPU-hours",
+                    value=round(hours, 3),
+                    limit=1.02,
+                    at_least=False,
+                )
+            )
     finish("what knowing the coming batch is worth", rows=rows, bars=bars)
 
 
