@@ -156,7 +156,9 @@ def _bars(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     if "third" in means:
         found.append(bar("a third is declared: who does", value=means["third"]["liars"], limit=0.98, at_least=True))
-        found.append(bar("the others", value=means["third"]["honests"], limit=1.03, at_least=False))
+        found.append(
+            bar("a third is declared: the others", value=means["third"]["honests"], limit=1.03, at_least=False)
+        )
     if "sigma" in means:
         both = (means["sigma"]["liars"] + 2 * means["sigma"]["honests"]) / 3
         found.append(bar("errors of sigma 1.0", value=both, limit=1.06, at_least=False))
