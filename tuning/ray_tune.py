@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import posixpath
+import re
 import threading
 import time
 import weakref
@@ -107,6 +108,7 @@ logger = logging.getLogger(__name__)
 # TuneConfig(max_concurrent_trials). A thousandth of a CPU would take a whole one from workers that need whole ones.
 _WITHOUT_HEAD = {"CPU": 0.001}
 _REPORTS = "training_iteration"
+_FRESH_NAME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")  # Tune's own, with the second when it was made
 _WAIT_S = 5.0
 _LOOK_S = 0.5
 _STARTING = max(1, (os.cpu_count() or 1) // 2)  # trials whose own processes start at a time; their workers do beside
@@ -416,7 +418,8 @@ def _claim_sweeps() -> None:
 def _keep_submission(name: str, storage: StorageContext) -> None:
     """Keep what submits the sweep's script again, in the experiment's directory; storage that fails is logged."""
     told, path = read_overrides(os.environ), storage.experiment_fs_path
-    kept = kept_submission(name, path, told.submission, told.command, told.user or login_name())
+    named = not _FRESH_NAME.search(storage.experiment_dir_name)
+    kept = kept_submission(name, path, told.submission, told.command, told.user or login_name(), named=named)
     try:
         RunStorage(path, storage.storage_filesystem).write_submission(kept.to_json())
     except OSError as error:

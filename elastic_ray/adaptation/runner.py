@@ -12,6 +12,7 @@ import enum
 import hashlib
 import itertools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_MOST_COMING = 16  # batches that are told
 _MOST_REQUESTS = 1000  # of one answer: a generator may never end
 _DIGITS = 8
 # Four bits each: a sum of squares is exact in float32 for up to 70 000 ranks.
@@ -100,10 +102,13 @@ class PolicyRunner:
         found: dict[float, int] = {}
         for policy in self._policies:
             try:
-                found |= {view.samples + ahead: size for ahead, size in policy.coming_batches(view)}
+                told = [(float(ahead), int(size)) for ahead, size in policy.coming_batches(view)]
+                if not all(math.isfinite(ahead) and size >= 1 for ahead, size in told):
+                    raise ValueError(f"coming_batches must return pairs (samples from now, batch), but got {told}")
+                found |= {view.samples + ahead: size for ahead, size in told}
             except Exception:  # it is for the allocator alone
                 logger.warning("policy %s failed in coming_batches", name_of(policy), exc_info=True)
-        return tuple(sorted(found.items()))
+        return tuple(sorted(found.items())[:_MOST_COMING])
 
     def _is_asked(self, number: int) -> bool:
         return number not in self.values.off and not self._pending[number].is_off

@@ -55,6 +55,7 @@ class BranchPlan:
 
         Raises BranchError: it allows none that is to be compared.
         """
+        batch_size = min(batch_size, largest)  # a division among workers may be a little larger
         larger = [each * batch_size for each in self.factors if each * batch_size <= largest]
         if not larger:
             raise BranchError(

@@ -65,8 +65,8 @@ class BatchPlanner:
         self.throughput = 0.0
         # last measured throughputs of as many workers with the same batch [samples/s]
         self.rates = collections.deque[float](maxlen=_RATES)
-        # the fastest strategies that jobs of the model have found, by the form of the group
-        self.known_strategies: Mapping[str, FoundStrategy] = {}
+        # the fastest strategies that jobs of the model have found, by the form of the group; None before that is heard
+        self.known_strategies: Mapping[str, FoundStrategy] | None = None
         self.critical_batch: int | None = None  # largest batch that branches have found to be worth it [samples]
         # whether no rank takes more of a step than others, since more did not fit into its memory
         self.equal_shares = False

@@ -182,7 +182,7 @@ def _judge_sweep(
     if all(status in _ENDED_TRIAL for status in trials):
         return
     if kept is not None and kept.command:
-        _judge_lost(kept, "", run, answers, found)
+        _judge_lost(kept, kept.why_not(()) or "", run, answers, found)
     else:
         found.refused[name] = (
             "it is a sweep, whose searcher and train function only its script has, and `elastic-ray submit` did not "

@@ -379,10 +379,8 @@ class AdaptiveDataLoader(ResumableLoader):
     def current_batch_size(self) -> int:
         """Global batch size now [samples]."""
         limits, unit = self._limits, self._session.run.unit
-        if limits.fixed:
-            return limits.init_batch_size
-        size = limits.size_of(self.shape, self._session.world_size)
-        return size if unit is None else unit.place.fitting(size)
+        size = limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.world_size)
+        return size if unit is None or limits.fixed else unit.place.fitting(size)
 
     @property
     def total_batch_size(self) -> int:
@@ -532,16 +530,13 @@ class AdaptiveDataLoader(ResumableLoader):
         return step.fetches
 
     def _present_cut(self, changes: _Changes) -> tuple[BatchChoice, StepSplit, bool]:
-        """Return the setting for the next step, and whether this loader leads.
-
-        It moves with the group and the batch only.
+        """Return the setting for the next step, and whether this loader leads; it moves with group and batch only.
 
         Args:
             changes: that these have made, the ranks' shares and which steps are halved.
         """
-        session = self._session
         if self._setting is None or self._setting[0] != changes:
-            shape = self.shape
+            session, shape = self._session, self.shape
             cut = StepSplit(
                 batch_size=self.current_batch_size,
                 micro_steps=shape.accum_steps + 1,

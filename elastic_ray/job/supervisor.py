@@ -486,7 +486,7 @@ class JobSupervisor:
         self.record.allocator_told(answer.note, cost_usd, answer.start_s)
         if answer.priors:
             self._batches.advise(answer.priors)
-        if self._planner.know(answer.strategies):
+        if answer.strategies is not None and self._planner.know(answer.strategies):
             self.group.actors.post(self.group.training(), StrategiesKnown(strategies=answer.strategies))
 
     def _view(self) -> JobView:

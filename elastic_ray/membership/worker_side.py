@@ -50,6 +50,7 @@ class WorkerMembership:
         form: makes the communicator of a generation.
         on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
         retired: broken groups out of use; one for all runs in a process, for it must outlive each of them.
+        hears: the controller is going to tell what earlier jobs have found.
 
     Attributes:
         current, communicator: the present generation and its group; None before the first.
@@ -57,7 +58,8 @@ class WorkerMembership:
         voided: the present generation was called off.
         prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
         wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
-        known_strategies: the fastest that jobs of the model have found, by the form of the group.
+        known_strategies: the fastest that jobs of the model have found, by the form of the group; None while the
+            controller has yet to tell.
         critical_batch: what the job's branches have measured [samples]; 0 where none have.
         stop_requested, preempting: the job is to stop; it is to continue another time.
     """
@@ -68,6 +70,8 @@ class WorkerMembership:
         form: CommunicatorFactory,
         on_prepare_failed: Callable[[int, str], None],
         retired: RetiredCommunicators | None = None,
+        *,
+        hears: bool = False,
     ) -> None:
         self.worker, self._form, self._on_prepare_failed = worker, form, on_prepare_failed
         self._news = threading.Condition()
@@ -87,7 +91,7 @@ class WorkerMembership:
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
-        self.known_strategies: Mapping[str, FoundStrategy] = {}
+        self.known_strategies: Mapping[str, FoundStrategy] | None = None if hears else {}
 
     def post(self, message: ControllerMessage) -> None:
         """Receive a message of the controller; returns at once."""

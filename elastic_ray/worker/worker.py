@@ -378,7 +378,7 @@ class Worker:
                 called_off=called_off,
             )
 
-        self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired)
+        self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired, hears=True)
         membership = self._membership
         link.stop_when(lambda: membership.stop_requested)
         return Session(

@@ -282,7 +282,7 @@ class WorkerGroup:
                 told = self.actors.with_domains(told)
                 if self._spec.scheduling.mixed_gpu_types:
                     told = self.actors.with_gpu_types(told, self._planner.type_speeds)
-                if known := self._planner.known_strategies:
+                if (known := self._planner.known_strategies) is not None:
                     self.actors.post(to, StrategiesKnown(strategies=known))
                 self.actors.post(to, told)
             case Withdraw(generation=generation, to=to):

@@ -48,6 +48,6 @@ class HeartbeatReply:
     note: str = ""  # what the job's user must be told now, of its deadline, its budget or nodes that cannot be had
     # of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told
     start_s: float | None = None
-    # the fastest strategies that jobs of the model have found, by the form of the group
-    strategies: Mapping[str, FoundStrategy] = dataclasses.field(default_factory=dict)
+    # the fastest strategies that jobs of the model have found, by the form of the group; None: its model is not known
+    strategies: Mapping[str, FoundStrategy] | None = None
     nodes: int = 1  # how many nodes there are that could run a worker of the job, were they empty

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from placement.arguments import NamesArguments
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.account import Account
 from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
+from placement.cluster.account import Account
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
 from placement.cluster.jobs import Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, type_of

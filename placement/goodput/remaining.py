@@ -56,9 +56,9 @@ def likely_left(progress: Progress | None) -> float | None:
     Nobody gains by what he declares: the length that counts is the one declared first, and it counts as much as those
     of the same declarer have proven right. The possible ends are
 
-    * of a declarer who is known: the end that is declared, and the parts of it after which his earlier jobs of the
-      model ended, or how far beyond it they went; where these are scattered, and the ends of the model's jobs are less
-      so, those;
+    * of a declarer who is known: the parts of the declared end after which his earlier jobs ended, or how far beyond it
+      they went, and the declared end once all of these have passed; where they are scattered, and the ends of the
+      model's jobs are less so, those;
     * of one who is not known: the declared end, and those of the model's earlier jobs;
     * of a job beyond its declared end: those of all these that lie ahead;
     * of a job that declares nothing: where the model's earlier jobs ended, and once twice the longest of these, for it
@@ -81,7 +81,7 @@ def likely_left(progress: Progress | None) -> float | None:
         return gittins_left(done, [*(part * end for part in parts), *model_ends])
     if model_ends and (not parts or _scatter(model_ends) < _scatter([*parts, 1.0])):
         return gittins_left(done, [*model_ends, end])
-    return gittins_left(done, [*(part * end for part in parts), end])
+    return gittins_left(done, [part * end for part in parts if part * end > done] or [end])
 
 
 def _scatter(values: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ Pure: the clock is passed in, and nothing is read or written; ``placement.knowle
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
@@ -26,6 +27,9 @@ from placement.knowledge.records import (
     shape_of,
 )
 
+_PARTS = 32  # declarations of one declarer, over all models, that are remembered
+_BEYOND = 1.05  # part of the declared length from which a running job proves that more was meant
+_MOST_BORROWED = 4.0  # a loop that declares one stage after the other goes a hundred times beyond the first
 _CHANGED = 0.2
 """Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
 
@@ -243,9 +247,14 @@ class Knowledge:
             if gpu not in view.models and known.observations.get(gpu)
         }
 
-    def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy]:
-        """Return the strategies that won races in jobs of this model, by the form of the group."""
-        known = self._strategies.get(view.fingerprint or "", {})
+    def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
+        """Return the strategies that won races in jobs of this model, by the form of the group.
+
+        None while the job has not told its model.
+        """
+        if view.fingerprint is None:
+            return None
+        known = self._strategies.get(view.fingerprint, {})
         return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
@@ -380,6 +389,9 @@ class EndedJobs:
         self._forget_s = forget_s
         self._present: dict[str, KnownLength] = {}
         self._declared: dict[str, float] = {}
+        # by declarer: ended jobs of all models, and running ones that are beyond their declared end
+        self._told: dict[str, collections.deque[KnownLength]] = {}
+        self._beyond: dict[str, dict[str, float]] = {}
         self._ended: dict[str, tuple[KnownLength, ...]] = {}
 
     def hear(self, view: JobView) -> None:
@@ -400,6 +412,9 @@ class EndedJobs:
             seen_s=0.0,
             declarer=declarer_of(view),
         )
+        part = self._present[view.job].part
+        if (declarer := declarer_of(view)) and part is not None and part > _BEYOND:
+            self._beyond.setdefault(declarer, {})[view.job] = part
 
     def ended(self, job: str, now_s: float) -> bool:
         """End a job; True if its length is worth keeping."""
@@ -407,6 +422,7 @@ class EndedJobs:
         self._declared.pop(job, None)
         if length is None:
             return False
+        self._beyond.get(length.declarer, {}).pop(job, None)
         self.recall([dataclasses.replace(length, seen_s=now_s)])
         return True
 
@@ -415,6 +431,9 @@ class EndedJobs:
         fresh: dict[str, list[KnownLength]] = {}
         for each in lengths:
             fresh.setdefault(each.fingerprint, []).append(each)
+            told = self._told.setdefault(each.declarer, collections.deque(maxlen=_PARTS))
+            if each.declarer and each.part is not None and each not in told:
+                told.append(each)
         for fingerprint, several in fresh.items():
             self._ended[fingerprint] = newest([*self._ended.get(fingerprint, ()), *several])
 
@@ -428,10 +447,16 @@ class EndedJobs:
         if view.progress is None or not view.init_batch_size:
             return view
         told, declarer = self._declared.get(view.job), declarer_of(view)
+        own = [each.part for each in known if each.declarer == declarer and each.part is not None]
+        if not own:  # how far he went beyond what he declared of other models; what ended early there says nothing here
+            told_of = self._told.get(declarer, ())
+            other = [each.part for each in told_of if each.part is not None and now_s - each.seen_s < self._forget_s]
+            other += [part for job, part in self._beyond.get(declarer, {}).items() if job != view.job]
+            own = [min(max(part, 1.0), _MOST_BORROWED) for part in other]
         progress = dataclasses.replace(
             view.progress,
             first_epochs=None if told is None else told / view.progress.stride,
             usual_ends=tuple(each.samples / view.init_batch_size for each in known),
-            usual_parts=tuple(each.part for each in known if each.part is not None and each.declarer == declarer),
+            usual_parts=tuple(own),
         )
         return dataclasses.replace(view, progress=progress)

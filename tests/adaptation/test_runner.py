@@ -330,3 +330,18 @@ def test_the_owner_of_the_batch_alone_sets_it() -> None:
     ranks = [Rank(_Owner(), Other()) for _ in range(2)]
     step(ranks, 1)
     assert all(rank.applied == [SetBatch(64), ScaleRate(2.0)] for rank in ranks)
+
+
+def test_batches_to_come_are_told_by_all_policies() -> None:
+    class Told(Policy):
+        def __init__(self, *pairs: Any) -> None:
+            self.pairs = list(pairs)
+
+        def coming_batches(self, view: PolicyView) -> Any:
+            return self.pairs
+
+    view = PolicyView(samples=100)
+    good, more = Told((5, 64), (50.5, 128)), Told(*((100 + each, 256) for each in range(20)))
+    for bad in (Told((5, 0)), Told((float("nan"), 8)), Told(3), Told(("soon", 8))):
+        found = Rank(bad, good, more).runner.coming_batches(view)
+        assert found[:3] == ((105.0, 64), (150.5, 128), (200.0, 256)) and len(found) == 16

@@ -90,12 +90,20 @@ def test_batches_above_the_loaders_largest_are_left_out() -> None:
         PLAN.sizes(64, 100)
 
 
-def test_a_branch_pauses_after_its_samples() -> None:
+def test_a_branch_pauses_once_after_its_samples() -> None:
     policy = BranchBatch(128, 1000)
-    assert policy.before_step(PolicyView(samples=5000)) == SetBatch(128)
-    assert policy.before_step(PolicyView(samples=5999)) is None
-    assert isinstance(policy.before_step(PolicyView(samples=6000)), Pause)
-    assert policy.before_step(PolicyView(samples=6128)) is None, "once"
+    assert policy.before_step(PolicyView(samples=5000, batch_size=32)) == SetBatch(128)
+    assert policy.before_step(PolicyView(samples=5999, batch_size=129)) is None
+    assert isinstance(policy.before_step(PolicyView(samples=6000, batch_size=129)), Pause)
+    assert policy.before_step(PolicyView(samples=6129, batch_size=129)) is None
+
+
+def test_a_branch_at_another_batch_ends_with_the_reason() -> None:
+    policy = BranchBatch(128, 10_000)
+    for samples in range(5):
+        policy.before_step(PolicyView(samples=samples, batch_size=32))
+    with pytest.raises(ValueError, match="at batch 128 trains at 32 on 1 workers: raise local_bsz_bounds"):
+        policy.before_step(PolicyView(samples=9, batch_size=32))
 
 
 def test_the_planner_stays_below_the_critical_batch() -> None:

@@ -122,7 +122,7 @@ def _jittered(path: Path) -> Path:
     moved = []
     for line in lines:
         name, time_s, *rest = line.split(",")
-        moved.append(",".join([name, str(int(time_s) + random.randint(0, 5)), *rest]))
+        moved.append(",".join([name, str(int(float(time_s)) + random.randint(0, 5)), *rest]))
     moved.sort(key=lambda line: int(line.split(",")[1]))
     (target := Path("/tmp") / f"jittered-{path.parent.name}-{path.name}").write_text("\n".join([header, *moved]) + "\n")
     return target

@@ -7,12 +7,14 @@ gradients are known, so that signal and noise are known exactly, in the optimize
 - halves: each 16th step in two halves, as models do whose layers do not show it,
 - pairs: two successive gradients, each 16th step. The model rests here; while it trains, its moves count as noise.
 
-The bias is that of the noise scale S / G2 of averages. The spread is the standard deviation of the average squared norm
-of the true gradient, G2, over 64 steps: the noise scale's weak part. Steps to an estimate of G2 with a standard error
-of a quarter are proportional to its square. "norms alone" is the noise scale of normalisation layers by themselves.
+The bias by layers is that of the noise scale S / G2 from what they find on average, over all samples in batches and all
+columns in turn. The spread is the standard deviation of an average of G2, the squared norm of the true gradient and the
+noise scale's weak part, over 64 steps: of layers by averages over 32 steps, in which each column comes once. Steps to
+an estimate of G2 with a standard error of a quarter are proportional to its square. "norms alone" is the noise scale of
+normalisation layers by themselves.
 
 ``--cost`` measures what a step costs instead: loops of an adaptive batch that does not grow and of a fixed batch take
-turns, two processes of one thread, CPU time of the average step of 100.
+turns, two processes of one thread, CPU time of the average step of 50.
 
     python tests/benchmarks/bench_noise.py [--models mlp cnn gpt gpt-adam] [--steps 640] [--cost]
 """
@@ -33,10 +35,12 @@ from common import REPOSITORY, bar, finish, side_parser
 
 SPACING = 16  # of halves, long after a change of the batch
 BLOCK = 64
-KNOWN = 256  # samples
+TURN = 32  # steps in which layers measure each column once
+BATCHES = 15  # of known samples; odd, so that each has all columns in 32 turns
 TRAINED = 60
 MODELS = {"mlp": ("mlp", 0.1, 16), "cnn": ("cnn", 0.04, 16), "gpt": ("gpt", 0.006, 8), "gpt-adam": ("gpt", 0.006, 8)}
-COST_STEPS = 100
+COST_STEPS = 50
+SIZES = {"small": (48, 2), "large": (128, 4)}  # width and layers of a GPT
 
 Estimate = tuple[float, float]
 """Trace of the covariance, squared norm of the true gradient."""
@@ -63,7 +67,8 @@ class Meter:
             self.optimizer.step()
         self.params = list(self.model.parameters())
         self.factors = preconditioner(self.optimizer, self.params) if name.endswith("adam") else None
-        order = torch.randperm(len(data))[:KNOWN]
+        self.known = BATCHES * self.batch
+        order = torch.randperm(len(data))[: self.known]
         self.rows = [each[order] for each in data.tensors]
         self.bucket, self.norms = Bucket(0, 0, self.params), ExampleNorms(self.model, self.params, every=1)
 
@@ -85,10 +90,10 @@ class Meter:
         """S and G2 of batches drawn from the known samples, of some of the parameters."""
         chosen = [True] * len(self.params) if of is None else of
         mean_sq, mean = 0.0, [p.detach() * 0.0 for p in self.params]
-        for i in range(KNOWN):
+        for i in range(self.known):
             self.gradient([each[i : i + 1] for each in self.rows])
-            mean_sq += sum(itertools.compress(self.squared(), chosen)) / KNOWN
-            mean = [m + p.grad / KNOWN for m, p in zip(mean, self.params, strict=True)]
+            mean_sq += sum(itertools.compress(self.squared(), chosen)) / self.known
+            mean = [m + p.grad / self.known for m, p in zip(mean, self.params, strict=True)]
         whole = sum(itertools.compress(self.squared(mean), chosen))
         return mean_sq - whole, whole
 
@@ -96,7 +101,7 @@ class Meter:
         """A batch."""
         import torch
 
-        places = torch.randint(KNOWN, (self.batch,))
+        places = torch.randint(self.known, (self.batch,))
         return [each[places] for each in self.rows]
 
     def by_layers(self, step: int, rows: Sequence[Any]) -> tuple[Estimate, list[Any]]:
@@ -108,6 +113,15 @@ class Meter:
         whole, seen = sum(each.whole for each in found), sum(each.seen for each in found)
         examples = self.batch * sum(each.seen_examples for each in found) * whole / seen
         return _estimate(examples, whole, self.batch, self.batch), [p.grad.clone() for p in self.params]
+
+    def expected(self, exact: Estimate) -> Estimate:
+        """What layers find on average: each sample and column once, and the size of a batch's gradient as it is."""
+        (trace, signal), examples = exact, 0.0
+        for step, number in itertools.product(range(TURN), range(BATCHES)):
+            part = slice(number * self.batch, (number + 1) * self.batch)
+            (var, sqr), _ = self.by_layers(step, [each[part] for each in self.rows])
+            examples += (var + sqr) / (TURN * BATCHES)
+        return _estimate(examples, signal + trace / self.batch, self.batch, self.batch)
 
     def by_two(self, first: Sequence[Any], second: Sequence[Any], batch: int) -> Estimate:
         """The estimate by two gradients, whose mean is one at this batch."""
@@ -122,6 +136,11 @@ class Meter:
             self.gradient([each[half] for each in rows])
             found.append([p.grad.clone() for p in self.params])
         return self.by_two(found[0], found[1], self.batch)
+
+
+def _parts(estimates: Sequence[Estimate], size: int) -> Iterator[Sequence[Estimate]]:
+    """Whole parts of so many."""
+    return (estimates[at : at + size] for at in range(0, len(estimates) - size + 1, size))
 
 
 def _estimate(mean_sq: float, sq_of_mean: float, samples: int, batch: int) -> Estimate:
@@ -153,9 +172,12 @@ def compare(names: Sequence[str], steps: int) -> None:
             found["halves"].append(meter.by_halves(drawn))
             before = gradient
         for way, estimates in found.items():
-            spacing = 1 if way == "layers" else SPACING
-            noise = statistics.fmean(s for s, _ in estimates) / statistics.fmean(g for _, g in estimates)
-            spread = statistics.pstdev(g for _, g in estimates) / signal
+            spacing, size = (1, TURN) if way == "layers" else (SPACING, 1)
+            mean = statistics.fmean(s for s, _ in estimates), statistics.fmean(g for _, g in estimates)
+            trace_found, signal_found = meter.expected((trace, signal)) if way == "layers" else mean
+            noise = trace_found / signal_found
+            parts = [statistics.fmean(g for _, g in part) for part in _parts(estimates, size)]
+            spread = math.sqrt(size) * statistics.pstdev(parts) / signal
             row = {"model": name, "way": way, "exact noise": trace / signal, "noise / exact": noise * signal / trace}
             row |= {"sd of a step's G2": spread, f"sd of {BLOCK} steps": spread * math.sqrt(spacing / BLOCK)}
             row["steps to a quarter"] = spacing * (4 * spread) ** 2
@@ -182,7 +204,7 @@ def compare(names: Sequence[str], steps: int) -> None:
 def cost(rounds: int) -> None:
     """Steps of a fixed batch and of an adaptive one that does not grow, in turns, long after a change."""
     rows, bars = [], []
-    for size in ("small", "large"):
+    for size in SIZES:
         spent: dict[bool, list[float]] = {False: [], True: []}
         counts: list[float] = []
         loops = {adapts: _steps(size, adapts) for adapts in spent}
@@ -226,7 +248,7 @@ def _serve_steps(pipe: Any, size: str, adapts: bool) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     standalone.StandaloneController._look = lambda self, reference: None
-    width, layers = {"small": (48, 2), "large": (128, 4)}[size]
+    width, layers = SIZES[size]
     gpt = gpt_tokens.GPT(width, layers)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
     model = er.AdaptiveDataParallel(gpt, optimizer)

@@ -1,4 +1,4 @@
-"""A train loop under ``strategy="auto"`` that returns which strategies its steps had."""
+"""A train loop under ``strategy="auto"`` that returns which strategies its steps had, and its nodes' domains."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.loop.api import current_session
 
 
-def train(config: dict[str, Any]) -> list[str]:
+def train(config: dict[str, Any]) -> tuple[list[str], tuple[str, ...]]:
     """``config``: epochs of ten steps. 8 MiB of parameters, so that several strategies race."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1))
@@ -24,4 +25,5 @@ def train(config: dict[str, Any]) -> list[str]:
             wrapped(x).square().mean().backward()
             used.append(wrapped.strategy.name)
             optimizer.step()
-    return used
+            domains = current_session().run.group.domains
+    return used, domains

@@ -23,6 +23,7 @@ from elastic_ray.state.resume_point import ResumePoint
 from placement.allocator.significance import trigger_of
 from placement.cluster.jobs import FoundStrategy, JobView
 from placement.cluster.progress import Progress
+from placement.goodput.forecast import BatchForecast
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.knowledge.knowledge import Prior
 from tests.job.planners import LIMITS, LOADER, NET, TRUTH, plan, planner_on, report
@@ -307,3 +308,24 @@ def test_next_controller_knows_wish_and_batch_from_one_report() -> None:
     assert (seen(after).wished, seen(after).held_batch) == (None, None)
     after.observe(report(2, choice, wish=(3, None), held_batch=128, total_steps=40))
     assert (seen(after).wished, seen(after).held_batch) == (seen(before).wished, seen(before).held_batch) == (3, 128)
+
+
+def test_coming_batches_are_told_where_one_is_held() -> None:
+    planner, choice = BatchPlanner(), BatchChoice(atomic_bsz=64)
+    planner.open(LOADER)
+    planner.choose(plan(2, 1), "")
+    coming = ((5_000.0, 256), (9_000.0, 512))
+    planner.observe(report(2, choice, held_batch=128, coming=coming))
+    assert seen(planner).forecast == BatchForecast(steps=coming)
+    planner.observe(report(2, choice, coming=coming, total_steps=40))
+    assert seen(planner).forecast is None, "the job chooses its batch by itself again"
+    planner.observe(report(2, choice, held_batch=512, total_steps=60))
+    assert seen(planner).forecast is None
+
+
+def test_a_branch_tells_no_length() -> None:
+    planner = BatchPlanner()
+    planner.open(LOADER)
+    planner.choose(plan(2, 1), "")
+    planner.observe(report(2, BatchChoice(atomic_bsz=64)))
+    assert seen(planner).progress is not None and seen(planner, branch_of="net").progress is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import ray.train
 import torch
+from click.testing import CliRunner
 
 import elastic_ray as er
 from elastic_ray.batch.branch_losses import BranchError
 from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.cli.app import cli
 from elastic_ray.events import EventKind, JobPhase
 from tests.job.jobs import start, wait_until
 
@@ -67,6 +70,71 @@ def test_branches_find_where_samples_lose_their_worth(ray_cluster: Any, tmp_path
     assert (after.phase, after.generation) == (JobPhase.RUNNING, before.generation) and after.step > before.step
     wait_until(lambda: handle.status().batch_size <= batch, handle)
     assert not list(tmp_path.glob("slow-branch-*")), "nothing is left of them"
+
+    told = CliRunner().invoke(
+        cli, ["branch", "slow", "--factors", "2", "--steps", "80", "--tolerance", "0.5", "--json"]
+    )
+    assert told.exit_code == 0, told.output
+    again = json.loads(told.output)
+    assert again["critical_batch"] == 2 * batch and [each["batch_size"] for each in again["losses"]] == [
+        batch,
+        2 * batch,
+    ]
+    refused = CliRunner().invoke(cli, ["branch", "slow", "--factors", "1"])
+    assert refused.exit_code == 2 and "factors must be rising whole numbers from 2" in refused.output
+    handle.stop(now=True)
+
+
+def test_idle_slots_have_branches_by_themselves(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = submit(tmp_path, name="idle", rate=0.05, branch_when_idle=True)
+
+    def results() -> list[Any]:
+        events = [event for event in handle.events() if event.kind is EventKind.BRANCH]
+        return [event.detail for event in events if "critical_batch" in event.detail]
+
+    wait_until(lambda: bool(results()), handle, timeout_s=200)
+    (found,) = results()
+    assert found["step"] >= 100 and len(found["losses"]) >= 2
+    handle.stop(now=True)
+
+
+def train_seesaw() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 1500 else 0.01)
+    model: Any = er.AdaptiveDataParallel(net, optimizer, decay, schedule="seesaw")
+    inputs = torch.randn(4096, 3)
+    targets = inputs.sum(1) + 3 * torch.randn(4096)  # a gradient of noise, whose scale allows the largest batch
+    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=16)
+    loader.autoscale_batch_size(max_batch_size=160)
+    for _ in er.remaining_epochs_until(100_000):
+        for x, y in loader:
+            time.sleep(0.02)  # a step takes some time
+            optimizer.zero_grad()
+            loss = (model(x).squeeze(1) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            decay.step()
+            er.report({"loss": float(loss)})
+
+
+def test_seesaw_grows_to_the_measured_batch_alone(ray_cluster: Any, tmp_path: Path) -> None:
+    """The loader allows ten times the batch, and the decay asks for a hundred."""
+    handle = er.ElasticTrainer(
+        train_seesaw,
+        scaling_config=ray.train.ScalingConfig(num_workers=1),
+        elastic_config=er.ElasticConfig(checkpoint_interval_s=1.0),
+        run_config=ray.train.RunConfig(name="seesaw", storage_path=str(tmp_path)),
+    ).submit()
+    storage = RunStorage(handle.storage_path)
+    wait_until(lambda: bool(state_files(storage)) and handle.status().step > 20, handle)
+    found = handle.branch(factors=(2,), steps=80, tolerance=0.5, timeout=200)
+    assert found.critical_batch == 32, str(found)
+    wait_until(lambda: handle.status().batch_size == 32, handle)
+    reached = handle.status().step
+    wait_until(lambda: handle.status().step > reached + 200, handle)
+    assert handle.status().batch_size == 32
     handle.stop(now=True)
 
 

@@ -44,6 +44,21 @@ def test_what_was_counted_is_recalled() -> None:
     assert losses.all_lost(8)
 
 
+@pytest.mark.parametrize(("allowed", "trains_on"), [(2, [True, True, False]), (0, [True] * 3), (-1, [True] * 3)])
+def test_a_worker_lost_to_its_exception_is_a_failure(allowed: int, trains_on: list[bool]) -> None:
+    losses = Losses(max_failures=allowed)
+    assert [losses.one_raised() for _ in range(3)] == trains_on and losses.raised == 3 and losses.failures == 0
+
+
+def test_an_exception_that_costs_the_last_worker_counts_once() -> None:
+    losses = Losses(max_failures=2)
+    losses.one_raised()
+    assert losses.all_lost(0) and (losses.failures, losses.raised) == (1, 0)
+    losses.one_raised()
+    losses.settled()  # the others trained on
+    assert not losses.all_lost(0) and (losses.failures, losses.raised) == (2, 1)
+
+
 def test_members_count_as_their_part_of_the_job() -> None:
     losses = Losses(max_failures=0)
     losses.some_lost(4, 3)

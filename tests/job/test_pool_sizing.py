@@ -105,6 +105,19 @@ def test_memory_bounds_a_node() -> None:
     assert decide(nodes=[node], requests=[request(n=0)]) == []
 
 
+@pytest.mark.parametrize(("mib", "starts"), [(5119, 0), (5120, 1)])
+def test_a_process_of_unknown_size_counts_half_a_gib(mib: int, starts: int) -> None:
+    node = PoolNode(node="n", memory_bytes=mib * MIB)
+    assert len(decide(nodes=[node], requests=[request(n=1)])) == starts, "a tenth of the node's memory is the pool's"
+
+
+def test_without_a_setting_the_pool_is_small() -> None:
+    assert read_config({}) == PoolConfig(
+        per_node=4, total=32, memory_share=0.1, environments=4, idle_s=300.0, quiet_s=20.0
+    )
+    assert not PoolConfig(total=0).on
+
+
 def test_the_pool_is_set_by_one_variable() -> None:
     assert read_config({}) == PoolConfig() and PoolConfig().on
     assert not read_config({"ELASTIC_RAY_POOL": "off"}).on and not read_config({"ELASTIC_RAY_POOL": "0"}).on

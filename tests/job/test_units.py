@@ -111,14 +111,15 @@ def test_units_train_on_while_their_controller_is_away(ray_cluster: Any, tmp_pat
     until = tmp_path / "done"
     handle = submit(tmp_path / "units", "tp", 4, 2, epochs=60, until=str(until))
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 5, handle)
-    before = {worker.pid for worker in handle.workers()}
+    before = [worker.pid for worker in handle.workers()]
     kill_controller(handle)
     if dies:
-        os.kill(handle.workers()[-1].pid, signal.SIGKILL)
+        os.kill(before[-1], signal.SIGKILL)
     wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
+    wait_until(lambda: (EventKind.FAILURE in kinds(handle)) == dies, handle)
     wait_until(lambda: handle.status().workers == 2, handle, 90)
-    now = {worker.pid for worker in handle.workers()}
-    assert (now == before) != dies and (EventKind.FAILURE in kinds(handle)) == dies
+    now = [worker.pid for worker in handle.workers()]
+    assert now != before if dies else now == before
     until.touch()
     check_close(parameters(handle), wanted)
     assert EventKind.RESTART not in kinds(handle)

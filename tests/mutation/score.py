@@ -98,7 +98,7 @@ PARTS = {
     "warm pool": ("elastic_ray/warm_pool/sizing.py", "tests/job/test_pool_sizing.py"),
     "record": (
         "elastic_ray/record/{outlook,usage,ended,losses,report_queue,bounded_log}.py",
-        "tests/job/test_{outlook,usage,ended,losses,worker_errors,report_queue,bounded_reports}.py",
+        "tests/job/test_{outlook,usage,ended,losses,history,worker_errors,report_queue,bounded_reports}.py",
     ),
     "tuning": ("tuning/{trials,nni/spaces,nni/results}.py", "tests/tuning/test_{trials,nni_pure}.py"),
 }

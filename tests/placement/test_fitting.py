@@ -142,6 +142,13 @@ def test_steps_fixed_time_is_told_from_its_micro_steps(grad: bool, configs: list
     assert fit(observe(true, [(1, 1, 32, 0)])).alpha_s == 0
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e307])
+def test_only_the_ratio_of_counts_weighs(unit: float) -> None:
+    counted = [Observation(1, 1, 32, 0, 1.0, count=1.0), Observation(1, 1, 32, 0, 2.0, count=9.0)]
+    scaled = [Observation(1, 1, 32, 0, o.step_time, count=unit * o.count) for o in counted] * 2
+    assert fit(scaled).step_time(1, 1, 32, 0) == pytest.approx(fit(counted * 2).step_time(1, 1, 32, 0), rel=1e-6)
+
+
 def test_counts_weigh() -> None:
     once, often = Observation(1, 1, 32, 0, 1.0), Observation(1, 1, 32, 0, 2.0, count=99)
     assert fit([once, often]).step_time(1, 1, 32, 0) == pytest.approx(2**0.99, rel=0.01)

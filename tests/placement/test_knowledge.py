@@ -51,13 +51,14 @@ def raced(job: str, name: str, step_s: float = 0.5, fingerprint: str | None = "r
 
 
 def names(knowledge: Knowledge, now_s: float = 1.0, fingerprint: str = "resnet") -> dict[str, str]:
-    return {form: found.name for form, found in knowledge.strategies(fresh(fingerprint), now_s).items()}
+    return {form: found.name for form, found in (knowledge.strategies(fresh(fingerprint), now_s) or {}).items()}
 
 
 def test_strategies_that_won_are_known_to_others() -> None:
     knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
     knowledge.learn(raced("a", "ring"), 0.0)
     knowledge.learn(raced("b", "tree", fingerprint="bert"), 0.0)
+    assert knowledge.strategies(fresh(None), 1.0) is None and knowledge.strategies(fresh("other"), 1.0) == {}
     assert names(knowledge) == {"0 gloo 0,1": "ring"} and names(knowledge, fingerprint="bert") == {"0 gloo 0,1": "tree"}
     knowledge.learn(raced("c", "star"), 2.0)
     version = knowledge.version

@@ -67,7 +67,7 @@ def test_a_declaration_that_kept_proving_wrong_is_believed_less() -> None:
     told = Progress(done=10.0, epoch_ends=(10.0,), epochs=1000.0)
     assert likely_left(told) == remaining(told) == 9990.0
     wrong = dataclasses.replace(told, usual_parts=(0.01,) * 9)
-    assert (likely_left(wrong) or 0) == pytest.approx((9 * 90.0 + 90.0) / 9)
+    assert likely_left(wrong) == pytest.approx(90.0)
     right = dataclasses.replace(told, usual_parts=(1.0,) * 9)
     assert likely_left(right) == pytest.approx(9990.0)
     beyond = dataclasses.replace(wrong, done=500.0, epoch_ends=(500.0,), epochs=20.0)  # and this one does continue
@@ -120,6 +120,17 @@ def test_declarations_are_learned_by_declarer() -> None:
     knowledge.ended("a", 2.0)
     (known,) = knowledge.measurements(["resnet"], 3.0).lengths
     assert (known.part, known.declarer) == (5.0, "liar")
+    other = dataclasses.replace(trains("c", "liar", 4.0, 10.0), fingerprint="bert")
+    borrowed = knowledge.complete(other, 3.0).progress
+    assert borrowed is not None and borrowed.usual_parts == (4.0,), "at most, of another model"
+    knowledge.learn(dataclasses.replace(other, job="d"), 3.0)
+    beyond = Progress(done=90.0, epoch_ends=(45.0, 90.0), epochs=1.0)
+    knowledge.learn(dataclasses.replace(other, job="e", user="late", progress=beyond), 3.0)
+    proven = knowledge.complete(dataclasses.replace(other, job="f", user="late"), 3.0).progress
+    assert proven is not None and proven.usual_parts == (2.0,), "by a job that runs beyond its end"
+    knowledge.ended("e", 3.0)
+    proven = knowledge.complete(dataclasses.replace(other, job="f", user="late"), 3.0).progress
+    assert proven is not None and proven.usual_parts == (2.0,), "once"
     for user, parts in (("liar", (5.0,)), ("honest", ())):
         told = knowledge.complete(trains("b", user, 4.0, 10.0), 3.0).progress
         assert told is not None and told.usual_parts == parts

@@ -141,7 +141,7 @@ def test_sole_holder_of_state_reports_a_broken_group(kept: bool) -> None:
         worker = Worker(group(1, "0", "another"), with_gone_peer(controller), saved=saved)
         worker.controller.answers = [group(2, void_below=2)]
         if not kept:  # the job finds out without it
-            Timer(0.3, worker.post(group(2, void_below=2))).start()
+            Timer(0.3, worker.membership.post, [group(2, void_below=2)]).start()
         assert worker.train() == 4
     assert [number for number, _ in worker.controller.failures] == [1] * kept and worker.controller.entered == [2]
 
@@ -172,7 +172,7 @@ def trained() -> tuple[list[int], float]:
     ("script", "first", "ranks"),
     [
         ([Change(2, (1, 2, 3)), Kill(3, 2, "between")], (1, 2), [2] * 8),
-        ([Kill(1, 3, "edge"), Kill(2, 2, "receiving")], (1, 2, 3), [3, 3, 1, 1, 1, 1, 1, 1]),
+        ([Kill(1, 3, "edge", last=True), Kill(2, 2, "receiving")], (1, 2, 3), [3, 3, 1, 1, 1, 1, 1, 1]),
     ],
     ids=["when it is agreed on", "while it is entered"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from elastic_ray.state.codec import decode, encode
 from elastic_ray.state.layout import digest
 from elastic_ray.sync import StrategyError
 from elastic_ray.sync.choosing.candidates import candidates, consider, describe, what_is_done
-from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, watch_rows
+from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, watch_rows
 from elastic_ray.sync.choosing.race import Standing, Step, most_candidates, standing
 from elastic_ray.sync.naming import NAMED
 from elastic_ray.sync.plan import lower
@@ -175,6 +176,26 @@ def test_a_machine_that_becomes_slower_favours_nobody(count: int, drift: float, 
     assert race(count, 40, lambda turn, number: real[turn] * min(drift**number, 1.5))[1].turn == best % count
 
 
+@pytest.mark.parametrize("drift", [1.004, 0.996])
+@pytest.mark.parametrize("best", [0, 1])
+def test_the_last_two_take_turns(drift: float, best: int) -> None:
+    real = [0.95 if each == best else 1.0 for each in range(2)]
+    assert race(2, 40, lambda turn, number: real[turn] * drift**number)[1].turn == best
+
+
+def test_only_steps_after_one_of_the_same_count() -> None:
+    took = iter([9.0, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 9.0, 3.0, 4.0])
+    history, end = race(2, 12, lambda turn, _: next(took))
+    assert [turn for turn, _ in history] == [0] * 3 + [1] * 6 + [0] * 3
+    assert end.times == (2.0, 5.0) and end.turn == 0
+
+
+def test_a_round_begins_with_whose_turn_it_was() -> None:
+    history = race(4, 40, lambda turn, _: 1.0 - 0.1 * turn)[0]
+    turns = [turn for turn, _ in history]
+    assert list(dict.fromkeys(turns)) == [0, 1, 2, 3] and sum(a != b for a, b in itertools.pairwise(turns)) == 5
+
+
 @given(st.integers(2, 6), st.integers(0, 40))
 @settings(deadline=None)
 def test_one_step_that_something_else_slows_decides_nothing(count: int, at: int) -> None:
@@ -239,6 +260,15 @@ def test_what_earlier_jobs_found_on_another_link_is_not(known_s: float) -> None:
     choice, used = run(real, known=digest("s3"), known_s=known_s, most=60)
     assert choice.settled and choice.strategy == STRATEGIES[0]
     assert used[:7] == ["s1", *["s3"] * 6] and len(used) <= 6 + 40
+
+
+def test_a_race_waits_for_what_earlier_jobs_found() -> None:
+    choice = begin()
+    for _ in range(9):
+        assert advance(choice, Measured(step_s=1.0, known=UNHEARD), 40, options) == choice
+    assert run([1.0 + each for each in range(6)])[0].strategy == STRATEGIES[0]
+    doubtful = dataclasses.replace(choice, doubts=True)
+    assert advance(doubtful, Measured(known=UNHEARD), 40, options).options, "it would not be believed"
 
 
 def test_what_is_found_late_ends_a_race() -> None:

@@ -14,6 +14,7 @@ from elastic_ray.sync.builders import Auto
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.switching import strategy_in_force
 from elastic_ray.sync.switching.strategy_in_force import StrategyTuner
 from placement.cluster.jobs import FoundStrategy
 
@@ -45,7 +46,7 @@ class Run:
 
     def __init__(self, nodes: tuple[str, ...] = ("a", "b")) -> None:
         self.group = self.ledger = self.consensus = self.state = self.progress = self.membership = self
-        self.known_strategies: dict[str, FoundStrategy] = {}
+        self.known_strategies: dict[str, FoundStrategy] | None = {}
         self.communicator = Collectives()
         self.nodes, self.step, self.steps = nodes, object(), 0
         self.device = torch.device("cpu")
@@ -213,6 +214,16 @@ def test_the_second_job_of_a_kind_races_not() -> None:
     second.train(2)
     assert second.tuner.choice.settled and second.tuner.strategy.name == best.name
     assert not second.tuner.found, "others' race is not told as one's own"
+
+
+def test_a_race_waits_until_the_controller_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.known_strategies = None
+    run.train(5)
+    assert not run.tuner.choice.options
+    monkeypatch.setattr(strategy_in_force, "_HEARING_S", 0.0)
+    run.train(2)
+    assert run.tuner.choice.options, "an allocator that is away keeps no job from its race"
 
 
 def test_only_what_rank_0_knows_counts() -> None:

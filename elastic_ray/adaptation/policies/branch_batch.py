@@ -7,6 +7,9 @@ from elastic_ray.adaptation.policy import Answer
 from elastic_ray.adaptation.requests import Pause, SetBatch
 from elastic_ray.adaptation.view import PolicyView
 
+_CLOSE = 0.1  # part of a batch by which a division among workers may miss it
+_MOST_OFF = 5  # an epoch's last batch may be smaller
+
 
 class BranchBatch(ReadyPolicy):
     """Policy that holds the batch, whatever other policies ask for, and pauses the job after so many samples.
@@ -22,12 +25,19 @@ class BranchBatch(ReadyPolicy):
         self.samples = self._whole("samples", samples, least=1)
         self.end: int | None = None
         self.asked = False
+        self.off = 0  # steps in a row at another batch
 
     def before_step(self, view: PolicyView) -> Answer:
         """Hold the batch from the next step on, and end the branch."""
         if self.end is None:
             self.end = view.samples + self.samples
             return SetBatch(self.batch_size)
+        self.off = self.off + 1 if abs(view.batch_size - self.batch_size) > _CLOSE * self.batch_size else 0
+        if self.off >= _MOST_OFF:
+            raise ValueError(
+                f"a branch at batch {self.batch_size} trains at {view.batch_size} on {view.workers} workers: raise "
+                "local_bsz_bounds, allow gradient_accumulation, or leave this batch out of factors"
+            )
         if view.samples < self.end or self.asked:
             return None
         self.asked = True

@@ -17,6 +17,7 @@ from elastic_ray.sync.spec import Strategy
 
 DRIFT = 2.0
 """Factor by which touched rows, or the time of a known strategy's steps, change before the choice is made anew."""
+UNHEARD = -1
 _CHECKED_STEPS = 5  # of a known strategy
 
 
@@ -27,7 +28,8 @@ class Measured:
     step_s: float | None = None  # of the slowest rank; None where it was not measured
     # that were touched of each table, on the rank with most; of tables whose rows travel
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    known: int = 0  # digest of the name of the strategy that earlier jobs found fastest; 0 for none
+    # digest of the name of the strategy that earlier jobs found fastest; 0 for none, UNHEARD while that is not known
+    known: int = 0
     known_s: float = 0.0  # a step under it, as they measured it [s]
 
 
@@ -90,6 +92,8 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
     if choice.settled:
         return _confirmed(choice, measured) if choice.known_s is not None else choice
     begins = not choice.options
+    if begins and measured.known == UNHEARD and not choice.doubts:
+        return choice
     if begins:
         rows = dict(choice.rows) | dict(measured.rows)
         options = tuple(consider(rows, choice.strategy))

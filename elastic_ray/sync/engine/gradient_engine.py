@@ -30,7 +30,7 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
-from elastic_ray.sync.spec import Reduce, Strategy
+from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
@@ -212,8 +212,7 @@ class GradientEngine(Participant):
         """Raise StrategyError where a unit's workers would be divided among the ranks once more."""
         if self._context.unit is None:
             return
-        routed = any(isinstance(each, Reduce) and each.topology != "native" for each in plan.strategy.syncs)
-        if self._sharded or routed or not all(adds_up_alone(each) for each in plan.buckets):
+        if self._sharded or not all(adds_up_alone(each) for each in plan.buckets):
             what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
             raise StrategyError(
                 f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
@@ -285,7 +284,7 @@ class GradientEngine(Participant):
         examples.stop()
         one = step.leads and step.micro_steps == 1 and self._context.group.world_size == 1 and step.count > 1
         buckets = self._reducer.plain_buckets
-        if not one or buckets is None or self._carried.is_open or not examples.due(steps):
+        if not one or buckets is None or self._carried.is_open or not examples.due(steps, step.scale):
             return
         if self._statistics.noise.looks_at(steps):
             examples.begin(steps, step.count, buckets, self._statistics.noise.preconditioner)

@@ -520,11 +520,10 @@ class GradientReducer:
     @torch.no_grad()
     def _measure_alone(self) -> None:
         """Inspect the gradients of a rank alone."""
-        in_layers = self._statistics.in_layers and self._measures
-        if in_layers and self._step is not None:
-            seen = self._statistics.collect_examples(self._step, self._grad_scale())
-            if not seen:
-                self._context.registry.need_halves()
+        step, statistics = self._step, self._statistics
+        in_layers = step is not None and self._measures and statistics.in_layers
+        if step is not None and in_layers and not statistics.collect_examples(step, self._grad_scale()):
+            self._context.registry.need_halves()
         if not self._tried:
             self._tried = True  # what buckets refuse is better told with the first gradient
             for bucket in self._buckets:

@@ -40,13 +40,16 @@ LEAST_SEEN = 0.5
 DENSE_STEPS = 16
 """First steps, all of which are measured."""
 
+FRESH_STEPS, FRESH_SPACING = 32, 4
+"""Steps after a change of the batch, one in how many of which is measured at least."""
+
 MOST_SPACING = 16
 SHARE_OF_TIME = 0.01
 
 _FRESH = 1 / 8  # of the latest time in an average
 
-LARGEST_STRIDE = 32
-"""One in so many columns of a weight is measured at a time."""
+MOST_PARTS = 32
+"""One part in so many of a weight's columns is measured at a time."""
 
 LEAST_COLUMNS = 4
 
@@ -97,10 +100,14 @@ class _Layer(abc.ABC):
         """True if the layer has parameters to measure."""
         return self.weight is not None or self.bias is not None
 
-    def columns(self, number: int, x: Tensor, *, preconditioned: bool) -> slice:
+    def parts(self, x: Tensor, *, preconditioned: bool) -> int:
+        """Return the number of parts into which columns are cut; one is measured at a time."""
+        return max(1, min(MOST_PARTS, self.features // LEAST_COLUMNS))
+
+    def columns(self, number: int, parts: int) -> slice:
         """Return the columns that are measured in the ``number``-th measurement."""
-        stride = max(1, min(LARGEST_STRIDE, self.features // LEAST_COLUMNS))
-        return slice(number % stride, None, stride)
+        part = number % parts
+        return slice(part * self.features // parts, (part + 1) * self.features // parts)
 
     def has_samples_first(self, x: Tensor, samples: int) -> bool:
         """True if the input's first dimension has the samples: where another is as large, as an earlier one had."""
@@ -130,12 +137,12 @@ class _LinearLayer(_Layer):
     def leading(self, x: Tensor) -> Sequence[int]:
         return x.shape[:-1]
 
-    def columns(self, number: int, x: Tensor, *, preconditioned: bool) -> slice:
+    def parts(self, x: Tensor, *, preconditioned: bool) -> int:
         whole = x.dim() == 2 and not preconditioned  # which costs two norms a sample
-        return slice(None) if whole else super().columns(number, x, preconditioned=preconditioned)
+        return 1 if whole else super().parts(x, preconditioned=preconditioned)
 
     def keep(self, x: Tensor, columns: slice) -> Tensor:
-        return x if columns.step is None else x[..., columns].clone()
+        return x if columns == slice(0, self.features) else x[..., columns].clone()
 
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
         assert self.weight is not None, "it is measured"
@@ -144,8 +151,8 @@ class _LinearLayer(_Layer):
             wide = _wide(g) if factors is None else g.to(factors.dtype)
             squares = wide.square().sum(1, True) if factors is None else wide.square() @ factors.square()
             return squares.sqrt() * kept
-        found = g.flatten(1, -2).transpose(1, 2) @ kept.flatten(1, -2).to(g.dtype)
-        return found if factors is None else found * factors
+        found = kept.flatten(1, -2).to(g.dtype).transpose(1, 2) @ g.flatten(1, -2)
+        return found if factors is None else found * factors.t()
 
 
 class _NormLayer(_Layer):
@@ -245,8 +252,8 @@ class _EmbeddingLayer(_Layer):
     def features(self) -> int:
         return int(self.module.embedding_dim)
 
-    def columns(self, number: int, x: Tensor, *, preconditioned: bool) -> slice:
-        return slice(None)  # rare words are too different for a part to stand for all
+    def parts(self, x: Tensor, *, preconditioned: bool) -> int:
+        return 1  # rare words are too different for a part to stand for all
 
     def leading(self, x: Tensor) -> Sequence[int]:
         return x.shape if x.dim() > 1 else ()  # one dimension may be positions that all samples have
@@ -269,7 +276,7 @@ class _EmbeddingLayer(_Layer):
         return torch.zeros_like(gradients).index_add_(0, numbers, gradients[places])
 
 
-_KINDS = (_LinearLayer, _NormLayer, _ConvLayer, _EmbeddingLayer)
+_KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _NormLayer, _ConvLayer, _EmbeddingLayer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +343,8 @@ class ExampleNorms:
         self._buckets: list[tuple[Bucket, FlatPreconditioner | None]] = []
         self._factors: dict[int, FlatPreconditioner] = {}
         self._found: dict[int, Tensor | None] = {}
-        self._next = 0
+        self._next = self._changed_at = 0
+        self._scale = 1.0
         self._seen_at: tuple[int, float] | None = None
         self._step_s = self._cost_s = self._spent_s = 0.0
 
@@ -355,8 +363,8 @@ class ExampleNorms:
         """True if norms are in the optimizer's units."""
         return bool(self._factors)
 
-    def due(self, step: int) -> bool:
-        """Return True if the step after ``step`` committed ones is measured."""
+    def due(self, step: int, scale: float) -> bool:
+        """Return True if the step after ``step`` committed ones is measured; ``scale`` is that of the batch."""
         if self.every is not None:
             return step % self.every == 0
         now_s, before = self._clock(), self._seen_at
@@ -364,7 +372,10 @@ class ExampleNorms:
         if before is not None and step == before[0] + 1:
             step_s = now_s - before[1]
             self._step_s = min(step_s, self._step_s + _FRESH * (step_s - self._step_s)) if self._step_s else step_s
-        return step < DENSE_STEPS or step >= self._next
+        if scale != self._scale:
+            self._scale, self._changed_at = scale, step
+        fresh = step < self._changed_at + FRESH_STEPS and step % FRESH_SPACING == 0
+        return step < DENSE_STEPS or fresh or step >= self._next
 
     def begin(
         self, step: int, samples: int, buckets: Sequence[Bucket], preconditioner: Callable[[Bucket], Any]
@@ -432,13 +443,14 @@ class ExampleNorms:
         if type(x) is not Tensor or type(output) is not Tensor or not output.requires_grad:
             return
         if layer.has_samples_first(x, self._samples):
-            columns = layer.columns(self._number, x, preconditioned=self.preconditioned)
+            parts = layer.parts(x, preconditioned=self.preconditioned)
+            columns = layer.columns(self._number, parts)
             kept = layer.keep(x.detach(), columns)
-            backward = functools.partial(self._backward, layer, self._number, columns, kept)
+            backward = functools.partial(self._backward, layer, self._number, parts, columns, kept)
             output.register_hook(backward)  # type: ignore[no-untyped-call]
         self._spent_s += self._clock() - since_s
 
-    def _backward(self, layer: _Layer, number: int, columns: slice, kept: Tensor, g: Tensor) -> None:
+    def _backward(self, layer: _Layer, number: int, parts: int, columns: slice, kept: Tensor, g: Tensor) -> None:
         """Add the norms of a layer's parameters, once backward has the gradient of its output."""
         if number != self._number or not self._samples:
             return
@@ -446,7 +458,7 @@ class ExampleNorms:
         with torch.no_grad():
             g = g.detach()
             if layer.weight is not None and layer.weight.requires_grad:
-                self._add(layer.weight, layer.rows(kept, g, columns, self._scaled), columns.step or 1)
+                self._add(layer.weight, layer.rows(kept, g, columns, self._scaled), parts)
             if layer.bias is not None and layer.bias.requires_grad:
                 rows, factors = layer.bias_rows(g), self._scaled(layer.bias, lambda p: p.reshape(-1))
                 self._add(layer.bias, rows if factors is None else rows * factors, 1)
@@ -480,7 +492,7 @@ def _layers_of(module: nn.Module, params: set[int]) -> list[_Layer]:
     marks = ("_compiled_call_impl", "_orig_mod")
     compiled = [each for each in module.modules() if any(getattr(each, mark, None) is not None for mark in marks)]
     hidden = {id(inner) for each in compiled for inner in each.modules()}
-    found = list[_Layer]()
+    found: list[_Layer] = []
     for each in module.modules():
         kind = next((k for k in _KINDS if type(each).forward in k.forwards), None)
         if kind is not None and id(each) not in hidden and (layer := kind(each, params)).usable:

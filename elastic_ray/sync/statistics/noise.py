@@ -131,10 +131,6 @@ class NoiseTracker:
         self._step = step
         return self._source is None or not self._source.outdated
 
-    def drop(self) -> None:
-        """Drop the estimates of the latest backward pass."""
-        self._pending = None
-
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
         source: Any = self._source or self._optimizer
@@ -201,6 +197,10 @@ class NoiseTracker:
         sums = [sum(values) for values in zip(*parts, strict=True)]
         estimates = tuple(NoiseScale(sqr=sqr, var=var) for sqr, var in zip(sums[2::2], sums[3::2], strict=True))
         self._pending = dataclasses.replace(self._pending, estimates=estimates)
+
+    def drop(self) -> None:
+        """Drop the estimates of the latest backward pass."""
+        self._pending = None
 
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
         """Leave out parameters that other workers of the unit count; ``looks`` if there may be more of them."""

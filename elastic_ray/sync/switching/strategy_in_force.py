@@ -24,7 +24,7 @@ from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.candidates import consider, with_rows
-from elastic_ray.sync.choosing.choice import Choice, Measured, advance, leave, watch_rows
+from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, watch_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
 from elastic_ray.sync.choosing.race import most_candidates
 from elastic_ray.sync.naming import resolve_strategy
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _WATCH_EVERY = 64
 """Steps between two looks at the rows that are touched."""
+_HEARING_S = 10.0  # a race waits for so long for what earlier jobs have found
 
 
 class StrategyTuner:
@@ -61,6 +62,7 @@ class StrategyTuner:
         self._looked_at: Choice | None = None
         self._step: object | None = None
         self._since_s: float | None = None
+        self._entered_s = time.monotonic()
 
     @property
     def strategy(self) -> Strategy:
@@ -129,9 +131,7 @@ class StrategyTuner:
     def _agree(self, step_s: float) -> Measured:
         """Agree on the slowest rank's time, the most rows, and what rank 0 knows; 0 s for what was not measured."""
         touched = self._model.touched
-        known = self._context.membership.known_strategies.get(f"{self._number} {self._form}")
-        told = [0, 0] if known is None else [digest(known.name), round(known.step_s * 1e9)]
-        own = [*told, round(step_s * 1e9), *touched.values()]
+        own = [*self._known_strategy(), round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
         measured = all(row[2] for row in rows)
         steps, *counts = (max(column) for column in zip(*(row[2:] for row in rows), strict=True))
@@ -142,6 +142,14 @@ class StrategyTuner:
             known_s=rows[0][1] / 1e9,
         )
 
+    def _known_strategy(self) -> tuple[int, int]:
+        """Return a digest of what earlier jobs found fastest, and its step time [ns]; 0 for nothing."""
+        heard = self._context.membership.known_strategies
+        if heard is None and time.monotonic() - self._entered_s < _HEARING_S:
+            return UNHEARD, 0
+        known = (heard or {}).get(f"{self._number} {self._form}")
+        return (0, 0) if known is None else (digest(known.name), round(known.step_s * 1e9))
+
     def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Strategy, ...]:
         profile, auto = with_rows(self._model.profile, rows), self._auto
         most, works = most_candidates(auto.steps - 1), self._model.works
@@ -149,7 +157,7 @@ class StrategyTuner:
 
     def enter_group(self) -> None:
         """Enter a group: continue with what is known of its form, or start to measure."""
-        self._since_s, self._step = None, None
+        self._since_s, self._step, self._entered_s = None, None, time.monotonic()
         form = self._form_of(self._model.topology)
         if form != self._form:
             if self._form:

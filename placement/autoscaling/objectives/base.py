@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from placement.autoscaling.objectives.account import Account
+from placement.cluster.account import Account
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
 from placement.goodput.model import GoodputModel

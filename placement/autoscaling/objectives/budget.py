@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from placement.autoscaling.objectives.account import Account
 from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.checks import check_number
+from placement.cluster.account import Account
 
 _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been saved or overspent
 

@@ -284,7 +284,7 @@ class SimulatedJob:
         """Return the ramp's batches to come, by the samples until then as the job's noise has them."""
         if not self._foresight or not self.trace.ramp or self.requested or self._noise is None:
             return None
-        steps, samples, done, batch = [], 0.0, self.progress, self.fixed_batch or 1
+        steps, samples, done, batch = list[tuple[float, int]](), 0.0, self.progress, self.fixed_batch or 1
         for begin, coming in self._ramp:
             if begin > self.progress:
                 samples += (begin - done) * batch / float(self._noise.gain(batch / self.app.init_batch_size))

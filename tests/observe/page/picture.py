@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.local_cluster import LocalCluster  # first: it sets what Ray and torch read
+from tests.local_cluster import LocalCluster, clean_up  # first: it sets what Ray and torch read
 from tests.observe.page.pages import chromium, dashboard, tab, until
 
 PICTURE = Path(__file__).parents[3] / "docs" / "dashboard.png"
 WIDTHS = {390: 844, 1280: 900, 1920: 1080}
-TRAINS_S = 60.0
+TRAINS_S = 40.0
 _TEXT = "(document.getElementById('printed-{0}')?.textContent ?? '').includes('{1}')"
 
 
@@ -33,8 +33,9 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
     parallel = er.AdaptiveDataParallel(model, optimizer)
     data = torch.utils.data.TensorDataset(x, y)
-    loader = er.AdaptiveDataLoader(data, batch_size=64, shuffle=True, max_batch_size=256)
-    for epoch in er.remaining_epochs_until(200):
+    loader = er.AdaptiveDataLoader(data, batch_size=64, shuffle=True)
+    loader.autoscale_batch_size(256, local_bsz_bounds=(16, 128))
+    for epoch in er.remaining_epochs_until(1000):
         for inputs, labels in loader:
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(parallel(inputs), labels)
@@ -43,8 +44,8 @@ def train(config: dict[str, Any]) -> None:
             time.sleep(0.02)  # a step as long as a small model's on a GPU, so that two cores hold six workers
         with torch.no_grad():
             accuracy = float((model(x).argmax(1) == y).float().mean())
-        er.report({"loss": float(loss), "accuracy": accuracy})
-        print(f"epoch {epoch}: loss {float(loss):.3f}, accuracy {accuracy:.3f}", flush=True)
+        er.report({"loss": loss.item(), "accuracy": accuracy})
+        print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {accuracy:.3f}", flush=True)
 
 
 def submit(folder: Path, name: str, lr: float, workers: tuple[int, int]) -> Any:
@@ -109,6 +110,7 @@ def main() -> None:
             job.stop()
     finally:
         cluster.shutdown()
+        clean_up(failed=False)
 
 
 if __name__ == "__main__":
