@@ -23,7 +23,8 @@ def lazy_names(
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         if name not in found:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(found))}")
+            known = ", ".join([*sorted(found), *modules])
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {known}")
         return getattr(importlib.import_module(found[name]), name)
 
     return get, lambda: sorted(found)
