@@ -94,6 +94,7 @@ FULL = JobView(
     slow_nodes={"n1": 1.5},
     node_failures=(NodeFailure(node="n1", worker="w2", cause="OSError", age_s=1.25, starting=True),),
     mixed_gpu_types=True,
+    unit=2,
     sizes=AllowedSizes(sizes=(2, 4, 8), memory=MemoryNeed(available_bytes=80 << 30, sharded_bytes=90 << 30, copies=3)),
     strategies={"0 gloo 0,1": FoundStrategy(name="ring", step_s=0.25)},
 )
