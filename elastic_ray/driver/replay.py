@@ -21,6 +21,7 @@ from elastic_ray.events import EventKind
 TOLERANCE = 1e-3
 _POLL_S = 0.5
 _END_S = 60.0
+_DELETES = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +74,16 @@ class Window:
             copy_state(self.run, self.before, storage)
 
     def remove(self) -> None:
-        """Delete that directory."""
+        """Delete that directory; the job that has ended may still be deleting files of its own there."""
         storage = self.replayed
-        if storage.filesystem.get_file_info(storage.path).type.name == "Directory":
-            storage.filesystem.delete_dir(storage.path)
+        for left in reversed(range(_DELETES)):
+            if storage.filesystem.get_file_info(storage.path).type.name != "Directory":
+                return
+            try:
+                storage.filesystem.delete_dir(storage.path)
+            except FileNotFoundError:
+                if not left:
+                    raise
 
     def compare(self) -> ReplayResult | None:
         """Compare the models at the window's end; None while the other job has not stored its own."""
