@@ -212,7 +212,7 @@ SWEEP = """
     from tests.tuning.sweeps import train
 
     trainable = tuning.elastic(train, scaling_config=ray.train.ScalingConfig(num_workers=(1, 2)))
-    space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": 12, "pause_s": 0.3, "checkpoint": True}
+    space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": 60, "pause_s": 0.3, "checkpoint": True}
     run = tune.RunConfig(name="search", storage_path=sys.argv[1], verbose=0)
     told = tune.TuneConfig(metric="score", mode="max")
     tune.Tuner(trainable, param_space=space, tune_config=told, run_config=run).fit()
@@ -237,6 +237,14 @@ def wait_for_reports(folder: Path, least: int, at_most_s: float = 180.0) -> dict
         time.sleep(0.5)
 
 
+def wait_for_state(folder: Path, since_s: float, at_most_s: float = 60.0) -> None:
+    """Wait until Tune has written its own state, as it does every ten seconds."""
+    deadline = time.monotonic() + at_most_s
+    while not any(path.stat().st_mtime > since_s for path in folder.glob("experiment_state*.json")):
+        assert time.monotonic() < deadline, "Tune has written no state"
+        time.sleep(0.2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sweeps_next_head_continues_its_trials(tmp_path: Path, environment: None) -> None:
@@ -247,20 +255,20 @@ def test_a_sweeps_next_head_continues_its_trials(tmp_path: Path, environment: No
     try:
         run(first, "submit", str(script), "--name", "script", "--", str(runs))
         wait_for_reports(runs / "search", 3)
-        time.sleep(12.0)  # Tune writes its own state every ten seconds
+        wait_for_state(runs / "search", time.time())
         said = run(first, "resume", "--all", str(runs), code=0)
         assert "search" not in said.output, "it runs"
     finally:
         kill(first)
     before = reported(runs / "search")
-    assert all(len(rows) < 12 for rows in before.values()), "the head was to die before the end"
+    assert all(len(rows) < 60 for rows in before.values()), "the head was to die before the end"
     second = start_head()
     try:
         assert "search: submitted as script.resumed-" in run(second, "resume", "--all", str(runs)).stdout
-        after = wait_for_reports(runs / "search", 12)
+        after = wait_for_reports(runs / "search", 60)
         assert after.keys() == before.keys(), "the same trials"
         for trial, rows in after.items():
-            assert len(rows) < len(before[trial]) + 12, "no trial was begun anew"
+            assert len(rows) < len(before[trial]) + 60, "no trial was begun anew"
             assert rows[-1]["inherited"] > 0, "from its checkpoint"
         deadline = time.monotonic() + 60
         while "no job to resume" not in run(second, "resume", "--all", str(runs), code=None).output:

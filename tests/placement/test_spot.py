@@ -143,17 +143,24 @@ def test_bad_values_are_refused(field: str, value: object) -> None:
 SPOT = NodeType(name="spot", resources={"CPU": 4.0}, labels={MARKET_LABEL: "spot"}, startup_s=60.0, lasts_h=4.0)
 
 
+def why_closed(launches: Launches, now_s: float) -> str:
+    """Why no spot node is asked for, with all figures."""
+    why = launches.closed("spot", now_s)
+    assert why is not None
+    return why.explained
+
+
 def test_what_does_not_come_is_closed_and_retried_later() -> None:
     launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
     for now_s in (0.0, 50.0, 99.0):
         launches.watch({"spot": 2}, {"spot": 0}, now_s)
         assert launches.closed("spot", now_s) is None
     launches.watch({"spot": 2}, {"spot": 0}, 100.0)
-    assert launches.closed("spot", 100.0) == "2 x spot asked for 100 s ago did not come; asked again in 600 s"
+    assert why_closed(launches, 100.0) == "no more for now: 2 x spot did not come in 100 s; asked again in 600 s"
     assert launches.closed("spot", 700.0) is None
     launches.watch({"spot": 2}, {"spot": 0}, 700.0)
     launches.watch({"spot": 2}, {"spot": 0}, 800.0)
-    assert "asked again in 1200 s" in str(launches.closed("spot", 800.0))
+    assert "asked again in 1200 s" in why_closed(launches, 800.0)
 
 
 @pytest.mark.parametrize("there", [0, 1])
@@ -163,7 +170,7 @@ def test_the_time_until_a_type_is_retried_doubles(there: int) -> None:
     for _ in range(5):
         launches.watch({"spot": there + 1}, {"spot": there}, now_s)
         launches.watch({"spot": there + 1}, {"spot": there}, now_s + 100.0)
-        times.append(float(str(launches.closed("spot", now_s + 100.0)).split()[-2]))
+        times.append(float(why_closed(launches, now_s + 100.0).split()[-2]))
         launches.watch({"spot": there}, {"spot": there}, now_s + 110.0)  # as long as it is closed
         now_s += 100.0 + times[-1]
     assert times == [600.0, 1200.0, 2400.0, 4800.0, 4800.0]
@@ -176,7 +183,7 @@ def test_a_node_that_comes_ends_a_row_of_failures() -> None:
     launches.watch({"spot": 1}, {"spot": 1}, 300.0)
     launches.watch({"spot": 2}, {"spot": 2}, 700.0)
     launches.refuse("spot", "none", 700.0)
-    assert launches.closed("spot", 700.0) == "none; asked again in 600 s"
+    assert why_closed(launches, 700.0) == "no more for now: none; asked again in 600 s"
 
 
 def test_a_node_that_comes_gives_the_others_more_time() -> None:
@@ -193,7 +200,7 @@ def test_refusal_closes_at_once_and_unknown_types_are_ignored() -> None:
     launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
     launches.refuse("spot", "InsufficientInstanceCapacity", 5.0)
     launches.refuse("other", "?", 5.0)
-    assert launches.closed("spot", 5.0) == "InsufficientInstanceCapacity; asked again in 600 s"
+    assert why_closed(launches, 5.0) == "no more for now: InsufficientInstanceCapacity; asked again in 600 s"
     assert launches.closed("other", 5.0) is None
 
 
