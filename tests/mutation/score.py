@@ -73,10 +73,15 @@ PARTS = {
         "placement/goodput/*.py",
         "tests/placement/test_{remaining,goodput,goodput_policy,goodput_table,fitting,least_squares,mixed_groups}.py",
     ),
-    "policy": ("placement/policies/goodput/*.py", "tests/placement/test_{goodput_policy,policies}.py"),
+    "policy": (
+        "placement/policies/goodput/*.py",
+        "tests/placement/test_{goodput_policy,policies,prices,node_assignment,mixed_types,steady_sizes,slow_nodes}.py "
+        "tests/placement/test_{reasons,explaining,elastic_policies}.py",
+    ),
     "planning": (
         "placement/planning/*.py",
-        "tests/placement/test_{tenants,wishes,constraints,deadlines,multi_node,slow_nodes,start_times,allowed_sizes}.py",
+        "tests/placement/test_{tenants,wishes,constraints,deadlines,multi_node,slow_nodes,start_times,allowed_sizes}.py "
+        "tests/placement/test_{spot,node_record,reasons,weights,utility,whole_units,mixed_types,packing}.py",
     ),
     "autoscaling": (
         "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",

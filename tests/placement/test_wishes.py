@@ -25,6 +25,7 @@ from placement.planning.multi_node import shared
 from placement.planning.plan import make_plan
 from placement.planning.problem import Plan
 from placement.planning.tenants import Tenant
+from placement.planning.wishes import without_wish
 from placement.policies import GoodputPolicy
 from placement.policies.shared.shapes import goodputs as shape_goodputs
 from tests.placement.constrained import carried_out, clusters, constrained_views, every, policy, rules, sizes
@@ -155,6 +156,13 @@ def test_what_was_granted_is_not_the_jobs_own() -> None:
     now = [*carried_out([job], found), view("b", submitted_s=1.0, max_workers=2)]
     assert sizes(make_plan(Sticky(), now, nodes, 0.0, granted=found.granted)) == {"a": 2, "b": 2}
     assert sizes(make_plan(Sticky(), now, nodes, 0.0)) == {"a": 3, "b": 1}, "an allocator that was started anew"
+
+
+def test_grants_on_nodes_that_a_job_left_take_nothing() -> None:
+    job = view("a", min_workers=2, allocation={"n0": 2, "n1": 2}, wished=5)
+    assert without_wish(job, {"n9": 1}).allocation == job.allocation
+    assert without_wish(job, {"n9": 1, "n1": 3}).allocation == {"n0": 2}
+    assert without_wish(job, {"n0": 1, "n1": 2}).allocation == {"n0": 1, "n1": 1}, "never below its minimum"
 
 
 def test_granted_workers_stay_on_one_type_off_whole_nodes() -> None:
