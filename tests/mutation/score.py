@@ -75,13 +75,17 @@ PARTS = {
     ),
     "policy": (
         "placement/policies/goodput/*.py",
-        "tests/placement/test_{goodput_policy,policies,prices,node_assignment,mixed_types,steady_sizes,slow_nodes}.py "
-        "tests/placement/test_{reasons,explaining,elastic_policies}.py",
+        (
+            "tests/placement/test_{goodput_policy,policies,prices,node_assignment,mixed_types,steady_sizes,slow_nodes,"
+            "reasons,explaining,elastic_policies}.py"
+        ),
     ),
     "planning": (
         "placement/planning/*.py",
-        "tests/placement/test_{tenants,wishes,constraints,deadlines,multi_node,slow_nodes,start_times,allowed_sizes}.py "
-        "tests/placement/test_{spot,node_record,reasons,weights,utility,whole_units,mixed_types,packing}.py",
+        (
+            "tests/placement/test_{tenants,wishes,constraints,deadlines,multi_node,slow_nodes,start_times,allowed_sizes,"
+            "spot,node_record,reasons,weights,utility,whole_units,mixed_types,packing}.py"
+        ),
     ),
     "autoscaling": (
         "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",
