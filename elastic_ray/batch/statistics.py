@@ -32,7 +32,7 @@ SETTLED_STEPS = 2 * REFRESHED_EVERY
 LEAST_PART = 1e-2
 """Part of the root mean square of a parameter's denominators under which one counts as this."""
 
-LEAST_AT_ONCE = 1 << 15
+LEAST_AT_ONCE = 1 << 14
 AT_ONCE = 1 << 16, 1 << 23
 """Denominators that are in memory together on a CPU, where they stay in its cache, and on a GPU."""
 
