@@ -147,7 +147,7 @@ class StrategyTuner:
         heard = self._context.membership.known_strategies
         if heard is None and time.monotonic() - self._entered_s < _HEARING_S:
             return UNHEARD, 0
-        known = (heard or {}).get(f"{self._number} {self._form}")
+        known = None if heard is None else heard.get(f"{self._number} {self._form}")
         return (0, 0) if known is None else (digest(known.name), round(known.step_s * 1e9))
 
     def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Strategy, ...]:
