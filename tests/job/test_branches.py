@@ -75,7 +75,7 @@ def test_branches_find_where_samples_lose_their_worth(ray_cluster: Any, tmp_path
         cli, ["branch", "slow", "--factors", "2", "--steps", "80", "--tolerance", "0.5", "--json"]
     )
     assert told.exit_code == 0, told.output
-    again = json.loads(told.output)
+    again = json.loads(told.stdout)
     assert again["critical_batch"] == 2 * batch and [each["batch_size"] for each in again["losses"]] == [
         batch,
         2 * batch,
