@@ -62,7 +62,7 @@ def test_branches_find_where_samples_lose_their_worth(ray_cluster: Any, tmp_path
     found = handle.branch(steps=160, timeout=300)
     batch = found.losses[0].batch_size
     assert [each.batch_size for each in found.losses][:2] == [batch, 2 * batch] and found.samples == 160 * batch
-    assert found.losses[1].worse > 0.02, str(found)
+    assert found.losses[1].worse > 0 and found.losses[-1].worse > 0.02, str(found)
     assert found.critical_batch == batch
     events = [event for event in handle.events() if event.kind is EventKind.BRANCH]
     assert len(events) == 2 and events[-1].detail["critical_batch"] == batch
