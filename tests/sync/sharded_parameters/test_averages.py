@@ -168,7 +168,9 @@ COPIES = keeping(lambda model: [p.detach().clone() for p in model.parameters()],
 @pytest.mark.parametrize("combine", [follow, one_by_one])
 def test_copies_of_another_group_are_refused_with_a_way(combine: Any, script: Any, first: tuple[int, ...]) -> None:
     made = keeping(lambda model: [p.detach().clone() for p in model.parameters()], combine)
-    with pytest.raises((RuntimeError, CommunicationFailedError), match=r"elastic_ray\.sync\.change_parameters.*recipes"):
+    with pytest.raises(
+        (RuntimeError, CommunicationFailedError), match=r"elastic_ray\.sync\.change_parameters.*recipes"
+    ):
         run_job(lambda: loop(made), script, first=first)
 
 
