@@ -66,7 +66,8 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads, self.out = nn.ModuleList(nn.Linear(2, 4) for _ in range(3)), nn.Linear(4, 2)
+        # The bias of a key changes no weight of attention: Adam would step by the rounding of its gradient.
+        self.heads, self.out = nn.ModuleList(nn.Linear(2, 4, bias=False) for _ in range(3)), nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (head(own_part(x.view(-1, 4, 2), 1)) for head in self.heads)
