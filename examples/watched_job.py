@@ -1,4 +1,4 @@
-"""What the examples of other people's loops have in common: a job that is grown, loses a worker, and is watched."""
+"""Shared parts of the examples of other people's loops: a job that is grown, loses a worker, and is watched."""
 
 from __future__ import annotations
 

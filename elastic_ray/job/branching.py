@@ -29,6 +29,7 @@ _LEASE_S = 20.0  # without the controller that runs them branches end soon
 _POLL_S = 0.2
 _ANSWER_S = 60.0
 _END_S = 30.0
+_MARK = ".branch"  # file in the directories of branches
 _MORE = 2  # steps until a branch has its batch
 _TRIES = 3  # to copy a checkpoint, which the job may delete for a newer one
 
@@ -84,7 +85,7 @@ class BranchRun:
             try:
                 for each in branches:
                     each.remove()
-                    each.storage.create()
+                    each.create()
                     copy_state(source, states[0], each.storage)
                 return states[0]
             except FileNotFoundError:
@@ -147,11 +148,23 @@ class Branch:
         """Directory of its run, beside the job's."""
         return RunStorage(self.spec.storage_path, self.spec.storage_filesystem, private=self.spec.elastic.private_files)
 
+    def create(self) -> None:
+        """Create the directory, with the mark that :meth:`remove` looks for. Raises OSError: it cannot be written."""
+        self.storage.create()
+        self.storage.filesystem.open_output_stream(self._mark).close()
+
     def remove(self) -> None:
-        """Delete the directory."""
-        storage = self.storage
-        if storage.filesystem.get_file_info(storage.path).type.name == "Directory":
-            storage.filesystem.delete_dir(storage.path)
+        """Delete the directory. Raises BranchError: it is no branch's, but a run or folder of the user's."""
+        path, filesystem = self.storage.path, self.storage.filesystem
+        if filesystem.get_file_info(path).type.name == "NotFound":
+            return
+        if not filesystem.get_file_info(self._mark).is_file:
+            raise BranchError(f"{path} is needed for a branch, but holds what no branch has written; move it away")
+        filesystem.delete_dir(path)
+
+    @property
+    def _mark(self) -> str:
+        return posixpath.join(self.storage.path, _MARK)
 
     def run(
         self, start: Callable[[JobSpec], Any], metric: str, first: int, samples: int, timeout_s: float
