@@ -12,7 +12,7 @@ import torch
 from elastic_ray.batch.device_numbers import read
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
-from elastic_ray.sync.operations.buckets import AllReduceOperation
+from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
 
@@ -89,7 +89,11 @@ class Reduction:
             self._asked, self._finite, self.written = False, None, set()
             for owing in self.owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
-        self._works[index] += layout.operations[index].launch(layout.buckets[index], gradients)
+        operation, bucket = layout.operations[index], layout.buckets[index]
+        if type(operation) is AllReduceOperation and type(bucket) is Bucket:
+            self._works[index].append(gradients.all_reduce(bucket.memory.flat))
+        else:
+            self._works[index] += operation.launch(bucket, gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
@@ -102,15 +106,38 @@ class Reduction:
             checks: whether :meth:`is_finite` is asked in every pass. Of buckets that are summed up before they are
                 reduced the sum of all ranks' sums tells it.
         """
+        communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
         self._took_s = [0.0] * len(self._began_s)
-        told, finished, going = False, 0, self._layout.buckets
+        told, finished, going, last = False, 0, self._layout.buckets, len(operations) - 1
         while going:
             finished, left = finished + 1, list[GradientBucket]()
             for bucket in going:
+                index = bucket.index
                 told = told or (bucket.is_summed_up and not self.owing)
-                if self._goes_on(bucket, finished, looks=looks):
-                    left.append(bucket)
+                works, self._works[index] = self._works[index], []
+                for work in works:
+                    if not communicator.waited_briefly(work):
+                        self._consensus.announcer.wait(work)
+                if type(operations[index]) is not AllReduceOperation:  # whose first round is its last
+                    self._works[index] = list(operations[index].go_on(bucket, communicator.gradients, finished))
+                    if self._works[index]:
+                        left.append(bucket)
+                        continue
+                self._took_s[index] = time.perf_counter() - self._began_s[index]
+                if bucket.sliced:
+                    continue
+                if looks and (self.owing or not bucket.is_summed_up):
+                    total = bucket.total()
+                    if total.is_cuda:  # to look at it is to wait for the GPU
+                        self.totals.append(total)
+                        continue
+                    if not (math.isfinite(total) or bucket.is_finite()):
+                        self._finite = False
+                        continue
+                if bucket.complete and index < last:
+                    bucket.write_back(lambda: ())
+                    self.written.add(index)
             going = left
         if self._layout.sliced and not self._tell_sizes() and looks:
             self._finite = False
@@ -120,33 +147,6 @@ class Reduction:
             for owing in self.owing:
                 owing.drop()
         self._layout.sequel.reduced(self._took_s)
-
-    def _goes_on(self, bucket: GradientBucket, finished: int, *, looks: bool) -> bool:
-        """Wait for a bucket's round and start its next one; after the last one, have ``.grad`` hold its sum."""
-        index = bucket.index
-        works, self._works[index] = self._works[index], []
-        for work in works:
-            self._consensus.announcer.wait(work)
-        operation = self._layout.operations[index]
-        if type(operation) is not AllReduceOperation:  # whose first round is its last
-            self._works[index] = list(operation.go_on(bucket, self._group.group.communicator.gradients, finished))
-            if self._works[index]:
-                return True
-        self._took_s[index] = time.perf_counter() - self._began_s[index]
-        if bucket.sliced:
-            return False
-        if looks and (self.owing or not bucket.is_summed_up):
-            total = bucket.total()
-            if total.is_cuda:  # to look at it is to wait for the GPU
-                self.totals.append(total)
-                return False
-            if not (math.isfinite(total) or bucket.is_finite()):
-                self._finite = False
-                return False
-        if bucket.complete and index < len(self._layout.buckets) - 1:
-            bucket.write_back(lambda: ())
-            self.written.add(index)
-        return False
 
     def _tell_sizes(self) -> bool:
         """Exchange what all ranks must know of gradients that none of them holds; whether all are finite."""
