@@ -1,4 +1,4 @@
-"""TCP statistics of a group's connections: how long they were sending (Linux; no torch, no Ray)."""
+"""A group's TCP connections and how long they were sending (Linux); groups that are kept, and none (no torch)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Collection
+from typing import Any
 
 Connection = tuple[int, int]
 """A descriptor and the number of the socket behind it, by which another one in its place is told apart."""
@@ -76,3 +78,29 @@ def _sending_s(descriptor: int) -> float:
         return 0.0
     busy_us, full_us = _BUSY.unpack_from(told.raw, _BUSY_AT)
     return max(0.0, float(busy_us - full_us) * 1e-6)
+
+
+_KEPT: list[tuple[Any, Any]] = []  # operations, and their groups
+_KEEPING = threading.Lock()
+
+
+def keep_group(work: Any, group: Any) -> None:
+    """Keep a group until a started operation of it has ended."""
+    drop_ended_groups()
+    with _KEEPING:
+        _KEPT.append((work, group))
+
+
+def drop_ended_groups() -> None:
+    """Release groups whose operations have ended."""
+    with _KEEPING:
+        ended = [each for each in _KEPT if each[0].is_completed()]
+        _KEPT[:] = [each for each in _KEPT if each not in ended]
+    del ended  # joins their threads, which nobody else is to wait for
+
+
+class NoGroup:
+    """Placeholder that raises RuntimeError on any use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the session has not entered a generation yet, or has left the last one")

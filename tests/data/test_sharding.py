@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.data.batches import StepSplit
-from elastic_ray.data.permutation import Permutation
 from elastic_ray.data.sharding import (
+    Permutation,
     batch_ends,
     can_switch,
     check_place,

@@ -17,8 +17,7 @@ from elastic_ray.sync.choosing.candidates import candidates, consider, describe,
 from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, watch_rows
 from elastic_ray.sync.choosing.race import Standing, Step, most_candidates, standing
 from elastic_ray.sync.naming import NAMED
-from elastic_ray.sync.plan import lower
-from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
+from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo, Topology, lower
 from elastic_ray.sync.spec import Reduce, Rows, Strategy
 
 SECONDS = st.floats(1e-6, 10.0)

@@ -22,9 +22,14 @@ from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
-from elastic_ray.sync.engine.reduction import Reduction
-from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, refuse_weights
+from elastic_ray.sync.engine.reduction import (
+    Announcements,
+    BucketLayout,
+    Reduction,
+    StepWeights,
+    hooks_on_gradients,
+    refuse_weights,
+)
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.bucket_operation import GradientBucket

@@ -28,8 +28,7 @@ from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance,
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
 from elastic_ray.sync.choosing.race import most_candidates
 from elastic_ray.sync.naming import resolve_strategy
-from elastic_ray.sync.plan import SyncPlan, lower
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import ModelProfile, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Strategy
 from placement.cluster.jobs import FoundStrategy
 
