@@ -325,6 +325,7 @@ def main() -> None:
     parser.add_argument("--out", default=".")
     parser.add_argument("--show", action="store_true", help="print each fault's times")
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--spares", type=int, default=2, help="workers that are ready to join")
     parser.add_argument("--bar", type=float, default=0.7)
     chosen = parser.parse_args()
     until_s = time.monotonic() + chosen.seconds
@@ -344,6 +345,7 @@ def main() -> None:
         until_s=until_s,
         pace_s=chosen.pace,
         workers=chosen.workers,
+        spares=chosen.spares,
     )
     found["shown"] = chosen.show
     result = found.pop("result", None)
