@@ -64,8 +64,8 @@ def test_heartbeat_is_news_where_a_decision_depends_on_it(change: dict[str, Any]
 
 
 def test_the_same_again_is_no_news() -> None:
-    assert trigger_of(HERE, HERE, 0.0) is None
-    assert trigger_of(HERE, dataclasses.replace(HERE), 0.0) is None
+    assert trigger_of(HERE, HERE) is None
+    assert trigger_of(HERE, dataclasses.replace(HERE)) is None
     costs = dataclasses.replace(HERE, stop_cost_s=3.0, growth_limit=4)
     assert trigger_of(costs, dataclasses.replace(costs, stop_cost_s=9.0, growth_limit=5)) is None
     slow = dataclasses.replace(HERE, slow_nodes={"n1": 2.0}, node_failures=(FAILED,))
