@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.connections import Connections, drop_ended_groups, keep_group
+from elastic_ray.communication.connections import Connections, drop_ended_groups, keep_group, refuse_connections
 from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, connect_nccl, has_run, identity_of
-from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.measures import OPERATIONS
 
 _BRIEFLY = timedelta(milliseconds=100)

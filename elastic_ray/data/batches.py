@@ -15,8 +15,7 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared_items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, digest
-from elastic_ray.data.sharding import Order, can_switch, rank_slices, split, step_size
-from elastic_ray.data.shares import Shares
+from elastic_ray.data.sharding import Order, Shares, can_switch, rank_slices, split, step_size
 from elastic_ray.state.progress import BITS, sample_hashes
 
 _SHOWN = 4  # of an order, in errors

@@ -13,9 +13,8 @@ from elastic_ray.batch.device_numbers import real_count, real_shape
 from elastic_ray.sync.engine.reduction import BucketLayout
 from elastic_ray.sync.engine.trainable import local_groups
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
-from elastic_ray.sync.operations.compressed import CompressedOperation, Compression
 from elastic_ray.sync.operations.gradient_checks import refuse_own
-from elastic_ray.sync.operations.residual import Residual
+from elastic_ray.sync.operations.owing import CompressedOperation, Compression, Residual
 from elastic_ray.sync.plan import ParamInfo
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
 

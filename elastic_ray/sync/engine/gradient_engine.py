@@ -20,9 +20,8 @@ from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGrad
 from elastic_ray.sync.engine.factory import adds_up_alone, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.reducer import GradientReducer
-from elastic_ray.sync.engine.reduction import BucketLayout
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup
 from elastic_ray.sync.engine.row_steps import RowSteps
-from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
 from elastic_ray.sync.plan import ModelProfile, SyncPlan

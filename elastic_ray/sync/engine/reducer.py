@@ -27,10 +27,10 @@ from elastic_ray.sync.engine.reduction import (
     BucketLayout,
     Reduction,
     StepWeights,
+    SummingGroup,
     hooks_on_gradients,
     refuse_weights,
 )
-from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.buckets import Bucket
