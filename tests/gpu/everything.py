@@ -29,7 +29,7 @@ class Program:
 
     Attributes:
         name: of its file.
-        arguments: after the interpreter's path; ``{left}`` is the time that it has [s].
+        arguments: after the interpreter's path.
         seconds: its longest time.
     """
 
@@ -44,9 +44,9 @@ def pytest_of(name: str, *arguments: str, seconds: float) -> Program:
     return Program(name, ("-m", "pytest", *options, *arguments), seconds)
 
 
-def faults_of(strategy: str, seed: int, seconds: float, *options: str) -> Program:
+def faults_of(strategy: str, seed: int, seconds: float, folder: Path, *options: str) -> Program:
     """One job that faults strike."""
-    chosen = ("--seconds", str(seconds), "--seed", str(seed), "--spares", "5", "--show", *options)
+    chosen = ("--seconds", f"{seconds}", "--seed", f"{seed}", "--spares", "6", "--out", f"{folder}", "--show", *options)
     return Program(f"faults-{strategy}-{seed}", ("-m", "tests.gpu.faults", strategy, *chosen), seconds + 45.0)
 
 
@@ -65,9 +65,9 @@ TESTS = (
     Program("forming", ("-m", "tests.gpu.forming"), 90.0),
 )  # fmt: skip
 JOBS = (
-    pytest_of("ray-jobs", "tests/gpu/test_ray_jobs.py", seconds=190),
-    Program("ray-sizes", ("-m", "tests.gpu.ray_job", "all_reduce", "zero2"), 120.0),
     Program("compiling", ("-c", "from tests.gpu import compiling; compiling.main()"), 120.0),
+    Program("ray-sizes", ("-m", "tests.gpu.ray_job", "all_reduce", "zero2"), 120.0),
+    pytest_of("ray-jobs", "tests/gpu/test_ray_jobs.py", seconds=330),
 )
 
 
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--out", default="gpu", help="folder of the files")
     parser.add_argument("--parts", nargs="+", default=["steps", "tests", "jobs", "faults", "alone"])
     parser.add_argument("--faults-s", type=float, default=70.0, help="length of each job that faults strike")
+    parser.add_argument("--lanes", type=int, default=2, help="such jobs beside each other")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
     parser.add_argument("--strategies", nargs="+", default=FAULTS)
     chosen = parser.parse_args()
@@ -131,11 +132,11 @@ def main() -> None:
         beside([STEPS], folder, until_s)
     if "alone" in chosen.parts:  # times of changes, with nothing else on the GPU
         kinds = ("--kinds", "join,join,leave,leave,kill backward,kill forward,swap,stop forward")
-        beside([[faults_of("all_reduce", 0, 45.0, *kinds)]], folder, until_s)
+        beside([[faults_of("all_reduce", 0, 45.0, folder, *kinds)]], folder, until_s)
     rows: list[list[Program]] = []
     if "faults" in chosen.parts:
-        programs = [faults_of(each, chosen.seed, chosen.faults_s) for each in chosen.strategies]
-        rows += [programs[lane::4] for lane in range(4)]
+        programs = [faults_of(each, chosen.seed, chosen.faults_s, folder) for each in chosen.strategies]
+        rows += [programs[lane :: chosen.lanes] for lane in range(chosen.lanes)]
     if "tests" in chosen.parts:
         rows.append(list(TESTS))
     if "jobs" in chosen.parts:
