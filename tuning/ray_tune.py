@@ -233,7 +233,6 @@ class ElasticTrainable(Trainable):
         """Set up the trial for Tune; the job starts with the first step, once it is known where from.
 
         Args:
-            config: the trial's parameters.
             **constants: what ``tune.with_parameters`` was given; the loop finds it in its config as well.
         """
         _check_space({**constants, **config})

@@ -88,12 +88,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return the remaining rungs of a sweep.
-
-    Args:
-        promise: with ``max_t``.
-        records: those that are known.
-    """
+    """Return the remaining rungs of a sweep."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -128,7 +123,6 @@ def size_rungs(
         rates: reports per second of a trial on 1, 2, ... workers; 0 for a size that it cannot have. One is above 0.
         slots: workers that the cluster has room for.
         at_once: trials that run at a time, at most.
-        seconds: until the deadline.
         worker_s: worker-seconds that the budget allows.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
@@ -183,7 +177,6 @@ class SweepPlanner:
         """Return workers of each trial that runs; empty while no trial has told how fast it is.
 
         Args:
-            views: of those that run.
             slots: how many of a trial's workers fit on each node of the empty cluster.
             now_s: present time [s].
         """

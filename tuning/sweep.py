@@ -250,7 +250,6 @@ class SweepActor:
     """Actor class; use :func:`find_sweep`.
 
     Args:
-        name: of the sweep, for the log.
         promise: by what its trials are compared; None weighs them alike.
     """
 
@@ -367,7 +366,6 @@ class SweepActor:
 
         Args:
             reason: why, for their last events.
-            now: in the middle of a step.
         """
         self._stop_reason = self._stop_reason or reason
         self._stopped_by_s = time.monotonic() + _STOP_S

@@ -172,7 +172,6 @@ class TrialJob:
         sweep: name of the sweep, if the template has none; also its tenant, unless ``SchedulingConfig`` names one.
         trial: name of the trial, unique in the sweep.
         config: the trial's parameters; they go over ``train_loop_config``.
-        directory: the trial's own directory.
         knowledge_path: directory under which all trials' measurements are kept.
         start_from: path of a checkpoint, of this trial or another, to start from; None starts anew.
 

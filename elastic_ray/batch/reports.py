@@ -24,8 +24,6 @@ def outdated(before: str, now: str, *, same_workers: bool) -> bool:
     """True if times under the strategy `before` no longer count, because the job trains with another.
 
     Args:
-        before: key of the one.
-        now: key of the other.
         same_workers: both are of as many workers on as many nodes.
     """
     both_chosen = before.startswith(CHOSEN) and now.startswith(CHOSEN)

@@ -92,7 +92,6 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
     Args:
         group: the user's options, those at the initial batch.
         scale: global / initial batch size.
-        factor: of the learning rate.
         correction: c, by which the learning rate is multiplied as well, see :func:`bias_correction`.
     """
     beta1, beta2 = group["betas"]
@@ -113,7 +112,6 @@ def bias_correction(beta2: float, steps: float, initial_steps: float, scale: flo
     They have decayed by beta2^s. A rate and an eps of c times their value make the exact update.
 
     Args:
-        beta2: at the initial batch.
         steps: t >= 1, the present one included.
         initial_steps: s > 0, the sum of their scales.
     """

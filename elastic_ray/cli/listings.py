@@ -95,7 +95,6 @@ class JobRow(JobStatus):
     Attributes:
         phase: one of ``JobPhase``; ``silent`` if the controller does not answer; of a script ``submitted``,
             ``script`` (it runs), or how it ended; of the line that stands for a sweep ``sweep``.
-        min_workers, max_workers, tenant, priority, submitted_s: as of ``JobView``.
         held_at: size that ``elastic-ray resize`` holds it at; None leaves it to the allocator.
         reason: of the allocator's last decision.
         nodes: workers by node id, as the allocator wants it.

@@ -283,7 +283,6 @@ def check_storage(path: str, nodes: int) -> Check:
     """Check that a run's directory can be made there, and removed again.
 
     Args:
-        path: local, or a URI.
         nodes: of the cluster; several need a place that they share.
     """
     from elastic_ray.checkpoints.run_directory import RunStorage

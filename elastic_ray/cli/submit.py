@@ -232,8 +232,6 @@ def send(
 
     Args:
         job: with a name and a working directory.
-        again: arguments that submit it again.
-        user: owner of the jobs.
         replay: steps after which a replay ends; 0 for none.
         resume: whether its sweeps continue from their directories.
 
@@ -276,8 +274,6 @@ def send_again(
     """Submit what an earlier submission has kept of itself.
 
     Args:
-        user: owner of the jobs.
-        workers: limits in place of its own.
         replay: steps after which a replay ends; 0 for none.
         resume: whether its sweeps continue from their directories.
 

@@ -111,12 +111,7 @@ def parameters_text(parameters: Mapping[str, Any]) -> str:
 
 
 def sweep_line(status: SweepStatus, best: str) -> str:
-    """Return a sweep on one line.
-
-    Args:
-        status: how it stands.
-        best: what the best trial is called.
-    """
+    """Return a sweep on one line."""
     parts = [f"{status.running} running", f"{status.done} done", f"{status.cut} cut"]
     parts += [f"{status.failed} failed"] if status.failed else []
     if status.best is not None:
@@ -133,7 +128,6 @@ def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]
     Those that have ended are in that row alone.
 
     Args:
-        rows: of ``job_rows``.
         ended: whether to keep other jobs that have ended.
     """
     sweeps = sweeps_of(rows)

@@ -51,7 +51,6 @@ def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off:
     one's first collective is the caller's, after the ranks have left the present group in the same step.
 
     Args:
-        backend: NCCL's.
         until_s: deadline [s, monotonic].
         called_off: True once the group is not wanted any more.
 
@@ -123,7 +122,6 @@ def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> b
 
     Args:
         works: some of them may be gloo's.
-        voided: set before they are aborted.
         deadline: how long to wait [s, monotonic].
     """
     while not all(work.is_completed() for work in works):

@@ -28,8 +28,6 @@ class StepSplit:
     """Division of the next steps among ranks; equal on all ranks except for ``rank``.
 
     Args:
-        batch_size: samples of a step.
-        micro_steps: micro-batches of each rank.
         drop_last: leave out a last step smaller than the batch.
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
@@ -241,7 +239,6 @@ class MapBatches:
     Args:
         dataset: what samples are taken from; its length may be another one in each pass.
         make_order: gives the order for the dataset's present length.
-        seed: of the order.
         fetching: how samples are fetched.
     """
 

@@ -40,7 +40,6 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
     """Return batches of a loader.
 
     Args:
-        seed: of its order.
         drop_last: whether a tail shorter than a batch is left out.
 
     Raises ValueError: nothing would be left of an epoch.
@@ -77,14 +76,7 @@ def order_of(given: LoaderArguments) -> EpochOrder:
 
 
 class PlanFacts:
-    """Facts that all ranks must share to divide the samples of one loader.
-
-    Args:
-        given: the loader's arguments.
-        source: where its batches come from.
-        seed: of its order.
-        drop_last: also as a sampler has it.
-    """
+    """Facts that all ranks must share to divide the samples of one loader."""
 
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})

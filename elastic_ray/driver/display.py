@@ -126,7 +126,6 @@ class JobDisplay:
         Args:
             stream: where to write, ``sys.stdout`` if None.
             interval_s: least time between two plain status lines [s].
-            clock: seconds, monotonic.
         """
         self._stream = sys.stdout if stream is None else stream
         self._interval_s, self._clock = interval_s, clock
@@ -147,13 +146,7 @@ class JobDisplay:
             self._write(event_line(job, event))
 
     def report(self, job: str, report: Report, epochs: int | None) -> None:
-        """Show the first report after each epoch; of a hundredth of them where there are many.
-
-        Args:
-            job: name.
-            report: each in its turn.
-            epochs: declared number of epochs, if there is one.
-        """
+        """Show the first report after each epoch; of a hundredth of them where there are many."""
         every = max(1, math.ceil((epochs or 0) / _MOST_EPOCHS))
         done = report.epochs_done
         if done >= self._epochs_shown + every or (done > self._epochs_shown and done == epochs):

@@ -49,8 +49,6 @@ class LeaseKeeper:
         """Start to renew.
 
         Args:
-            job: name of the job, for messages.
-            controller: handle of the job's controller.
             lease_s: the job's ``ElasticConfig.lease_s``.
             away_s: its ``ElasticConfig.controller_timeout_s``.
         """

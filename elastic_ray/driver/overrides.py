@@ -122,11 +122,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return a ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
-
-        Args:
-            given: the script's.
-        """
+        """Return a ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays."""
         config = default() if given is None else given
         if not isinstance(config, default):
             return given  # its reader refuses it

@@ -309,9 +309,6 @@ _ELSEWHERE = {
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise TypeError with the alternative for arguments that an elastic job lacks; None counts as not given.
 
-    Args:
-        known: names of those that there are.
-
     Raises TypeError: there is one; names the way out.
     """
     for name, value in given.items():

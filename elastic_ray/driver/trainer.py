@@ -73,7 +73,6 @@ def impossible(
     """Return why these nodes, if no other job used them, could not run even the smallest size of a job.
 
     Args:
-        bundle: resources of one worker.
         min_workers: fewest workers the job may run with.
         label_selector: labels that a worker's node must have.
         nodes: all living nodes; only ``total`` and ``labels`` count.

@@ -18,7 +18,6 @@ def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str
     A library that is newer than what was tested is reported, and used.
 
     Args:
-        library: its distribution's name.
         extra: of elastic-ray, which installs a version that has them.
 
     Raises ImportError: one is missing; the message names all that are.

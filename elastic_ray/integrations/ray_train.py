@@ -201,7 +201,6 @@ class RayTrainLoader(LoaderOnDevice):
 
     Args:
         data_loader: with the batch size of one worker.
-        device: the worker's.
 
     Raises RuntimeError: its batches are cut by a sampler of batches.
     """

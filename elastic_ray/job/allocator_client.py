@@ -31,7 +31,6 @@ class AllocatorClient:
     """Sends a heartbeat every second, or sooner on demand, one at a time; finds the allocator, and makes it if need be.
 
     Args:
-        controller: handle of its controller.
         view: the job as the allocator is to see it now.
         hear: takes the allocator's answers: what others have measured of the job's model, and what to tell its user.
     """

@@ -160,7 +160,6 @@ class JobController:
         Args:
             own: name of this controller's actor, beside which it gets that of the job.
             owner: the job's driver, whose modules and output are its from now on.
-            theirs: what the driver speaks.
         """
         check_spoken(theirs, "the driver", "its job's controller")
         async with self._takes:

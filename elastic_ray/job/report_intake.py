@@ -18,7 +18,6 @@ class ReportIntake:
     """Takes a job's reports; a trial's are answered when training may continue.
 
     Args:
-        record: what is known of the job.
         tell: takes what the job's user is to know of its storage, a sentence.
         trackers: hear of every report, of some more than once.
     """

@@ -89,7 +89,6 @@ class JobShutdown:
 
     Args:
         parts: of the job; the end is reported to the allocator.
-        status: the job as others see it.
         notifier: tells people of the end.
     """
 

@@ -20,11 +20,7 @@ _LOOK_AGAIN_S = 10.0
 
 
 class JobStarter:
-    """Starter that looks at a run's storage before its workers start, and again before others do.
-
-    Args:
-        job: the job, which acts on what was found.
-    """
+    """Starter that looks at a run's storage before its workers start, and again before others do."""
 
     def __init__(self, job: JobSupervisor, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer

@@ -319,7 +319,6 @@ class WorkerMessages:
 
         Args:
             newcomer: it had come to others: the next one waits, the longer the more of them failed.
-            trained: it had trained a step.
             reused: its process had run the train function before, which its node is not to blame for.
             of_device: the error names a disk or a GPU of its node.
             blames: its node may be the cause.

@@ -33,7 +33,6 @@ class KeptModel:
     Attributes:
         optimizers: by optimizer, what votes on updates and makes them.
         measured: by optimizer, carries out an update, and tells the statistics how far it moves the parameters.
-        model_state, optimizer_states: what travels and is saved.
     """
 
     sync: GradientEngine | ShardedGradients
@@ -47,7 +46,6 @@ class ModelParts:
     """Builder of the parts of one wrapped model, replicated or sharded.
 
     Args:
-        run: that the model is trained in.
         optimizer: steps them; a ``JointOptimizer`` of several.
         number: of the model, in the order in which the loop wraps them.
     """
@@ -71,7 +69,6 @@ class ModelParts:
         """Keep the model whole on each rank.
 
         Args:
-            tracker: of the noise scale.
             grad_scale: AMP's present loss scale, 1 without AMP.
             check_finite: whether to find out on which ranks gradients are NaN or infinite.
             scaler: AMP's ``GradScaler``; None without AMP.

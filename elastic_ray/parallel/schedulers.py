@@ -44,9 +44,7 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        optimizer: the model's.
         name: tells the optimizer apart from others of the run.
-        given: those that were passed.
         schedule: what those count that step with every batch.
     """
 
@@ -142,8 +140,6 @@ class LearningRates:
         optimizer: whose rates user code and schedulers set.
         rule: as of ``AdaptiveDataParallel(scaling_rule=...)``.
         noise: gives the noise of each parameter group, as far as it is known.
-        epochs_done: epochs of data trained on.
-        policies: what they multiply all rates by.
         held: factors of the step before where they follow the noise, which all ranks share; changed in place.
         adam_steps: as of ``NoiseTracker``, likewise.
 

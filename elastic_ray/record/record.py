@@ -241,7 +241,6 @@ class JobRecord:
 
         Args:
             lines: that ``events.jsonl`` lacks.
-            first_report: number of the first report of the run.
             reports: the last ones of ``reports.jsonl``.
         """
         for line in lines:

@@ -184,8 +184,6 @@ def job_status(
     """Return the job as its driver sees it.
 
     Args:
-        planner: its speed and its batch.
-        machine: its workers.
         submitted_s: when it was submitted [s since the epoch].
         now_s: the present [s since the epoch].
         started_for_s: for how long its processes have been starting, where no group trains [s].
@@ -316,7 +314,6 @@ def members(
     """Return members of the present generation by rank, as far as their processes are known.
 
     Args:
-        processes: by worker.
         silence_s: by worker, for how long it has been silent [s].
         ratios: by worker, its time for equal work over the group's median.
     """

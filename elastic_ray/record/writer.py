@@ -74,7 +74,6 @@ class RecordWriter:
     """Writer of a record's backlogs, which also reads what is stored and deletes what is not kept.
 
     Args:
-        record: what is known of the job.
         background: what runs beside the controller's loop.
         tell: takes what the job's user is to know of its storage, a sentence, once.
     """

@@ -47,7 +47,6 @@ class Run:
         worker: id of this worker, unique in the job.
         membership: this worker's side of the membership protocol.
         controller: whom it tells of itself.
-        progress: where to start.
         elastic: whether the group may change.
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
         faults: scripted faults, None outside tests.
@@ -59,18 +58,14 @@ class Run:
     Attributes:
         states: what all ranks share.
         registry: what the train function has built.
-        ledger: which step this rank is in.
         sums: what accumulators were given in steps that are not committed yet.
-        tally: which samples a step has used.
         unit, wishes: the unit, and what its workers know alike; None where each is a rank by itself.
         agreed: what the ranks have agreed on and not yet carried out.
         replicas: compares the wrapped models of the ranks.
         consensus: this rank's announcements and votes.
-        clock: times of steps.
         meter: what all ranks know of each other's.
         stragglers: which workers are slow, and what share of a step's samples each takes.
         gpu_types: what share each takes of them because of its GPU's type.
-        optimizers: optimizers and schedulers of the process.
         synced: whether this worker has become part of the job, with the first epoch.
         shape_changes: how often the group or the batch shape has changed.
         models: how many models the loop has wrapped.
@@ -240,11 +235,6 @@ class Run:
     ) -> int:
         """Participate in the training of a newly wrapped model; returns its number, in the order of wrapping.
 
-        Args:
-            optimizer: steps its parameters.
-            info: what it tells the job.
-            noise: gives its noise scale.
-
         Raises RuntimeError: training has begun. ValueError: the model shares parameters with another one.
         """
         if self.synced:
@@ -266,7 +256,6 @@ class Group:
     """Present group of a worker. Its attributes are read many times in a step, and change with :meth:`follow` alone.
 
     Args:
-        worker: id of this worker.
         expected: where this worker will stand in the first one, as far as that is known.
         most_workers: that there may ever be; None in a group of fixed size.
 

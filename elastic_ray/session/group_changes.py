@@ -403,7 +403,6 @@ class UserCollectives:
     Args:
         changes: of group, which find another one where a collective between two steps fails.
         passes: of its loaders, which commit steps that were left by ``break`` before a collective.
-        results: what is kept of results.
     """
 
     def __init__(self, run: Run, changes: GroupChanges, passes: LoaderPasses, results: CollectiveResults) -> None:

@@ -32,7 +32,6 @@ class LoaderPasses:
     """Passes of a run's loaders, and their steps.
 
     Args:
-        changes: of group and batch.
         adaptation: policies of the user's, asked between steps.
     """
 
@@ -272,7 +271,6 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            total: its samples.
             put_off: the user's code after the loop has run already. What happens between two steps waits until the
                 progress says so; a joiner, or the job when it continues later, does not run that code again.
             abandoned: its loop was left before its end.

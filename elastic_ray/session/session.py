@@ -102,7 +102,6 @@ class Session:
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         unit: of which this worker is one; None where each is a rank by itself.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
-        start: what it finds when it begins.
         sizes: fewest and most workers of the job; None where the group cannot change.
         stragglers: what is done about slow workers.
 

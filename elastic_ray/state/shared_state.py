@@ -119,12 +119,7 @@ class SharedState:
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers).
-
-        Args:
-            capture: gives what it is now.
-            name: what errors call it.
-        """
+        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers)."""
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
 
     def check_plain(self) -> None:

@@ -23,7 +23,6 @@ class Replay:
     """Replay of user code up to where the others are; its effects on the received state are undone.
 
     Args:
-        state: it, fresh.
         between_epochs: the code comes by passes of earlier epochs first.
     """
 

@@ -18,7 +18,6 @@ class LoaderStep:
     """The step in progress of one loader pass.
 
     Attributes:
-        total: samples in the pass.
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
         scale: global / initial batch size, by the loader's setting (a short last step does not change it).
         init_batch_size: global batch that the user's learning rate belongs to.
@@ -27,7 +26,6 @@ class LoaderStep:
         can_switch: whether a group of a given size may begin after the step.
         leads: the loader leads the job: its steps are the training's.
         whole: each rank takes one whole batch, for evaluation; in a pass's last step some may have none.
-        micro: the micro-step in progress.
         sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
         hashed: gives the sum of the hashes of this rank's indices, once its batches are fetched; None where the loader
             does not know indices.

@@ -48,7 +48,6 @@ class PoolClient:
         """Return a process on the node that belongs to the owner from now on, and its name; None if there is none.
 
         Args:
-            node: where.
             starting: whether to wait for one that is only starting.
         """
         while self.on:

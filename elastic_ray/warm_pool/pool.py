@@ -130,9 +130,6 @@ class WarmPool:
 
         Args:
             job: whose controller (or sweep) asks; the node is left alone while this job begins.
-            environment: key of the runtime environment.
-            node: where it is to run.
-            starting: whether one that is only starting will do.
         """
         await self._found
         if job not in self._requests:
@@ -152,7 +149,6 @@ class WarmPool:
         """Receive the number of processes that a training job would use, by node.
 
         Args:
-            environment: key of its runtime environment.
             nodes: how many processes it has and may want again, by node.
             first: it has just begun to train.
             over: it has ended, and asks for the last time.

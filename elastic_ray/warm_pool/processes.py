@@ -81,10 +81,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
     worker's, but it can run where the group has reserved the room.
 
     Args:
-        spec: what environment it is to have.
-        node: where it is to run.
         owner: for whom it works; None for one of the cluster's pool, which has no owner yet.
-        name: its actor's name.
     """
     return (
         actor_class(WorkerProcess)
@@ -122,10 +119,6 @@ class Processes:
     which the job asks to keep some on its nodes, or, where that is off, from a warm pool of the job's own.
 
     A trial's belong to its sweep: one trial gives them back and another one continues in them, within milliseconds.
-
-    Args:
-        controller: handle of its controller.
-        token: of the controller's workers.
     """
 
     def __init__(self, spec: JobSpec, controller: Any, token: str) -> None:

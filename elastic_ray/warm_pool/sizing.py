@@ -156,9 +156,7 @@ def plan(
     """Return which processes to start and to end now.
 
     Args:
-        config: the bounds.
         processes: those that no job has, also those that are only starting.
-        demands: what jobs would use.
         busy: until when jobs in their first epochs need a node's processors [s].
         now_s: the time [s].
 

@@ -15,11 +15,7 @@ _ON_THE_WAY_S = 2.0
 
 
 class ControllerCaller:
-    """Caller of the controller's bootstrap for one generation.
-
-    Args:
-        assignment: what the worker was started with.
-    """
+    """Caller of the controller's bootstrap for one generation."""
 
     def __init__(self, assignment: Assignment, generation: int) -> None:
         self._controller = assignment.controller

@@ -43,7 +43,6 @@ class ControllerWatchdog:
 
     Args:
         introduce: what to tell a controller that has lost its memory; None while no run is under way.
-        introduced: called when it knows.
         give_back: releases the reservation of the run under way, before the process ends.
         save: has the run under way save itself and end, where it can; takes the reason, returns once that is done.
         timeout_s: longest time without an answer from a controller that may come back.

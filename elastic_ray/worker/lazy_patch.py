@@ -16,8 +16,6 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
 
     Args:
         home: full name of a module.
-        name: of a variable in it.
-        value: what it is within the context.
     """
     before: list[object] = []
 

@@ -26,7 +26,6 @@ class WorkerProcess:
 
     Args:
         owner: for whom it works; None for a process of the pool.
-        theirs: what the one who starts it speaks.
     """
 
     def __init__(self, owner: ProcessOwner | None, theirs: Spoken) -> None:

@@ -38,7 +38,6 @@ class StateSaver:
     all save together, each its part, at the edge of a step that they have agreed on.
 
     Args:
-        storage: where the run's files are.
         told: is called with what was saved; returns the job's mean time between losses [s].
         keep: how many checkpoints to keep.
         interval_s: time between two checkpoints; None lets it follow from their cost and the losses seen.

@@ -77,7 +77,6 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
 
     Args:
-        config: what it is called with.
         policies: what the run asks between steps, before those of its models.
 
     Raises TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message names

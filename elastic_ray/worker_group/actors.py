@@ -43,7 +43,6 @@ class WorkerActors:
     them.
 
     Args:
-        controller: handle of its controller.
         tell: takes what happened to a worker.
         on_result: takes how a run ended.
         on_refusal: takes why no process could be had for a worker, and whether another try must end the same way.

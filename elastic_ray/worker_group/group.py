@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
@@ -37,6 +37,9 @@ from elastic_ray.worker.setup import Assignment
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
 
+if TYPE_CHECKING:
+    from elastic_ray.job.supervisor import JobSupervisor
+
 logger = logging.getLogger("elastic_ray.job")
 
 # No other waits for the only member of a group, so that a busy machine is no reason to give it up.
@@ -46,34 +49,10 @@ _MOST_REFUSALS = 3  # of a runtime environment that could not be set up, once pe
 _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
-class GroupObserver(Protocol):
-    """Protocol of the job as the group reports to it what is not the workers' own business."""
-
-    def came_back(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a run of the train function."""
-
-    def happened(self, note: Note) -> None:
-        """Handle a note that a group trains, or has failed."""
-
-    def all_lost(self, reason: str) -> None:
-        """Handle the loss of all workers that held the state."""
-
-    def cannot_begin(self, error: Exception) -> None:
-        """Handle that no worker can have a process."""
-
-    def complete(self) -> None:
-        """Complete the job: all ranks have ended the train function."""
-
-    def released(self) -> None:
-        """Handle the release of resources."""
-
-
 class WorkerGroup:
     """Members of the present and of the planned generation.
 
     Args:
-        controller: handle of its controller.
-        record: what is known of the job.
         background: what runs beside the controller's loop.
         named: workers of the trial that the controller ran before; their messages come too late.
     """
@@ -85,7 +64,7 @@ class WorkerGroup:
         record: JobRecord,
         planner: BatchPlanner,
         background: Background,
-        observer: GroupObserver,
+        observer: JobSupervisor,
     ) -> None:
         elastic = spec.elastic
         self._spec, self._controller, self._record, self._planner = spec, controller, record, planner

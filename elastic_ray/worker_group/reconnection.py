@@ -33,7 +33,6 @@ class Reconnection:
 
     Args:
         state: what the controller before has noted down.
-        unit: processes of a worker.
     """
 
     def __init__(self, state: ControllerState, unit: int) -> None:

@@ -94,10 +94,7 @@ class Autoscaler:
     """Autoscaler with soft state: made anew beside a running cluster, it takes what is there as requested.
 
     Args:
-        types: node types on offer.
         policy: the allocator's: a node that it would not use is not asked for.
-        config: times.
-        constraints: the allocator's.
         most_nodes: of all types together; None for no such limit.
 
     Raises:

@@ -117,10 +117,8 @@ def build(
     least, losses by preemption included.
 
     Args:
-        wants: workers of each job.
         types: what is on offer, within what limits now.
         static: nodes that are there whatever is asked for.
-        present: nodes of each type that are there.
         lasts_h: mean time until a node is taken away, by type [h].
         most: nodes of all types together; None for no such limit.
     """

@@ -37,7 +37,6 @@ class Launches:
     Only a node that comes ends a row of failures, not one that is there.
 
     Args:
-        types: node types on offer.
         timeout_s: time beyond the start-up time after which a launch counts as failed [s].
         retry_s: time until a closed type is asked again [s]; doubled with each failure, eight times at most.
     """
@@ -105,7 +104,6 @@ class Lifetimes:
         """Count hours, and nodes that went though they had not been given up.
 
         Args:
-            cluster: the nodes that are there.
             given_up: ids of those that the last decision gave up. It names no node that is on its way out by now: once
                 given up and draining, one counts as given up until it is gone.
             now_s: present time [s since the epoch].

@@ -191,7 +191,6 @@ def _rests_until(noted: Sequence[_Noted], *, of_jobs: bool) -> float:
     """Return until when a node is avoided for these failures, in order of time [s]; minus infinity for never.
 
     Args:
-        noted: failures.
         of_jobs: jobs of two programs must have failed in training within the window; else two workers, or one at its
             start.
     """

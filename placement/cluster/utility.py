@@ -100,9 +100,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
     0.8
 
     Args:
-        old: fewer workers.
         old_rate: their throughput R, in any unit.
-        new: more workers.
 
     Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
     """

@@ -126,7 +126,6 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
     """Ask the policy, then again with sizes rounded down to whole nodes; the second counts if nothing idles for it.
 
     Args:
-        problem: the jobs and their room.
         worth: workers that a whole node holds, of each job that prefers whole nodes.
     """
     plan = solve(problem)
@@ -233,7 +232,6 @@ def decide(
 
     Args:
         problem: all jobs and the whole cluster.
-        constraints: the cluster's rules.
         now_s: present time [s since the epoch].
         guaranteed: jobs whose deadlines the last decision guaranteed.
     """

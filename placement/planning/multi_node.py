@@ -61,7 +61,6 @@ def keep_apart(
     without its minimum, all are placed anew, minimums first, and that is taken if it leaves out fewer.
 
     Args:
-        packing: places to start from.
         multi_node_nodes: nodes that another multi-node job is on already.
     """
     busy = _multi_node_jobs(packing.allocation)
@@ -99,8 +98,6 @@ class _Placer:
 
     Args:
         multi_node_nodes: those that another multi-node job is on already.
-        present: where the jobs are to start from.
-        wanted: workers of each job.
     """
 
     def __init__(

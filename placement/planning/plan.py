@@ -37,9 +37,7 @@ def make_plan(
     """Decide the counts, check them, and place them, under all constraints.
 
     Args:
-        policy: decides.
         now_s: present time [s since the epoch].
-        constraints: the cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.
         granted: ``Plan.granted`` of the last decision.
 

@@ -34,7 +34,6 @@ def with_minimums_on_demand(
 
     Args:
         problem: the jobs; a deadline may have raised their minimum.
-        solve: what decides for the rest.
         least: workers that each mixed job wants on on-demand nodes.
         running: jobs that have workers; ``problem`` may show the outcome of an earlier round, where more of them do.
     """

@@ -260,7 +260,6 @@ class _Filling:
 
         Args:
             limits: by nodes and tenant; None for none.
-            starts: whether minimums are given.
         """
         for reach in sorted(set(self._reach.values()), key=lambda nodes: (len(nodes), sorted(nodes))):
             queues = {name: collections.deque(self._of(name, reach, started=not starts)) for name in self._tenants}
@@ -372,7 +371,6 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
     nodes, then of the roomiest others.
 
     Args:
-        problem: the jobs and their room.
         first: places that must be in it, as far as they are these jobs'.
     """
     if not ceiling:

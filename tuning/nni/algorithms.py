@@ -101,12 +101,7 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """Return the promise by which an assessor of NNI's compares trials; None for a user's own, or none.
-
-    Args:
-        metric: name of the reported metric.
-        mode: "max" or "min".
-    """
+    """Return the promise by which an assessor of NNI's compares trials; None for a user's own, or none."""
     if assessor is None or not assessor.name:
         return None
     said = assessor.class_args

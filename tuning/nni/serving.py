@@ -92,9 +92,7 @@ class TrialServer:
     """Waits for trials' commands and runs their jobs.
 
     Args:
-        template: what the trials have in common.
         metric: name of the reported metric that NNI's tuner is to see.
-        context: where they belong.
     """
 
     def __init__(self, template: Template, metric: str, context: ExperimentContext) -> None:

@@ -116,11 +116,8 @@ def top_lines(
     """Return the lines of one look: a heading, the first jobs in their order, and nodes where there is room for them.
 
     Args:
-        heading: the cluster on one line.
-        jobs: in any order.
         nodes: likewise shown as far as there is room.
         size: columns and lines of the terminal.
-        by: one of ``SORTS``.
         now_s: present time [s since the epoch].
         metric: that is shown; empty for each job's own.
     """

@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
     """Return a loader of the trainer's training data, whose batches all workers share.
 
-    Args:
-        trainer: a ``transformers.Trainer``.
-
     Raises ValueError: it has no training data, or is to read a stream in processes of its own.
     """
     dataset, args = trainer.train_dataset, trainer.args

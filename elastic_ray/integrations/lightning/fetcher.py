@@ -40,7 +40,6 @@ class ElasticFetcher(_DataFetcher):
 
     Args:
         most: of an epoch, None for all.
-        on_batch: is called with each that is handed out.
     """
 
     def __init__(

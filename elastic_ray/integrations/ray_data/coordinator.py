@@ -60,7 +60,6 @@ def start_coordinator(
     """Make a job's coordinator.
 
     Args:
-        controller: handle of the job's controller.
         runtime_env: of the job's workers, which may hold the modules that the datasets' functions come from.
     """
     options = {"runtime_env": dict(runtime_env)} if runtime_env else {}

@@ -25,10 +25,8 @@ class RowStream:
     """Rows of one epoch of a dataset, in order.
 
     Args:
-        packed: the pickled dataset.
         epoch: which epoch; a seeded shuffle of Ray Data that draws another order in each execution draws the same one
             for the same epoch.
-        seed: for shuffles that have none.
         left: amounts of resources that are left to the job's workers.
         floor: rows before this one are let go as they come.
         changed: called, in the reading thread, when there is something new.
@@ -169,7 +167,6 @@ def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
     Args:
         dataset: the ``ray.data.Dataset``.
         epoch: from 0.
-        seed: for shuffles that have none.
     """
     for operator in dataset._logical_plan.dag.post_order_iter():
         _seed_operator(operator, seed)

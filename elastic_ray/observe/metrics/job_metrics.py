@@ -97,10 +97,8 @@ class JobMetrics:
     """Metrics of one job, or one trial of a sweep, in its controller.
 
     Args:
-        speed: what is known of it.
         status: tells how it stands; asked once a second.
         events: of it so far; only the new ones are looked at.
-        write: takes samples.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ class ClusterPage:
     """Page of a cluster that runs.
 
     Args:
-        name: the cluster's address.
         actions: whether jobs may be changed from the page.
     """
 
@@ -248,7 +247,6 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
     """Return everything about one job.
 
     Args:
-        memory: what the page knows of it.
         cluster: the nodes; the curve is that of the sizes that fit on them.
         answer: what its controller and the allocator say when asked about it alone.
         now_s: present time [s since the epoch].

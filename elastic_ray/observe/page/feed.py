@@ -18,7 +18,6 @@ class Client:
 
     Args:
         most: messages that may wait.
-        most_bytes: bytes that may wait.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -79,9 +78,7 @@ class Feed:
     """Feed to all browsers that have the page open.
 
     Args:
-        most_clients: how many.
         most_waiting: messages that may wait for one.
-        most_bytes: bytes that may wait for one.
     """
 
     def __init__(

@@ -11,11 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """History with a bound: of a long time the oldest bars go first.
-
-    Args:
-        most_bars: bars that have ended and are kept.
-    """
+    """History with a bound: of a long time the oldest bars go first."""
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0

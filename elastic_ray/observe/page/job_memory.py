@@ -20,11 +20,7 @@ _PARTS = ("vote_s", "group_s", "state_s")
 
 
 class JobMemory:
-    """Memory of one job with a bound: of a long run every other point of its series is dropped, repeatedly.
-
-    Args:
-        first_s: when it was first seen.
-    """
+    """Memory of one job with a bound: of a long run every other point of its series is dropped, repeatedly."""
 
     def __init__(self, job: str, colour: str, first_s: float) -> None:
         self.job, self.colour, self.first_s = job, colour, first_s

@@ -58,7 +58,6 @@ class PageJob:
 
     Attributes:
         phase: one of ``JobPhase``; ``silent`` where its controller has not answered, ``ended`` where it is gone.
-        target: workers that it is to have.
         held_at: size that it is held at by hand; None leaves it to the allocator.
         samples_per_s: throughput; ``goodput``: times the statistical efficiency.
         efficiency: statistical, of the present batch, at most 1.
@@ -66,8 +65,6 @@ class PageJob:
         progress: 0 to 1; None without a declared length.
         eta_s: seconds to its end at its present size; None where unknown.
         productive: part of the time since its submission in which it trained, 0 to 1.
-        deadline_s, budget_usd: what its user has asked for.
-        nodes: workers that it is to have by node id.
         why: reason of its size, what it waits for, or why it has ended.
         reports: that its train function has made.
         sweep: of a trial, the sweep; else empty.

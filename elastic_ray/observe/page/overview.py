@@ -22,9 +22,7 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
     """Return the cluster in one line.
 
     Args:
-        look: the allocator's.
         jobs: rows of the jobs that have not ended.
-        nodes: rows of the nodes that are there.
     """
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
@@ -210,7 +208,6 @@ def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[Wante
     """Return nodes of each type that should be there, by type; none where the allocator decides nothing about nodes.
 
     Args:
-        look: the allocator's.
         since: since when nodes of a type are missing [s].
     """
     decision = look.scaling

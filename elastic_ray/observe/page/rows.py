@@ -162,7 +162,6 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
     """Return the row of one living node.
 
     Args:
-        node: as Ray lists it.
         seen: as the allocator does; None while there is none.
         used: slots that are granted to workers of elastic jobs.
         failed: what the allocator knows of workers that failed there.

@@ -331,7 +331,6 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
     Args:
         host: an address or a name of this machine.
         port: 0 for any that is free.
-        or_any: take any that is free where this one is not.
 
     Raises OSError: it cannot; the message names the address.
     """

@@ -35,8 +35,6 @@ def stored_page(
     """Return the page of all runs, and the detail of each.
 
     Args:
-        name: the path that was given.
-        runs: in any order.
         problem: what is not shown; empty if all is.
     """
     history = History()

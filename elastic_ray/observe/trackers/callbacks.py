@@ -34,14 +34,8 @@ class TrialView:
 
     Attributes:
         trial_id: the same for the whole run, whatever controllers it has.
-        trial_name: the job's name.
-        config: ``train_loop_config``.
-        experiment_dir_name: the job's name.
         local_experiment_path: directory of this node in which loggers may write.
-        path: the run's directory.
-        node_ip: address of the controller's node.
         checkpoint: the latest reported ``ray.train.Checkpoint``.
-        status: as Tune calls it.
     """
 
     trial_id: str
@@ -122,11 +116,7 @@ class TrackedRun:
 
 
 class Callbacks:
-    """The callbacks of a run, unpickled by the first thread that needs one.
-
-    Args:
-        packed: of ``pack_callbacks``.
-    """
+    """The callbacks of a run, unpickled by the first thread that needs one."""
 
     def __init__(self, packed: bytes, run_id: str) -> None:
         self._packed, self._run_id = packed, run_id

@@ -38,7 +38,6 @@ class RunTrackers:
     """Trackers of a run: TensorBoard and the user's callbacks. Its methods return at once.
 
     Args:
-        spec: the job.
         run_id: the same for the whole run, whatever controllers it has.
         tell: takes what the job's user is to know of a tracker that fails, a sentence.
     """

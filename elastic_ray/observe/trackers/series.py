@@ -64,7 +64,6 @@ def job_numbers(
         goodput: [samples/s]; None before there is a model.
         noise_scale: [samples]; None while it is not known.
         resizes: changes of size so far.
-        failures: of them, and restarts, by failures.
         time_s: now [s since the epoch].
     """
     values = {
@@ -124,11 +123,7 @@ def mark_text(event: JobEvent) -> str:
 
 
 class SeenReports:
-    """Numbers of the reports that a tracker has, so that each comes once. Only the last ones are known one by one.
-
-    Args:
-        all_up_to: it has all reports up to this number.
-    """
+    """Numbers of the reports that a tracker has, so that each comes once. Only the last ones are known one by one."""
 
     _MOST = 1000
 

@@ -48,7 +48,6 @@ class TensorBoardWriter:
     The x axis is the optimizer step; of a run that reports without ever making one, the report's number.
 
     Args:
-        path: directory of the run.
         private: whether only the user may read what is written, where the file system is the node's.
     """
 

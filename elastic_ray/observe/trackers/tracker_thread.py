@@ -33,8 +33,6 @@ class Tracker(Protocol):
         """Start the run; called before all other methods.
 
         Args:
-            step: optimizer steps committed before.
-            reports: reports made before.
             again: a controller before this one has begun it; the workers may have trained on meanwhile.
             events: what has happened to the job until then, as far as a controller before this one has known.
         """
@@ -59,7 +57,6 @@ class TrackerThread:
     """Thread that calls a tracker. Its own methods return at once.
 
     Args:
-        name: of the tracker, for messages.
         most: calls that wait at most; further ones are left out, and counted.
         hangs_s: a call that takes longer is reported [s].
     """

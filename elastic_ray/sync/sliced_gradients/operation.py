@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives, WireForm
+from elastic_ray.sync.operations.bucket_operation import WireForm
 from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, routes
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,7 +39,6 @@ class SlicedOperation:
     have the same bits: the first one adds up, in rank order, and sends the sum to the others.
 
     Args:
-        copies: owners of each piece.
         form: of the gradients on their way to the first owner.
     """
 
@@ -47,7 +49,7 @@ class SlicedOperation:
         self._buffers: _Buffers | None = None
         self._arrived: Tensor | None = None
 
-    def launch(self, bucket: SlicedBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: SlicedBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the exchange that sends all pieces to their first owners."""
         self._follow(bucket, group)
         made, buffers = self._known
@@ -60,7 +62,7 @@ class SlicedOperation:
         bucket.give(buffers.sent)
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
-    def go_on(self, bucket: SlicedBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch the sums to the other owners; then they are all there."""
         made, buffers = self._known
         if finished == 1:
@@ -81,7 +83,7 @@ class SlicedOperation:
         assert self._routes is not None and self._buffers is not None, "it was launched"
         return self._routes, self._buffers
 
-    def _follow(self, bucket: SlicedBucket, group: GradientCollectives) -> None:
+    def _follow(self, bucket: SlicedBucket, group: GradientGroup) -> None:
         """Adapt to the present owners with routes and memory."""
         pieces = bucket.pieces
         if self._for is not pieces:

@@ -29,9 +29,6 @@ class SlicedBucket(Bucket):
 
     Args:
         index: position in the order of reduction.
-        group: parameter group of the parameters.
-        params: of one dtype and device.
-        owners: of their optimizer state.
     """
 
     sliced = True

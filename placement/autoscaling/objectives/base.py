@@ -114,7 +114,6 @@ def offers(
     Args:
         types: node types of which some node may be there.
         lasts_h: mean time until a node is taken away, by type [h].
-        cache: of what was computed before.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}

@@ -78,7 +78,6 @@ def outlook(
     their workers to the end.
 
     Args:
-        policy: who shares them out.
         now_s: present time [s since the epoch].
         stay: the jobs are on these nodes, and their first row is what they have; else they all start anew.
         constraints: the cluster's rules, tenants among them.

@@ -47,7 +47,6 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
 
     Args:
         path: a file with the columns of ``COLUMNS``, in any order.
-        applications: names that have a profile.
 
     Raises InputError: the file is missing or empty, lacks a column, or a line is wrong; names the file and the line.
     """

@@ -73,8 +73,6 @@ class SimulatedJob:
     """State of one job.
 
     Args:
-        trace: what the user asked for.
-        application: what is true of it.
         rules: cost of changes and slow-down.
         requested: run at the trace's batch and count (rigid) instead of adapting the batch.
         gpus_per_node: by GPU type, for the oracle's packed placements.

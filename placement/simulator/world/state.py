@@ -48,9 +48,6 @@ class World:
     """State that a driver moves through time: the allocator core and the simulated jobs.
 
     Args:
-        jobs: all jobs of the trace.
-        cluster: the nodes at the start.
-        policy: decides.
         knowledge: what jobs of one application share; None if each knows only what it has measured itself.
     """
 

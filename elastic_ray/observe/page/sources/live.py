@@ -75,7 +75,6 @@ class LiveCluster:
     """The cluster that this process has joined.
 
     Args:
-        name: its address, for people.
         actions: whether jobs may be changed from the page.
         period_s: time between two looks [s].
     """
