@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 

@@ -12,19 +12,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
+from elastic_ray.batch.growth import read_ramp
 from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
-from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tokens import WEIGH, TokenBatch, read_token_batch
 from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, describe_sample, first_length, taken_over
-from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StepSplit, StreamBatches
+from elastic_ray.data.batches import (
+    BatchSamplerOrder,
+    BatchSource,
+    BringsBatches,
+    Fetching,
+    MapBatches,
+    StepSplit,
+    StreamBatches,
+    WholeBatches,
+)
 from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.sharding import Shares, batches_of
-from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress

@@ -30,8 +30,13 @@ from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides, script_stem, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
-from elastic_ray.integrations.ray_data.packing import check_datasets, name_coordinator, pack_datasets, with_datasets
-from elastic_ray.integrations.ray_data.run import DatasetsOfJob
+from elastic_ray.integrations.ray_data.packing import (
+    DatasetsOfJob,
+    check_datasets,
+    name_coordinator,
+    pack_datasets,
+    with_datasets,
+)
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.callbacks import pack_callbacks
 from elastic_ray.record.submitted import SubmittedJob

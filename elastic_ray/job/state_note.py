@@ -5,10 +5,70 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from elastic_ray.job.context import JobContext
-from elastic_ray.job.preemption import Preemption
+from elastic_ray.membership.signals import Allocated
 from elastic_ray.record.controller_state import ControllerState, as_text, run_of
 from elastic_ray.record.losses import Losses
 from elastic_ray.sealed import Sealed
+
+_REMIND_S = 1.0  # a message may be lost with a rerun; the same one again changes nothing
+
+
+class Preemption:
+    """Preemption from an allocation without nodes until rank 0 has saved the job, or no rank can any more.
+
+    Args:
+        timeout_s: longest time for all ranks to reach the end of a step, and to save (``join_timeout_s``).
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._then: Allocated | None = None
+        self._since_s = self._reminded_s = 0.0
+        self.reason = ""
+
+    @property
+    def active(self) -> bool:
+        """True if the job is being preempted."""
+        return self._then is not None
+
+    def begin(self, then: Allocated, now_s: float) -> None:
+        """Start to preempt the job: it gets no nodes."""
+        self._then, self.reason = then, then.reason
+        self._since_s, self._reminded_s = now_s, float("-inf")
+
+    def follow(self, then: Allocated) -> None:
+        """Replace the allocation that follows; it holds once the job has stopped, as ranks may have stopped already."""
+        self._then = then
+
+    def remind(self, now_s: float) -> bool:
+        """True if the workers must be told (again) to save."""
+        due = self.active and now_s - self._reminded_s >= _REMIND_S
+        if due:
+            self._reminded_s = now_s
+        return due
+
+    def failed(self, now_s: float, training: Collection[str]) -> str:
+        """Return why no rank will save the job; empty while one may.
+
+        Args:
+            training: members that have not stopped yet; rank 0 has not before it has saved.
+        """
+        if not self.active:
+            return ""
+        if not training:
+            return "the worker that was to save it was lost"
+        if now_s - self._since_s > self._timeout_s:
+            return f"no step ended, or it was not saved, within join_timeout_s={self._timeout_s:g}"
+        return ""
+
+    def lasted_s(self, now_s: float) -> float:
+        """Return how long the preemption has lasted [s]."""
+        return now_s - self._since_s
+
+    def end(self) -> Allocated | None:
+        """End the preemption and return the allocation that follows; None if there was no preemption."""
+        then, self._then = self._then, None
+        return then
 
 
 def controller_state(

@@ -18,7 +18,7 @@ from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, 
 from elastic_ray.record.outlook import steps_to_reach
 from elastic_ray.record.worker_errors import WorkerError, WorkerErrors
 from elastic_ray.sealed import Raised
-from elastic_ray.stragglers.slow_workers import SlowWorker
+from elastic_ray.stragglers.detection import SlowWorker
 from elastic_ray.worker.messages import (
     GroupLost,
     RunFailed,

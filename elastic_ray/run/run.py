@@ -30,8 +30,8 @@ from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.ledger import SampleTally, StepLedger, StepSums
 from elastic_ray.steps.step import StepClock
+from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.stragglers.gpu_types import TypeShares
-from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:

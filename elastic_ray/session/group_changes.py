@@ -15,7 +15,7 @@ from elastic_ray.consensus.saving import Saving
 from elastic_ray.consensus.unit_wishes import UnitWishes
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.worker_side import LostGroupError
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation

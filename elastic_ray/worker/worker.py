@@ -23,8 +23,7 @@ from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, StopJob
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
-from elastic_ray.run.current import set_worker_session
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed, set_worker_session
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import watch_optimizers
 from elastic_ray.sealed import seal, seal_error
@@ -32,10 +31,10 @@ from elastic_ray.session.default_group import install as install_default_group
 from elastic_ray.session.default_group import install_unit, uninstall_unit
 from elastic_ray.session.session import Session
 from elastic_ray.state.progress import RunProgress, in_no_generation
-from elastic_ray.state.starting_point import SavedState, StartingPoint
+from elastic_ray.state.resume_point import SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
-from elastic_ray.stragglers.slow_workers import StragglerConfig
+from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller

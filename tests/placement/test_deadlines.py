@@ -13,7 +13,7 @@ from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.planning.deadlines import minimum_satisfactory_share
+from placement.planning.constraints import minimum_satisfactory_share
 from placement.planning.plan import make_plan
 from placement.policies import POLICIES, make_policy
 from tests.placement.views import AT_ONCE, cluster, view

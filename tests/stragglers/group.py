@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_ray.data.sharding import Shares, by_weight
 from elastic_ray.monitoring.measures import WorkerMeasures
-from elastic_ray.stragglers.slow_workers import StragglerConfig
+from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
 

@@ -26,7 +26,7 @@ from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session
 from elastic_ray.loop.epochs import Epochs
 from elastic_ray.membership.worker_side import LostGroupError
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import DictState
 

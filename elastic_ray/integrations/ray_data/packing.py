@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import pickle
 import secrets
@@ -12,9 +13,35 @@ from typing import Any
 import ray.cloudpickle
 from ray.experimental import internal_kv
 
-from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.worker.train_loop import load
 from placement.ray_cluster.notes import NAMESPACE
+
+_run: contextvars.ContextVar[DatasetsOfJob | None] = contextvars.ContextVar("elastic_ray_datasets", default=None)
+
+
+class DatasetsOfJob:
+    """Names of a job's datasets, and the actor that reads them; as a context, the train function's in this thread.
+
+    Attributes:
+        token: of the train function's run in this process.
+    """
+
+    def __init__(self, coordinator: str, names: tuple[str, ...]) -> None:
+        self.coordinator, self.names, self.token = coordinator, names, ""
+
+    def __enter__(self) -> DatasetsOfJob:
+        self.token = secrets.token_hex(8)
+        _run.set(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _run.set(None)
+
+
+def datasets_of_thread() -> DatasetsOfJob | None:
+    """Return the datasets of the train function that runs in this thread; None if it has none."""
+    return _run.get()
+
 
 _MOST_INLINE_BYTES = 32 << 10  # Ray keeps larger arguments in its object store, where a restart may not find them
 

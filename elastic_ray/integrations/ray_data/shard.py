@@ -22,8 +22,8 @@ from torch.utils.data import IterableDataset
 from elastic_ray.data.batches import StepBatches, StepSplit
 from elastic_ray.data.sharding import can_switch
 from elastic_ray.integrations.ray_data.coordinator import RowsFound, RowsWanted, find_coordinator
+from elastic_ray.integrations.ray_data.packing import datasets_of_thread
 from elastic_ray.integrations.ray_data.row_window import Reader, RowSpan
-from elastic_ray.integrations.ray_data.run import datasets_of_thread
 from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.run.current import session_of_thread
 from placement.ray_cluster.named_actors import insist

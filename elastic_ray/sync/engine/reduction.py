@@ -18,7 +18,7 @@ from elastic_ray.sync.operations.bucket_operation import BucketOperation, Gradie
 from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
 from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+from elastic_ray.sync.sliced_gradients.operation import SlicedBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import GradientGroup
     from elastic_ray.sync.operations.buckets import Bucket
-    from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+    from elastic_ray.sync.sliced_gradients.operation import SlicedBucket
     from elastic_ray.sync.tables.row_bucket import RowBucket
 
 
