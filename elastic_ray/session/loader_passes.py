@@ -293,7 +293,9 @@ class LoaderPasses:
                 plan = described[2] if described is not None and described[0] is loader_pass else None
                 self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
                 self._run.states.progress.end_pass()
+                loader_pass.end()  # now, for a joiner that is sent this state: it would wait at the end that is over
                 self._prove(loader_pass, total, rest)
+                run.moment("end_of_pass")
                 run.registry.sync_buffers(run.group.communicator)
                 if self._run.ledger.depth == 0:
                     run.registry.collapse()
