@@ -23,8 +23,7 @@ from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.resumable import ResumableLoader
-from elastic_ray.data.sharding import batches_of
-from elastic_ray.data.shares import Shares
+from elastic_ray.data.sharding import Shares, batches_of
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import check_present, session_of_thread

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.membership.messages import StateVersion
-from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.state.digests import named_tensors
+from elastic_ray.membership.messages import StateVersion, transfer_rounds
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.replicas import named_tensors
 from elastic_ray.state.resume_point import UnreadableStateError
 from elastic_ray.state.tree import (
     DictState,

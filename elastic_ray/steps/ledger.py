@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.state.proof import BITS
+from elastic_ray.state.progress import BITS, PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.steps.step import LoaderStep
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.data.shares import Shares, by_weight
+from elastic_ray.data.sharding import Shares, by_weight
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch

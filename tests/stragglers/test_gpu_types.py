@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchLimits
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.data.shares import Shares, by_weight
+from elastic_ray.data.sharding import Shares, by_weight
 from elastic_ray.membership.messages import Member
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.stragglers.gpu_types import TypeShares

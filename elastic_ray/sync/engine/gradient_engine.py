@@ -16,20 +16,15 @@ from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
-from elastic_ray.sync.engine.carried_gradients import CarriedGradients
+from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
 from elastic_ray.sync.engine.factory import adds_up_alone, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
-from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.engine.local_parameters import local_groups
-from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
-from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup
 from elastic_ray.sync.engine.row_steps import RowSteps
-from elastic_ray.sync.engine.summing_group import SummingGroup
-from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
