@@ -92,7 +92,7 @@ PARTS = {
         "placement/policies/goodput/*.py",
         (
             "tests/placement/test_{goodput_policy,policies,prices,node_assignment,mixed_types,steady_sizes,slow_nodes,"
-            "reasons,explaining,elastic_policies}.py"
+            "reasons,explaining,elastic_policies,option_tables}.py"
         ),
     ),
     "planning": (
