@@ -104,7 +104,7 @@ PARTS = {
     ),
     "autoscaling": (
         "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",
-        "tests/placement/test_{autoscaler,budget,job_costs,spot}.py",
+        "tests/placement/test_{autoscaler,budget,job_costs,offers,spot}.py",
     ),
     "knowledge": (
         "placement/knowledge/knowledge.py",
