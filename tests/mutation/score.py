@@ -14,6 +14,7 @@ import functools
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import hypothesis  # noqa: F401
 import pytest
@@ -86,7 +88,7 @@ PARTS = {
     ),
     "goodput": (
         "placement/goodput/*.py",
-        "tests/placement/test_{remaining,goodput,goodput_policy,goodput_table,fitting,least_squares,mixed_groups}.py",
+        "tests/placement/test_{remaining,goodput,goodput_policy,goodput_table,fitting,forecast,lengths,least_squares,mixed_groups}.py",
     ),
     "policy": (
         "placement/policies/goodput/*.py",
@@ -129,6 +131,13 @@ PARTS = {
     ),
     "tuning": ("tuning/{trials,nni/spaces,nni/results}.py", "tests/tuning/test_{trials,nni_pure}.py"),
 }
+
+
+class Most(NamedTuple):
+    """Longest time that tests take; those with a mistake may never end."""
+
+    cpu_s: int
+    wall_s: float
 
 
 def paths(patterns: str) -> list[Path]:
@@ -181,8 +190,9 @@ def drawn(modules: list[Path], count: int, seed: str) -> list[MutationSpec]:
     ]
 
 
-def _pytest(tests: Iterable[str], timeout_s: float, covered: list[Path] | None = None) -> tuple[int, str]:
+def _pytest(tests: Iterable[str], most: Most, covered: list[Path] | None = None) -> tuple[int, str]:
     """Run tests in a fork of this process, which has imported what is slow to import; return its code and output.
+
 
     With ``covered`` the tests that run each line of these modules are written to the file ``COVERED``.
     """
@@ -190,6 +200,7 @@ def _pytest(tests: Iterable[str], timeout_s: float, covered: list[Path] | None =
         pid = os.fork()
         if not pid:
             os.setpgid(0, 0)
+            resource.setrlimit(resource.RLIMIT_CPU, (most.cpu_s, most.cpu_s))
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             coverage = Coverage(data_file=COVERED, config_file=False, include=[f"{path}" for path in covered or ()])
@@ -201,7 +212,7 @@ def _pytest(tests: Iterable[str], timeout_s: float, covered: list[Path] | None =
                 coverage.stop()
                 coverage.save()
             os._exit(code)
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + most.wall_s
         while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end_s:
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
@@ -229,14 +240,14 @@ def _tests_of(spec: MutationSpec) -> list[str]:
     return [f"{module.replace('.', '/')}.py::{name}" for module, _, name in names]
 
 
-def _noticed(spec: MutationSpec, tests: list[str], timeout_s: float) -> tuple[bool, str]:
+def _noticed(spec: MutationSpec, tests: list[str], most: Most) -> tuple[bool, str]:
     """True if the tests notice the mistake, with the mistake as a diff."""
     operator = get_operator(spec.operator_name)(**(spec.operator_args or {}))
     chosen = _tests_of(spec) or tests
     with use_mutation(spec.module_path, operator, spec.occurrence) as (before, after):
-        code, _ = _pytest(chosen, timeout_s)
+        code, _ = _pytest(chosen, most)
         if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
-            code, _ = _pytest(tests, timeout_s)
+            code, _ = _pytest(tests, most)
     name = str(spec.module_path)
     diff = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="")
     return code != 0, "\n".join(line for line in diff if not line.startswith("---"))
@@ -245,15 +256,21 @@ def _noticed(spec: MutationSpec, tests: list[str], timeout_s: float) -> tuple[bo
 def score(part: str, options: argparse.Namespace) -> tuple[int, int]:
     """Return how many mistakes were noticed, and how many there were."""
     modules, tests = paths(PARTS[part][0]), [str(path) for path in paths(PARTS[part][1])]
-    began_s = time.monotonic()
-    code, output = _pytest(tests, 600.0, modules)
+    began_s, used_s = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    code, output = _pytest(tests, Most(cpu_s=600, wall_s=600.0), modules)
     if code:
         raise SystemExit(f"the tests of {part} must pass without a mistake:\n{output}")
-    timeout_s = 20.0 + 3 * (time.monotonic() - began_s)
+    used_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used_s
+    most = Most(cpu_s=10 + 2 * int(used_s), wall_s=20.0 + 2 * (time.monotonic() - began_s))
     mistakes = drawn(modules, options.count, f"{options.seed}/{part}")
-    missed = [diff for noticed, diff in (_noticed(spec, tests, timeout_s) for spec in mistakes) if not noticed]
-    print(f"{part}: {len(mistakes) - len(missed)} of {len(mistakes)} noticed", *missed, sep="\n", flush=True)
-    return len(mistakes) - len(missed), len(mistakes)
+    missed = 0
+    for spec in mistakes:
+        noticed, diff = _noticed(spec, tests, most)
+        missed += not noticed
+        if not noticed:
+            print(diff, flush=True)
+    print(f"{part}: {len(mistakes) - missed} of {len(mistakes)} noticed", flush=True)
+    return len(mistakes) - missed, len(mistakes)
 
 
 def main() -> None:

@@ -81,6 +81,12 @@ def test_slow_is_below_four_fifths_in_seven_of_ten_steps() -> None:
     assert traced(*[slow] * 10).recent == (0, 0, 0b1111111111) and traced(*[slow] * 30, fast).recent[2] == 0b1111111110
 
 
+def test_who_is_slow_in_most_steps_and_not_on_average_is_not() -> None:
+    steps = {"recent": (0, 0, 1023), "steps": 10}
+    assert not SpeedTrace(busy=(1.0, 1.0, 1.25), **steps).slow(2, ALL)
+    assert SpeedTrace(busy=(1.0, 1.0, 1.26), **steps).slow(2, ALL)
+
+
 def test_noise_explains_three_of_its_deviations() -> None:
     busy = {"busy": (1.0, 1.0, 1.5), "recent": (0, 0, 1023), "steps": 10}
     assert SpeedTrace(**busy, deviation=0.16).slow(2, ALL) and not SpeedTrace(**busy, deviation=0.17).slow(2, ALL)
@@ -226,6 +232,13 @@ def test_who_is_below_two_thirds_is_replaced_after_the_patience(slow: float, rep
         assert not group.watch.slow[0].replace
         group.step()
     assert since_s < 20.0 and group.watch.slow[0].replace is replaced
+
+
+def test_without_that_response_nobody_is_replaced() -> None:
+    group = Group(StragglerConfig(response="share", patience_s=1.0))
+    group.slow = {"w4": 3.0}
+    group.step(100)
+    assert group.watch.slow[0].slow_s > 1.0 and not group.watch.slow[0].replace
 
 
 def test_types_shares_move_after_ten_steps_at_once() -> None:
