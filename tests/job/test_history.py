@@ -22,7 +22,7 @@ def remembered(**facts: Any) -> ControllerState:
     """What the controller before has noted down of sizes; nothing matters of the rest."""
     values = {field.name: None for field in dataclasses.fields(ControllerState)}
     sizes = {"most_workers": 0, "resizes": 0, "resize_cost_s": 0.2, "start_s": 0.0}
-    return ControllerState(**{**values, **sizes, **facts})  # type: ignore[arg-type]
+    return ControllerState(**{**values, **sizes, **facts})
 
 
 def test_start_lasts_from_the_first_process_to_the_group() -> None:

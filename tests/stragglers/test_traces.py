@@ -211,7 +211,7 @@ def test_ratio_at_equal_work_from_smaller_shares(slow: SlowWorker, times: float,
 
 
 def test_each_response_includes_those_before_it() -> None:
-    configs = [StragglerConfig(response=response) for response in RESPONSES]  # type: ignore[arg-type]
+    configs = [StragglerConfig(response=response) for response in RESPONSES]
     assert RESPONSES == ("ignore", "tell", "share", "replace")
     assert [(each.watches, each.shares, each.replaces) for each in configs] == [
         *((False, False, False), (True, False, False), (True, True, False), (True, True, True))
