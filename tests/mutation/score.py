@@ -101,7 +101,7 @@ PARTS = {
         "placement/planning/*.py",
         (
             "tests/placement/test_{tenants,wishes,constraints,deadlines,multi_node,slow_nodes,start_times,allowed_sizes,"
-            "spot,node_record,reasons,weights,utility,whole_units,mixed_types,packing}.py"
+            "spot,planning_parts,node_record,reasons,weights,utility,whole_units,mixed_types,packing}.py"
         ),
     ),
     "autoscaling": (

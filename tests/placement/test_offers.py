@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,19 @@ from placement.autoscaling.autoscaler import Autoscaler, AutoscalerConfig
 from placement.autoscaling.fleet import build
 from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize, lasting, offers, work_left
 from placement.autoscaling.objectives.budget import Budget
+from placement.autoscaling.objectives.by_size import BySize
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand, _climb, _hull
 from placement.cluster.account import Account
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
+from placement.goodput.fitting import Observation
+from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.speeds import GoodputCache
+from placement.goodput.step_time import ThroughputModel
 from placement.policies import make_policy
+from placement.policies.shared.base import Target
 from placement.reasons import Cause, Reason
 from tests.placement.test_autoscaler import FIRM, NOW, SPOT, Careless, candidate, here, job
 
@@ -96,6 +102,28 @@ def test_work_is_known_after_an_epoch_alone() -> None:
     assert work_left(job(progress=Progress(done=5.0, epochs=3.0, usual_epoch=10.0))) == 25.0 * 64
 
 
+@pytest.mark.parametrize(
+    ("seen", "rates"),
+    [
+        # A quarter of a second for 16 samples, and the synchronisation of three: 0.07 s on a node, 0.11 s on two.
+        ((1, 3), {2: 64 / (32 / 64 + 0.02), 4: 64 / (16 / 64 + 0.07), 8: 64 / (8 / 64 + 0.11)}),
+        ((2, 6), {4: 64 / (16 / 64 + 0.12), 6: 64 / (11 / 64 + 0.41), 8: 64 / (8 / 64 + 0.41)}),
+        ((1, 1), {2: 64 / (32 / 64 + 0.02), 8: 64 / (8 / 64 + 0.01)}),
+        ((2, 8), {7: 64 / (10 / 64 + 0.51), 8: 64 / (8 / 64 + 0.61)}),
+    ],
+)
+def test_beyond_what_was_measured_synchronisation_takes_no_longer(
+    seen: tuple[int, int], rates: dict[int, float]
+) -> None:
+    times = ThroughputModel(alpha_c=0.0, beta_c=1 / 64, alpha_n=0.01, beta_n=0.1, alpha_r=0.02, beta_r=0.05, gamma=1.0)
+    exact = GoodputModel(times, NoiseScale(sqr=1.0, var=1.0), 64)
+    facts = {"max_batch_size": None, "atomic_bsz_range": None, "accumulation": False, "max_workers": 8}
+    share = -(-64 // seen[1])
+    measured = (Observation(*seen, share, 0, float(times.step_time(*seen, share, 0))),)
+    offer = offered(job(goodput=exact, models={"T4": exact}, observations={"T4": measured}, **facts), FIRM)["firm"]
+    assert {k: offer.rate[k - 1] for k in rates} == pytest.approx(rates, rel=1e-6)
+
+
 def fleet(*sizes: tuple[JobView, int], types: Any = (FIRM, SPOT), **facts: Any) -> Any:
     """Nodes for these jobs and workers."""
     wants = {view.job: WantedSize(job=view.job, workers=n, gpu="T4", reason=Reason(Cause.UNUSED)) for view, n in sizes}
@@ -141,7 +169,8 @@ def test_mixed_fleets_and_limits() -> None:
     )
     assert narrow.nodes == {"spot": 1, "firm": 1} and narrow.short == {"a": 1}
     assert fleet((job("a"), 9), most=2).short == {"a": 1} and fleet((job("a"), 8), most=2).short == {}
-    assert fleet((job("a"), 0)).nodes == {"firm": 0, "spot": 0}
+    assert fleet((job("a"), 0), (job("b", submitted_s=1.0), 4)).nodes == {"firm": 0, "spot": 1}
+    assert build({}, [job("a")], (FIRM,), (), {}, SURE).nodes == {"firm": 0}
 
 
 @given(st.lists(st.floats(0.0, 9.0), min_size=1, max_size=12))
@@ -290,3 +319,41 @@ def test_decisions_count_nodes_and_their_price() -> None:
         *((dict(FIRM.resources), dict(FIRM.labels)),) * decision.nodes["firm"],
         *((dict(SPOT.resources), dict(SPOT.labels)),) * decision.nodes["spot"],
     )
+
+
+class Recorder:
+    """A frugal policy that gives each job a size, and remembers what it was asked."""
+
+    name = "recorder"
+
+    def __init__(self, workers: int) -> None:
+        self.workers, self.prices, self.nodes = workers, dict[str, float](), list[str]()
+
+    def priced(self, prices: Mapping[str, float]) -> Recorder:
+        self.prices = dict(prices)
+        return self
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, Target]:
+        assert not any(each.workers for each in jobs), "as if all started"
+        self.nodes = [each.node_id for each in cluster.nodes]
+        return {each.job: Target(workers=self.workers, reason=Reason(Cause.UNUSED)) for each in jobs}
+
+
+def test_a_frugal_policy_sees_all_nodes_and_the_cheapest_price() -> None:
+    fast = candidate("fast", 12.0, gpu_label="A100", max_nodes=1)
+    running, huge = unknown(most_workers=1).placed({"f0": 1}), job("b", goodput=None, bundle={"CPU": 99.0})
+    demand = Demand(
+        jobs=(running, huge),
+        offers={
+            view.job: offers(view, (FIRM, SPOT, fast), {**SURE, "fast": math.inf}, GoodputCache())
+            for view in (running, huge)
+        },
+        spent_usd={},
+        gpus={"a": "A100", "b": None},
+    )
+    policy = Recorder(2)
+    wants = BySize(policy=policy).decide(demand, NOW)
+    assert policy.prices == {"T4": 0.25, "A100": 3.0}
+    assert sorted(policy.nodes) == ["fast-00000", *(f"{kind}-{i:05d}" for kind in ("firm", "spot") for i in range(4))]
+    assert {name: (want.workers, want.gpu) for name, want in wants.items()} == {"a": (2, "A100")}
+    assert BySize(policy=Recorder(9)).decide(demand, NOW)["a"].workers == 2, "what exploration allows"
