@@ -16,7 +16,7 @@ from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.out_of_memory import free_caches
-from elastic_ray.steps.round import Round
+from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
 
 _LOST = (
@@ -322,7 +322,7 @@ class LoaderPasses:
             raise
         return run.states.progress.loader_steps > lost.loader_steps
 
-    def _conclude(self, step: LoaderStep, *, trained: bool, ended: Round | None = None) -> bool:
+    def _conclude(self, step: LoaderStep, *, trained: bool, ended: StepRound | None = None) -> bool:
         """Average models after a committed step, and measure it; False if another group was entered meanwhile.
 
         Args:

@@ -169,6 +169,7 @@ class SharedState:
             self._take_progress(copy.deepcopy(self._before_round[0]))
 
     def _undo_round(self) -> None:
+        """Return all states, the progress and the generators to the beginning of the round."""
         if self._before_round is not None:
             (progress, generators, self._snapshots), self._before_round = self._before_round, None
             self._take_back()

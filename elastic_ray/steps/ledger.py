@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.proof import BITS
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.steps.round import Round
+from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class StepLedger:
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
         self.state, self._moment = state, moment
         self.step: LoaderStep | None = None  # the innermost step in progress, None between steps
-        self.round: Round | None = None  # that the outermost step is in; None where each step is voted on
+        self.round: StepRound | None = None  # that the outermost step is in; None where each step is voted on
         # the training step in progress, also while an evaluation pass runs inside it
         self.outermost: LoaderStep | None = None
         self.depth = 0  # loader passes that are in the middle of a step (a nested evaluation makes it 2)
@@ -225,7 +225,7 @@ class StepLedger:
         """
         if copies:
             self.state.begin_round()
-        self.round = Round(loader_pass, loader_pass.position, self.state.progress.loader_steps, steps)
+        self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, steps)
 
     def end_round(self, hashes: int | None) -> None:
         """Count the round that all ranks have voted for; ``hashes`` of the samples that they have used in it."""
@@ -495,7 +495,7 @@ class SampleTally:
     def __init__(self, ledger: StepLedger) -> None:
         self._ledger = ledger
         self._heard: int | None = None
-        self._ended: LoaderStep | Round | None = None
+        self._ended: LoaderStep | StepRound | None = None
 
     def begin(self) -> None:
         """A group was entered."""
@@ -505,7 +505,7 @@ class SampleTally:
         """Number of values; the same for a rank alone, whose buckets stay as they are when others come."""
         return _PARTS
 
-    def end(self, step: LoaderStep | Round) -> None:
+    def end(self, step: LoaderStep | StepRound) -> None:
         """The step or round has ended, and its vote follows."""
         self._ended = step
 
@@ -520,7 +520,7 @@ class SampleTally:
         low, middle, high = sums
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 
-    def take(self, step: LoaderStep | Round) -> int | None:
-        """Return the sum of the hashes of the samples of what was committed, modulo 2^32; None where it is not known."""
+    def take(self, step: LoaderStep | StepRound) -> int | None:
+        """Return the sum of the hashes of the samples of what was committed, modulo 2^32; None if unknown."""
         heard, self._heard, self._ended = self._heard, None, None
         return heard if step.hashed is not None else None

@@ -12,7 +12,7 @@ from elastic_ray.steps.step import LoaderStep
 
 
 @dataclasses.dataclass(slots=True)
-class Round:
+class StepRound:
     """Round in progress: the steps up to the next average of models.
 
     Attributes:
@@ -47,5 +47,5 @@ class Round:
 
     @property
     def hashed(self) -> Callable[[], int] | None:
-        """As ``LoaderStep.hashed``, for all steps of the round."""
+        """Function that returns the sum of the hashes of this rank's samples in the round; None for unknown."""
         return None if self._sum is None else functools.partial(int, self._sum)

@@ -130,7 +130,7 @@ def test_a_worker_dies_while_others_are_anywhere(moment: str, name: str) -> None
 
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("name", AVERAGES)
-def test_who_misses_a_rounds_vote_adds_its_steps_all_the_same(name: str, make: Any) -> None:
+def test_who_misses_a_rounds_vote_adds_its_steps(name: str, make: Any) -> None:
     """The others have counted its samples, and do not draw them again."""
     average = AVERAGES[name]
     last = round_of(4, average).stop - 1

@@ -338,7 +338,7 @@ def differing() -> Any:
 
 
 def test_ranks_that_average_otherwise_learn_it_in_first_step(ranks: Ranks) -> None:
-    with pytest.raises(RankFailedError, match="the ranks do different things in step 0"):
+    with pytest.raises(RankFailedError, match="the ranks do different things in step 1"):
         ranks.run(differing, world=2)
 
 
