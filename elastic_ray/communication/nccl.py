@@ -110,6 +110,7 @@ class _Connecting(threading.Thread):
             abort_nccl(self._backend)
 
     def _connect(self) -> None:
+        """Connect; returns sooner once stopped. Raises RuntimeError: a peer is gone, or the time is up."""
         backend, rank = self._backend, self._backend.rank()
         backend.eager_connect_single_device(self._device)
         # A rank's copy to itself meets no peer, and starts when NCCL is ready: many ranks take long.
