@@ -3,7 +3,8 @@
 A third of each application's jobs are one user's, the others another's. That user declares a third of the truth
 ("third"), that each epoch is the last ("epoch"), or honestly the present one of five stages ("staged"); "sigma" has
 log-normal errors of sigma 1.0 in all declarations. Each third is that user's once, so that figures are not those of a
-single long job. "placebo" declares the truth, and every job arrives up to five seconds later: what a trace differs by for nothing.
+single long job. "placebo" declares the truth, and every job arrives up to five seconds later: what a trace differs by
+for nothing.
 Sia's rules, 16 x 4 T4, shared knowledge. Each scenario is compared with the same trace when all declare the truth.
 
 ``--records FILE`` keeps what was run, so that a long run can be cut into pieces; figures are of all records.
