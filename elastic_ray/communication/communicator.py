@@ -110,8 +110,10 @@ class Communicator:
             for backend in (self._gloo, gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
+                if called_off():
+                    raise CommunicationFailedError(f"{prefix}: the group was called off")
                 forming = begin_nccl(named, rank, world_size, timeout_s)
-                connect_nccl(forming, torch.device("cuda", gpu), until_s, called_off)
+                connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
                 self._nccl = self._gradient_backends["cuda"] = forming
                 if isinstance(store, BootstrapStore):
                     store.stay_open()

@@ -437,8 +437,12 @@ class AdaptiveDataLoader(ResumableLoader):
         self._reading = None
         epoch = self._epoch()
         try:
-            while (batches := self._next_step(epoch, loader_pass)) is not None:
-                session = self._session
+            while True:
+                session, batches = self._session, self._next_step(epoch, loader_pass)
+                if batches is None:
+                    if session.passes.end_round():
+                        break
+                    continue
                 yield from self._micro_batches(batches)
                 check_present(session)
                 if session.passes.edge(loader_pass, ends_pass=joined_later and self.on_last_batch):

@@ -260,7 +260,7 @@ def waits_for(
 
 def _slots(spec: JobSpec) -> str:
     """Return text such as ``2 slots (CPU 1, GPU 1) on T4``."""
-    needs = ", ".join(f"{name} {amount:g}" for name, amount in sorted(spec.bundle.items()) if amount)
+    needs = ", ".join(f"{name} {amount:g}" for name, amount in sorted(spec.bundle.items()))
     kind = spec.label_selector.get(GPU_TYPE_LABEL, "")
     number = "1 slot" if spec.min_workers == 1 else f"{spec.min_workers} slots"
     return f"{number} ({needs})" + (f" on {kind}" if kind else "")

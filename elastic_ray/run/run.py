@@ -166,6 +166,16 @@ class Run:
         if self.faults is not None:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
+    def refuse_in_round(self, what: str, way_out: str) -> None:
+        """Raise RuntimeError if the loop is within a round, whose steps each rank makes by itself."""
+        step = self.ledger.outermost
+        if step is not None and step.leads and self.registry.drifting and self.registry.round_period > 1:
+            raise RuntimeError(
+                f"{what} in the loop over the training data under a strategy that averages models every "
+                f"{self.registry.round_period} steps: each rank makes these steps by itself, and no other waits for it "
+                f"there; {way_out}"
+            )
+
     def mark_synced(self) -> None:
         """Mark this worker as part of the job."""
         self.synced = True

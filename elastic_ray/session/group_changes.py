@@ -438,6 +438,9 @@ class UserCollectives:
         if self._run.ledger.replays_passes or not self._run.group.generation:
             return alone()
         self._passes.settle()
+        self._run.refuse_in_round(
+            f"{what}() may not be called", "add up numbers in an elastic_ray.Accumulator, or call it after the pass"
+        )
         if self._run.ledger.depth:
             return self._within_step(Announced(Intent.COLLECTIVE, 0, digest((what, detail)), what), perform, alone)
         while True:

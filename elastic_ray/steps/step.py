@@ -188,14 +188,22 @@ class StepClock:
         self._micros: deque[float] = deque(maxlen=_KEPT)
 
     def edge(
-        self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None, *, uneven: bool = False
+        self,
+        shape: BatchChoice | None,
+        micro_steps: int,
+        samples: int,
+        strategy: str | None,
+        *,
+        uneven: bool = False,
+        steps: int = 1,
     ) -> None:
-        """Record the end of a committed step.
+        """Record the end of a committed step, or of several.
 
         Args:
             shape: of the batch; None when it trained nothing (evaluation).
             strategy: tells ways of synchronising apart; None while one is being chosen, for such steps do not count.
             uneven: its ranks had unequal shares; such times are not mixed with others.
+            steps: that were committed together; their mean time counts.
         """
         now_s = time.monotonic()
         self._change_s = self._stands_s = None  # a change that was put off
@@ -213,7 +221,7 @@ class StepClock:
             if self._skip:
                 self._skip -= 1
             else:
-                self._steps.append(now_s - self._last_edge_s)
+                self._steps.append((now_s - self._last_edge_s) / steps)
                 self.batch_size = max(samples, self.batch_size)
         self._last_edge_s, self._last_micro_s = now_s, now_s
 

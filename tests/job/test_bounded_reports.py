@@ -54,6 +54,34 @@ def test_lines_stay_in_order_and_are_written_once(steps: list[str]) -> None:
     assert len(file) + dropped == count
 
 
+def test_of_too_many_lines_the_oldest_go_and_are_counted() -> None:
+    backlog = Backlog(most=3)
+    for line in "abcd":
+        backlog.add(line)
+    assert (len(backlog), backlog.dropped, "a" in backlog, "b" in backlog) == (3, 1, False, True)
+    assert backlog.take() == ("b", "c", "d") and backlog.tell_dropped() == 1 and backlog.tell_dropped() == 0
+    for line in "efgh":
+        backlog.add(line)
+    assert (len(backlog), backlog.dropped) == (6, 1), "what is being written stays, and e is gone"
+    backlog.written()
+    assert backlog.take() == ("f", "g", "h")
+    backlog.add("i")
+    backlog.failed()
+    assert backlog.take() == ("g", "h", "i") and backlog.dropped == 2
+
+
+def test_a_log_is_full_with_one_more_than_its_most() -> None:
+    log: BoundedLog[int] = BoundedLog(2)
+    for number in (5, 4):
+        log.put(number, number)
+    assert (log.low, log.first, log.last, log.gone(3)) == (4, 4, 5, False)
+    log.put(6, 6)
+    assert (log.low, log.values(), log.gone(4), log.gone(5), log.get(4)) == (5, (5, 6), True, False, None)
+    log.put(4, 0)
+    log.put(9, 9)
+    assert log.values() == (6, 9) and (log.low, log.last) == (6, 9)
+
+
 @given(st.permutations(range(1, 40)), st.integers(1, 10))
 def test_of_many_the_last_are_kept(order: list[int], most: int) -> None:
     log: BoundedLog[int] = BoundedLog(most)

@@ -95,7 +95,7 @@ class GradientEngine(Participant):
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context, self._drift, number, self._agree_on),
+            SummingGroup(context, self._drift),
             statistics,
             grad_scale,
             number,
@@ -342,6 +342,16 @@ class GradientEngine(Participant):
         return self._drift.average is not None and self._drift.on
 
     @property
+    def period(self) -> int:
+        """Steps from one average of the model to the next; 1 where its gradients are reduced."""
+        return self._drift.average.period if self._drift.average is not None and self._drift.on else 1
+
+    @property
+    def steps_to_average(self) -> int:
+        """Steps up to the next average of the model."""
+        return self._drift.steps_to_average
+
+    @property
     def settled(self) -> bool:
         """True if replicas are identical and this rank holds everything to be saved, after the committed steps."""
         return self._drift.settled and self._sharded.settled and self._divided.settled
@@ -354,9 +364,6 @@ class GradientEngine(Participant):
         """
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
-
-    def _agree_on(self) -> tuple[int, str]:
-        return self.fix_drift(), self._in_force.label
 
     @property
     def marker(self) -> int:

@@ -394,8 +394,6 @@ class GradientReducer:
         if self._trainable.left_out:
             self._trainable.drop_strangers()
         step = self._step
-        if self._drifts:
-            self._group.agree(step)
         for bucket in self._buckets:
             if self._pending[bucket.index]:
                 bucket.mark_incomplete()

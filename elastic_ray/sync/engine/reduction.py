@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.batch.device_numbers import Number, read, read_with
-from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
@@ -478,19 +477,11 @@ class SummingGroup:
     """Ranks whose gradients are summed: the group, or this rank alone while replicas diverge.
 
     Where this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
-
-    All the same the ranks agree on the step before any of them applies it: by what else would ride on the reduction of
-    its gradients. So a step that one of them does not live to see is lost on all, and none of its samples is.
-
-    Args:
-        layout: a digest of what is averaged, and how, and what a user calls it.
     """
 
-    def __init__(self, context: Run, model: Drift, number: int, layout: Callable[[], tuple[int, str]]) -> None:
-        self._context = context
+    def __init__(self, context: Run, model: Drift) -> None:
         self.group = context.group  # the present group, whoever is added up
-        self.model, self._number, self._layout = model, number, layout
-        self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
+        self.model = model
 
     @property
     def drifts(self) -> bool:
@@ -505,39 +496,3 @@ class SummingGroup:
     def share(self, step: LoaderStep) -> float:
         """Return the weight of this rank's present micro-batch in the sum."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)
-
-    def agree(self, step: LoaderStep | None) -> None:
-        """Agree on the step after its last backward pass, if gradients are not reduced."""
-        ledger = self._context.ledger
-        if (
-            self.model.average is None
-            or not self.model.on
-            or step is None
-            or not step.is_last_micro
-            or self.group.world_size == 1
-            or ledger.failed
-        ):
-            return
-        try:
-            self._agree()
-        except CommunicationFailedError as error:
-            ledger.fail(str(error))
-        else:
-            ledger.mark_reduced()
-
-    def _agree(self) -> None:
-        """Add up what rides on reductions; raises CommunicationFailedError."""
-        consensus, group = self._context.consensus, self.group
-        announced = Announced(Intent.GRADIENTS, self._number, *self._layout())
-        known = self._met == (group.generation, announced) and self._context.models == 1
-        if consensus.announce_reductions(announced, known=known):
-            consensus.agreed()
-            self._met = (group.generation, announced)
-        values = torch.tensor([*consensus.control_values(group.rank), *consensus.step_tag()], dtype=torch.float64)
-        work = group.communicator.gradients.all_reduce(values)
-        consensus.reductions_started()
-        self._context.moment("allreduce")
-        consensus.wait(work)
-        sums = values.tolist()
-        consensus.check_same_step(sums[consensus.control_size :])
-        consensus.conclude(sums[: consensus.control_size], group.world_size)
