@@ -1,7 +1,8 @@
 """Puts random mistakes into the decision code, one at a time, and counts those that the fast tests notice.
 
 By hand and before a release, see docs/contributing.md. The mistakes are cosmic-ray's, drawn by a seed, and are put into
-a copy of the tree; what is not noticed is printed, to be judged: it changes nothing, or a promise has no test.
+a copy of the tree; the tests that run their lines follow. What is not noticed is printed, to be judged: it changes
+nothing, or a promise has no test.
 """
 
 from __future__ import annotations
