@@ -11,6 +11,7 @@ from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tuner import fit_snapshot
 from placement.cluster.jobs import FoundStrategy
+from placement.knowledge.knowledge import Prior
 from tests.job.planners import LIMITS, plan, planner_on, report
 
 SHAPE = BatchChoice(atomic_bsz=32)
@@ -151,6 +152,20 @@ def test_only_a_free_batch_on_the_chosen_workers_is_reconsidered() -> None:
     assert change()
     assert not change(workers=3) and not change(held=64)
     assert not change(limits=BatchLimits(init_batch_size=64))
+
+
+def test_nothing_is_reconsidered_before_a_step() -> None:
+    planner, _ = planner_on()
+    planner.observe(report(2, SHAPE))
+    snapshot = planner.due(100.0)
+    assert snapshot is not None
+    planner.observe(dataclasses.replace(report(2, SHAPE, generation=2, steps=0), shape=None))
+    model = fit_snapshot(snapshot)
+    assert model is not None and planner.fitted(model) is None
+    fresh, _ = planner_on()
+    assert fresh.advise({"T4": Prior(model=model, largest_batch=512)}) is None, "no report yet"
+    planner.observe(report(2, SHAPE, generation=3))
+    assert planner.fitted(model) is not None
 
 
 def test_a_worker_out_of_memory_lowers_or_evens() -> None:
