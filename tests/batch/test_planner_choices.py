@@ -24,7 +24,7 @@ def size(planner: BatchPlanner, workers: int, generation: int) -> int:
     return choice.batch_size(workers)
 
 
-def test_a_held_batch_is_cut_for_any_number_of_workers() -> None:
+def test_a_held_batch_is_cut_for_any_group() -> None:
     planner, _ = planner_on()
     planner.observe(report(2, SHAPE, held_batch=120))
     assert planner.held_batch == 120
@@ -33,7 +33,7 @@ def test_a_held_batch_is_cut_for_any_number_of_workers() -> None:
     assert planner.held_batch is None and size(planner, 2, 9) == 120, "the tuner goes on from there"
 
 
-def test_a_held_batch_stays_within_memory_not_the_critical_one() -> None:
+def test_held_batches_keep_to_memory_not_critical_batches() -> None:
     limits = BatchLimits(init_batch_size=64, max_batch_size=512)
     planner = BatchPlanner()
     planner.open(LoaderInfo(limits=limits, dataset_size=10_000))
@@ -139,7 +139,7 @@ def test_what_was_reported_from_is_not_withdrawn() -> None:
     assert set(planner.observations) == {"V100"}
 
 
-def test_only_a_free_batch_on_the_chosen_workers_is_reconsidered() -> None:
+def test_only_free_batches_on_chosen_workers_are_reconsidered() -> None:
     def change(workers: int = 2, held: int | None = None, limits: BatchLimits = LIMITS) -> bool:
         planner = BatchPlanner()
         planner.open(LoaderInfo(limits=limits, dataset_size=10_000))

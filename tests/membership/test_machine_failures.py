@@ -312,14 +312,14 @@ def test_who_comes_at_the_last_moment_is_not_late(made: Callable[[], Driver], li
     assert only(Release, driver.tick(after_s=0.001))
 
 
-def test_news_of_a_death_is_awaited_for_exactly_its_time() -> None:
+def test_news_of_a_death_has_its_time() -> None:
     driver = running(3)
     driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
     assert not driver.tick(after_s=CONFIG.notice_s - 0.001)
     assert only(Announce, driver.tick(after_s=0.001))
 
 
-def test_after_a_late_reservation_the_next_comes_after_the_pause() -> None:
+def test_a_late_reservation_is_followed_by_a_pause() -> None:
     driver = reserving()
     assert only(Release, driver.tick(after_s=CONFIG.reserve_timeout_s + 1.0))
     assert not only(Reserve, driver.tick(after_s=CONFIG.backoff_s - 0.001))

@@ -86,14 +86,14 @@ def typed(**cpus: float) -> Cluster:
     return Cluster(nodes=tuple(nodes))
 
 
-def test_options_are_possible_between_minimum_and_maximum_where_they_fit() -> None:
+def test_options_lie_between_minimum_and_maximum() -> None:
     options = table(view("a", min_workers=2, max_workers=3), view("b", max_workers=9))
     assert options.sizes.tolist() == [1, 2, 3, 4, 5, 6]
     assert options.possible.tolist() == [[False, True, True, False, False, False], [True] * 6]
     assert options.nodes[1].tolist() == [1, 1, 1, 1, 2, 2] and options.capacities.tolist() == [6]
 
 
-def test_speed_is_relative_to_the_smallest_size_on_the_slowest_type() -> None:
+def test_speed_is_relative_to_the_slowest_smallest_size() -> None:
     options = table(view("a", min_workers=2), nodes=typed(a=4, b=2))
     assert options.pool_of.tolist() == [0, 0, 0, 0, 1, 1] and options.sizes.tolist() == [1, 2, 3, 4, 1, 2]
     assert options.speed[0, 1] == options.speed[0, 5] == 1.0 and options.speed[0, 3] > 1.3
@@ -132,7 +132,7 @@ def phi(speed: float) -> float:
     return 2 * (math.sqrt(speed) - 1)
 
 
-def test_a_change_is_charged_for_its_pause_and_for_shrinking() -> None:
+def test_changes_are_charged_for_pauses_and_shrinking() -> None:
     assert worth(value(), 4.0, same=True) == pytest.approx(0.4 * phi(4.0))
     assert worth(value(), 4.0) == pytest.approx(0.4 * phi(4.0) - 0.5 * (phi(4.0) - phi(4.0 * 0.9)))
     assert worth(value(weight=[0.8]), 4.0) == pytest.approx(0.8 * phi(4.0 * 0.9))
@@ -145,7 +145,7 @@ def test_a_change_is_charged_for_its_pause_and_for_shrinking() -> None:
     assert worth(value(power=0.0, weight=[1.0]), 4.0, same=True) == pytest.approx(math.log(4.0))
 
 
-def test_worth_of_jobs_counts_those_that_run_and_may_wait() -> None:
+def test_worth_counts_jobs_that_run_or_may_wait() -> None:
     options = table(view("a"), view("b"), nodes=cluster(4, 4))
     both = value(weight=[0.4, 0.7], left_s=[np.nan] * 2, cost_s=[10.0] * 2, horizon_s=[90.0] * 2)
     here = [Placement(pool=0, place={0: 2}), Placement()]
@@ -206,7 +206,7 @@ def test_held_jobs_get_what_is_left_after_all_minimums() -> None:
     assert admitted(nodes, dataclasses.replace(held, held_at=1)) == {0: (0, 1)}
 
 
-def test_minimums_stay_on_their_type_else_go_where_most_is_free() -> None:
+def test_minimums_stay_on_their_type_else_take_the_emptiest() -> None:
     nodes = typed(x=3, y=4)
     assert admitted(nodes, view("a")) == {0: (1, 1)}
     assert admitted(nodes, view("a", allocation={"x": 1})) == {0: (0, 1)}

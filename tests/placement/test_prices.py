@@ -157,13 +157,13 @@ def test_price_is_the_worth_of_what_is_not_had(capacity: float, picks: list[int]
         assert find_multipliers(two_jobs(capacity), np.array([near])).tolist() == pytest.approx([price], rel=2e-3)
 
 
-def test_the_bound_is_values_at_prices_and_what_there_is() -> None:
+def test_the_bound_is_values_and_capacity_at_prices() -> None:
     """At a price of 3.5 the jobs keep 7 and 2.5, and three units are worth 10.5."""
     assert bound(two_jobs(), np.array([3.5])) == pytest.approx(7.0 + 2.5 + 10.5)
     assert bound(two_jobs(), np.array([0.0])) == 26.0
 
 
-def test_rest_is_filled_where_it_adds_most_for_its_size() -> None:
+def test_rest_is_filled_where_it_adds_most() -> None:
     assert fill(two_jobs(), np.array([0, 0])).tolist() == [2, 1], "10 for the first, 6 for the next, then 4 for one"
     assert fill(two_jobs(4.0), np.array([1, 1])).tolist() == [2, 2]
     assert fill(two_jobs(2.0), np.array([2, 0])).tolist() == [2, 0], "nothing is taken away"

@@ -77,12 +77,12 @@ def test_lateness_is_time_left_over_time_on_equal_share() -> None:
     assert late[:3].tolist() == pytest.approx([(60 + 20) / 30, (65 + 40) / 60, (65 + 40) / 40]) and np.isnan(late[3])
 
 
-def test_a_hundredth_of_an_epoch_is_left_of_an_overdue_job() -> None:
+def test_overdue_jobs_have_a_hundredth_of_an_epoch() -> None:
     assert remaining(Progress(done=99.0, epoch_ends=(10.0, 30.0), epochs=2)) == pytest.approx(0.15)
     assert remaining(Progress(done=40.0, epoch_ends=(10.0, 30.0), epochs=3)) == pytest.approx(5.0), "15 each"
 
 
-def test_ranks_are_soft_or_sharp_and_raised_to_a_power() -> None:
+def test_ranks_are_soft_or_sharp() -> None:
     left = np.array([4.0, 1.0])
     assert rank_weights(left, 1.0, 1.0).tolist() == pytest.approx([(0.5 + 0.5 + 0.2) / 2, (0.5 + 0.8 + 0.5) / 2])
     assert rank_weights(left, 2.0).tolist() == [0.25, 1.0] and rank_weights(left, 0.0).tolist() == [1.0, 1.0]
