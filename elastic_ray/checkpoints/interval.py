@@ -7,6 +7,8 @@ about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). Belo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 PRIOR_MEAN_TIME_S = 24 * 3600.0
 """Mean time between losses that a job starts from: one a day, as if it had been seen once."""
@@ -43,3 +45,74 @@ def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
     best_s = math.sqrt(2.0 * cost_s * mean_time_s) - cost_s if cost_s < mean_time_s / 2.0 else mean_time_s
     return min(_LONGEST_S, max(best_s, _SHORTEST_S, cost_s / _MOST_OVERHEAD))
+
+
+Kept = tuple[str, Mapping[str, Any]]
+
+
+class CheckpointRetention:
+    """The checkpoints of a run, oldest first, and which of them a new one displaces.
+
+    Without a score the newest ``num_to_keep`` are kept. With one, the best ``num_to_keep`` are kept, and the
+    latest in addition where it is not among them: a run must always be able to continue from where it was. A
+    checkpoint whose metrics lack the score, or whose score is no number, ranks below all others; among equals
+    the newer one stays.
+    """
+
+    def __init__(
+        self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
+    ) -> None:
+        """Check the rules; no checkpoint is kept yet.
+
+        Args:
+            num_to_keep: how many to keep, at least 1; None keeps all.
+            score_attribute: metric that ranks checkpoints; None ranks by age.
+            score_order: "max" if a larger score is better, "min" otherwise.
+        """
+        if num_to_keep is not None and num_to_keep < 1:
+            raise ValueError(f"num_to_keep must be None (keep all) or 1 or more, but got {num_to_keep}")
+        if score_order not in ("max", "min"):
+            raise ValueError(f"score_order must be 'max' or 'min', but got {score_order!r}")
+        self._num_to_keep, self._score_attribute = num_to_keep, score_attribute
+        self._sign = 1.0 if score_order == "max" else -1.0
+        self._kept: list[Kept] = []
+
+    def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Enter a new checkpoint.
+
+        Returns paths of the checkpoints that are no longer kept, oldest first; the caller deletes them.
+        """
+        self._kept = [entry for entry in self._kept if entry[0] != path]
+        self._kept.append((path, metrics))
+        if self._num_to_keep is None or len(self._kept) <= self._num_to_keep:
+            return ()
+        ranked = sorted(range(len(self._kept)), key=self._rank)
+        staying = {*ranked[-self._num_to_keep :], len(self._kept) - 1}
+        dropped = tuple(path for i, (path, _) in enumerate(self._kept) if i not in staying)
+        self._kept = [entry for i, entry in enumerate(self._kept) if i in staying]
+        return dropped
+
+    def clear(self) -> None:
+        """Discard all entries: those in storage are entered again."""
+        self._kept = []
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Path and metrics of the checkpoints that are kept, oldest first."""
+        return tuple(self._kept)
+
+    @property
+    def latest(self) -> Kept | None:
+        """The newest checkpoint."""
+        return self._kept[-1] if self._kept else None
+
+    def _rank(self, index: int) -> tuple[float, int]:
+        """Return the sorting key: worse first, older first among equals."""
+        if self._score_attribute is None:
+            return 0.0, index
+        score = self._kept[index][1].get(self._score_attribute)
+        try:
+            value = math.nan if score is None else float(score) * self._sign
+        except (TypeError, ValueError):
+            value = math.nan
+        return -math.inf if math.isnan(value) else value, index

@@ -155,17 +155,12 @@ class UnitCommunicator(Communicator):
         with self._agreeing():
             super().wait_all(works, batched)
 
-    def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        return self._failing_together(super()._guard, operation, *arguments)
+    def waited_briefly(self, work: Any) -> bool:
+        """True if a short wait saw success; where the unit agrees on each wait, :meth:`wait` is the one to ask."""
+        return (self._alone or torch._C._current_graph_task_id() != -1) and super().waited_briefly(work)
 
-    def _gradient_backend(self, tensor: torch.Tensor) -> Any:
-        return self._failing_together(super()._gradient_backend, tensor)
-
-    def _failing_together(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        """Carry an operation out; returns its result. If it fails, the other workers of the unit hear of it."""
-        try:
-            return operation(*arguments)
-        except CommunicationFailedError:
-            if not self._alone and torch._C._current_graph_task_id() == -1:
-                self._unit.agree(False)  # the others have come to wait for theirs
-            raise
+    def _failure(self, cause: str) -> CommunicationFailedError:
+        """Return the error of an operation that could not be started, of which the unit's other workers hear."""
+        if not self._alone and torch._C._current_graph_task_id() == -1:
+            self._unit.agree(False)  # the others have come to wait for theirs
+        return super()._failure(cause)

@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pyarrow.fs
 
 from elastic_ray.data import sharding
-from elastic_ray.data.permutation import Indices, Permutation, positions
+from elastic_ray.data.sharding import Indices, Permutation, positions
 
 Row = dict[str, Any]
 Source = str | os.PathLike[str]

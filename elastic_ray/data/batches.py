@@ -15,10 +15,8 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared_items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, digest
-from elastic_ray.data.permutation import Order
-from elastic_ray.data.sharding import can_switch, rank_slices, split, step_size
-from elastic_ray.data.shares import Shares
-from elastic_ray.state.proof import BITS, sample_hashes
+from elastic_ray.data.sharding import Order, Shares, can_switch, rank_slices, split, step_size
+from elastic_ray.state.progress import BITS, sample_hashes
 
 _SHOWN = 4  # of an order, in errors
 # Indices of some steps are computed together: for so few as one has, NumPy's calls cost more than the work.

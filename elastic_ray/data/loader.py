@@ -23,8 +23,7 @@ from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.resumable import ResumableLoader
-from elastic_ray.data.sharding import batches_of
-from elastic_ray.data.shares import Shares
+from elastic_ray.data.sharding import Shares, batches_of
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import check_present, session_of_thread
@@ -438,8 +437,12 @@ class AdaptiveDataLoader(ResumableLoader):
         self._reading = None
         epoch = self._epoch()
         try:
-            while (batches := self._next_step(epoch, loader_pass)) is not None:
-                session = self._session
+            while True:
+                session, batches = self._session, self._next_step(epoch, loader_pass)
+                if batches is None:
+                    if session.passes.end_round():
+                        break
+                    continue
                 yield from self._micro_batches(batches)
                 check_present(session)
                 if session.passes.edge(loader_pass, ends_pass=joined_later and self.on_last_batch):

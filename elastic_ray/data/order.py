@@ -21,9 +21,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from elastic_ray.data import sharding
-from elastic_ray.data.permutation import Indices, Order, Permutation
 from elastic_ray.data.private_random import PrivateRandom
-from elastic_ray.data.shares import Shares
+from elastic_ray.data.sharding import Indices, Order, Permutation, Shares
 
 Item = TypeVar("Item")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from elastic_ray.data.permutation import Permutation
+from elastic_ray.data.sharding import Permutation
 
 Piece = tuple[int, int, int]
 """A document, and the first of its tokens and the one after the last, in a row."""

@@ -15,14 +15,157 @@ none.
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import hashlib
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from elastic_ray.data.permutation import Indices
-from elastic_ray.data.shares import Shares, by_weight
+_ROUNDS = 64  # of bisection: more than a double has bits
+_LEAST = 2  # samples of a micro-batch: BatchNorm cannot do with one
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Weights of ranks for unequal shares of a step, with the least and most samples of a rank.
+
+    Raises ValueError: a weight is not above 0 and finite, or a bound is below 1.
+    """
+
+    # of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1
+    weights: tuple[float, ...]
+    least: int = 1  # fewest samples of a micro-batch, where an equal split has so many
+    most: int | None = None  # most samples of a micro-batch, where an equal split has no more; None for no bound
+
+    def __post_init__(self) -> None:
+        if not self.weights or any(not (weight > 0 and math.isfinite(weight)) for weight in self.weights):
+            raise ValueError(f"weights must hold a number above 0 for each rank, but got {self.weights}")
+        for name in ("least", "most"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 sample or more, but got {value}")
+
+
+def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
+    """Return the samples of each rank, so that the largest of samples / weight is as small as it can be.
+
+    With weights in proportion to the ranks' speeds this is the cut with the shortest step (Jefferson's method of
+    apportionment within bounds). Equal weights give the equal split, larger shares first.
+
+    Args:
+        count: samples of the step, at least ranks x micro_steps.
+        shares: weights and bounds.
+        micro_steps: micro-batches of each rank; every one gets a sample at least.
+
+    Returns one size of ``micro_steps`` or more for each rank; together they are ``count``.
+    """
+    ranks = len(shares.weights)
+    even = count // (ranks * micro_steps)
+    low = micro_steps * max(1, min(max(shares.least, _LEAST), even))
+    high = count if shares.most is None else max(micro_steps * shares.most, -(-count // ranks))
+
+    def sizes(times: float) -> list[int]:
+        return [max(low, min(high, int(times * weight))) for weight in shares.weights]
+
+    short, long = 0.0, count / min(shares.weights) + 1.0
+    for _ in range(_ROUNDS):
+        middle = (short + long) / 2.0
+        short, long = (middle, long) if sum(sizes(middle)) <= count else (short, middle)
+    found = sizes(short)
+    for _ in range(count - sum(found)):
+        _give_one(found, shares.weights, high)
+    return found
+
+
+def _give_one(sizes: list[int], weights: Sequence[float], high: int) -> None:
+    """Give one more sample to the rank that has it done first."""
+    open_ranks = [rank for rank, size in enumerate(sizes) if size < high]
+    sizes[min(open_ranks, key=lambda rank: (sizes[rank] + 1) / weights[rank])] += 1
+
+
+Indices = npt.NDArray[np.int64]
+
+_ROUNDS, _SMALL, _SMALL_ROUNDS = 8, 1024, 24  # few cells mix slowly
+_HALF = np.uint64(32)
+_FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)  # of well-known 64-bit mixers
+
+
+class Order(Protocol):
+    """Indices in the order of use, of which any part is available: an array, or an object that computes the part."""
+
+    def __len__(self) -> int:
+        """Return the number of indices."""
+        ...
+
+    def __getitem__(self, part: slice | Indices, /) -> Indices:
+        """Return the indices at some positions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permutation:
+    """Indices 0..samples-1 in an order that depends on ``key`` alone; computed as they are asked for.
+
+    >>> Permutation(samples=10**12, key="0 0")[7:10].tolist()
+    [488436971634, 693908669537, 664861892677]
+    """
+
+    samples: int
+    key: str = ""  # any text; equal texts give equal orders. Empty: they ascend.
+    _keys: npt.NDArray[np.uint64] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rounds = 0 if not self.key else _SMALL_ROUNDS if self.samples < _SMALL else _ROUNDS
+        raw = hashlib.shake_256(self.key.encode()).digest(8 * rounds)
+        object.__setattr__(self, "_keys", np.frombuffer(raw, "<u8").astype(np.uint64))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, part: slice | Indices | int) -> Indices:
+        """Return the indices at ``part`` of the positions 0..samples-1; of one position a scalar."""
+        if isinstance(part, int | np.integer):
+            one: Indices = self[np.array([range(self.samples)[part]])][0]
+            return one
+        if not self.samples:
+            return np.zeros(0, np.int64)[part]
+        indices = self._through_rounds(positions(part, self.samples).astype(np.uint64))
+        while len(outside := np.flatnonzero(indices >= np.uint64(self.samples))):
+            indices[outside] = self._through_rounds(indices[outside])
+        return indices.astype(np.int64)
+
+    def _through_rounds(self, cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        rows = math.isqrt(self.samples - 1) + 1
+        columns = -(-self.samples // rows)
+        left, right = np.divmod(cells, np.uint64(columns))
+        for number in range(0, len(self._keys), 2):
+            left = _added(left, rows, _hashed(right, self._keys[number], rows))
+            right = _added(right, columns, _hashed(left, self._keys[number + 1], columns))
+        return left * np.uint64(columns) + right
+
+
+def positions(part: slice | Indices, samples: int) -> Indices:
+    """Return the positions that an index of a sequence of ``samples`` stands for."""
+    return np.arange(*part.indices(samples), dtype=np.int64) if isinstance(part, slice) else part
+
+
+def _added(one: npt.NDArray[np.uint64], size: int, other: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the sum modulo ``size`` of numbers below it."""
+    total = one + other
+    return total - np.uint64(size) * (total >= np.uint64(size))
+
+
+def _hashed(values: npt.NDArray[np.uint64], key: np.uint64, size: int) -> npt.NDArray[np.uint64]:
+    """Return a number below ``size`` for each value, by a multiplicative hash (products are taken modulo 2**64)."""
+    mixed = (values + key) * _FACTORS[0]
+    mixed ^= mixed >> _HALF
+    mixed *= _FACTORS[1]
+    return ((mixed >> _HALF) * np.uint64(size)) >> _HALF
 
 
 def check_place(*, epoch: int, position: int) -> None:

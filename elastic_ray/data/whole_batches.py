@@ -11,9 +11,8 @@ import numpy as np
 
 from elastic_ray.data.batches import Fetching, MapBatches, StepBatches, StepSplit
 from elastic_ray.data.order import EpochOrder, digest
-from elastic_ray.data.permutation import Indices, Order
 from elastic_ray.data.private_random import PrivateRandom
-from elastic_ray.data.sharding import batch_ends, whole_step
+from elastic_ray.data.sharding import Indices, Order, batch_ends, whole_step
 
 
 class BatchSamplerOrder:

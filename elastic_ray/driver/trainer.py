@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.cloudpickle
+from ray._private import worker as _ray_worker
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
@@ -27,12 +29,11 @@ from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides, script_stem, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
-from elastic_ray.driver.raylet_output import without_raylet_dumps
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.integrations.ray_data.packing import check_datasets, name_coordinator, pack_datasets, with_datasets
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
+from elastic_ray.observe.trackers.callbacks import pack_callbacks
 from elastic_ray.record.submitted import SubmittedJob
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
@@ -494,3 +495,26 @@ def _stop(handle: JobHandle) -> None:
             logger.warning("job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S)
     except TimeoutError as error:
         logger.warning("%s", error)
+
+
+_DUMP = "A worker died or was killed"
+
+
+@contextlib.contextmanager
+def without_raylet_dumps() -> Iterator[None]:
+    """Log what raylets say about lost workers at level debug: the job's own events say it in one line."""
+    theirs: Any = _ray_worker
+    printed = theirs.print_to_stdstream
+
+    def print_to_stdstream(data: Any, *args: Any, **options: Any) -> None:
+        lines = data.get("lines") or ()
+        if data.get("pid") == "raylet" and lines and str(lines[0]).startswith(_DUMP):
+            logger.debug("%s", lines[0])
+            return
+        printed(data, *args, **options)
+
+    theirs.print_to_stdstream = print_to_stdstream
+    try:
+        yield
+    finally:
+        theirs.print_to_stdstream = printed

@@ -11,23 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ray.background import Background
+from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.tuner import TunerSnapshot, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.allocator_client import AllocatorClient
-from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.context import JobContext
 from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.notifier import Notifier
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.report_intake import ReportIntake
-from elastic_ray.job.shutdown import JobShutdown
+from elastic_ray.job.shutdown import JobShutdown, Notifier
 from elastic_ray.job.starter import JobStarter
 from elastic_ray.job.state_note import controller_state
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
-from elastic_ray.membership.messages import StopJob, StrategiesKnown
+from elastic_ray.membership.messages import BatchProposal, StopJob, StrategiesKnown
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
@@ -45,6 +45,7 @@ from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, Wo
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.instructions import HeartbeatReply
 from placement.cluster.jobs import JobView
+from placement.knowledge.knowledge import Prior
 from placement.ray_cluster.metric_writer import MetricWriter
 
 logger = logging.getLogger("elastic_ray.job")
@@ -520,3 +521,36 @@ class JobSupervisor:
         self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
         self._shutdown.write()
         self._shutdown.give_back()
+
+
+class BatchChanges:
+    """Fits the planner's model, and carries out what it then chooses."""
+
+    def __init__(self, parts: JobContext) -> None:
+        self._planner, self._group = parts.planner, parts.group
+        self._record, self._background, self._events = parts.record, parts.background, parts.events
+
+    def tick(self, now_s: float) -> None:
+        """Start a fit if one is due; called about ten times a second with the monotonic time [s]."""
+        snapshot = self._planner.due(now_s)
+        if snapshot is not None:
+            self._background.start(self._fit(snapshot))
+
+    async def _fit(self, snapshot: TunerSnapshot) -> None:
+        self._carry_out(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
+        if notice := self._planner.take_notice():
+            self._events.note(EventKind.BATCH_KEPT, notice)
+
+    def advise(self, priors: Mapping[str, Prior]) -> None:
+        """Receive what other jobs have measured, by GPU type."""
+        self._carry_out(self._planner.advise(priors))
+
+    def _carry_out(self, change: tuple[BatchChoice, str] | None) -> None:
+        """Notify rank 0, unless the group is about to be another one, whose batch is chosen with it."""
+        current = self._group.machine.current
+        if change is not None and current is not None and self._group.machine.in_flight is None:
+            choice, reason = change
+            self._record.batch_chosen(reason)
+            self._group.actors.post(
+                [current.members[0].worker], BatchProposal(generation=current.generation, batch=choice)
+            )

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.communication.retired_communicators import RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.membership.messages import (
     BatchProposal,
     Cancel,

@@ -14,8 +14,7 @@ from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.joint_optimizer import JointDenominators, JointTiles, group_ranges, optimizers_of
-from elastic_ray.sync.engine.model_profile import is_elementwise
-from elastic_ray.sync.engine.trainable import Trainable, TrainedState
+from elastic_ray.sync.engine.trainable import Trainable, TrainedState, is_elementwise
 from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ray.checkpoints.automatic import StateFile
+from elastic_ray.checkpoints.interval import CheckpointRetention
 from elastic_ray.checkpoints.resumable import StoredProgress
-from elastic_ray.checkpoints.retention import CheckpointRetention
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.job_spec import JobSpec

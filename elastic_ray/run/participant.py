@@ -84,6 +84,16 @@ class Participant:
         return False
 
     @property
+    def period(self) -> int:
+        """Steps from one average of the model to the next; 1 where its gradients are reduced."""
+        return 1
+
+    @property
+    def steps_to_average(self) -> int:
+        """Steps up to the next average of the model."""
+        return 1
+
+    @property
     def settled(self) -> bool:
         """True if replicas are identical after the committed steps, and this rank holds everything to be saved."""
         return True

@@ -14,7 +14,7 @@ from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.agreed_changes import UNRECORDED
+from elastic_ray.consensus.consensus import UNRECORDED
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
@@ -23,9 +23,8 @@ from elastic_ray.run.controller_client import ControllerClient
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
-from elastic_ray.session.group_changes import GroupChanges
+from elastic_ray.session.group_changes import CollectiveResults, GroupChanges, UserCollectives
 from elastic_ray.session.loader_passes import LoaderPasses
-from elastic_ray.session.user_collectives import CollectiveResults, UserCollectives
 from elastic_ray.state.layout import check_ends
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint

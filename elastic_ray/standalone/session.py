@@ -29,9 +29,9 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import BatchProposal, ControllerMessage, GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
-from elastic_ray.run.optimizers import watch_optimizers
+from elastic_ray.run.run import watch_optimizers
 from elastic_ray.session.session import Session
-from elastic_ray.state.proof import Link
+from elastic_ray.state.progress import Link
 from elastic_ray.state.resume_point import ResumePoint
 from placement.text import printable
 

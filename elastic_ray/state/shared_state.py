@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.membership.messages import StateVersion
-from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.state.digests import named_tensors
+from elastic_ray.membership.messages import StateVersion, transfer_rounds
+from elastic_ray.state.generators import Generators
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.registered import Remembered
+from elastic_ray.state.replicas import named_tensors
 from elastic_ray.state.resume_point import UnreadableStateError
 from elastic_ray.state.tree import (
     DictState,
@@ -108,6 +109,8 @@ class SharedState:
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
         self._snapshots: list[Any] = []
+        self._before_round: tuple[RunProgress, Generators, list[Any]] | None = None
+        self._copies = Remembered()  # of all states, as the round in progress found them
 
     def register(self, key: str, state: Stateful) -> None:
         """Make ``state`` part of what joiners receive. Raises ValueError: the key is taken."""
@@ -146,11 +149,46 @@ class SharedState:
         """Drop the snapshots of a committed step, which needs no undo."""
         self._snapshots = []
 
+    def begin_round(self) -> None:
+        """Copy all states, so that the steps of a round can be undone together.
+
+        Raises RuntimeError: as :meth:`snapshot`.
+        """
+        self.snapshot()
+        self._copies.take({key: state.capture() for key, state in self._states.items()})
+        self._before_round = copy.deepcopy(self.progress), Generators(), self._snapshots
+
+    def end_round(self) -> None:
+        """Drop the copies of a committed round; their memory is used again for the next one."""
+        self._before_round = None
+
+    def lose_round(self) -> None:
+        """Count the steps of the round no more. :meth:`exchange` finds out if another rank has committed it."""
+        if self._before_round is not None:
+            self._take_progress(copy.deepcopy(self._before_round[0]))
+
+    def _undo_round(self) -> None:
+        """Return all states, the progress and the generators to the beginning of the round."""
+        if self._before_round is not None:
+            (progress, generators, self._snapshots), self._before_round = self._before_round, None
+            self._take_back()
+            for key, tree in self._copies.tree().items():
+                with _named(key, "go back to the beginning of a round that is lost"):
+                    self._states[key].restore(tree)
+            self._take_progress(progress)
+            generators.restore()
+
     def roll_back(self) -> None:
-        """Return the small state to the beginning of the step.
+        """Return the small state to the beginning of the step; all state to that of the round.
 
         Raises RuntimeError: one of them does not take what it was; the message names it.
         """
+        if self._before_round is not None:
+            self._undo_round()
+        else:
+            self._take_back()
+
+    def _take_back(self) -> None:
         for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
             each.take_back(snapshot)
 
@@ -315,6 +353,8 @@ class SharedState:
         if not any(each.has_state for each in everyone):
             _compare(communicator, layout, [row[6] for row in rows])
         holders = [each for each in everyone if each.has_state]
+        if self._before_round is not None and max(each.step for each in holders) <= run.loader_steps:
+            self._undo_round()  # else this rank's steps count, in the mean of the models
         if len(holders) > 1:
             replicas.reconcile(communicator, max(each.averaged for each in holders), holds=self.complete)
         received = False
@@ -325,7 +365,7 @@ class SharedState:
                 elif destination == communicator.rank:
                     self._receive(communicator, source)
                     received = True
-        self.complete, self.loaded = True, False
+        self.complete, self.loaded, self._before_round = True, False, None
         bounds = [row[-2] for row in rows if row[-2]]  # one rank alone may know that it ran out of memory
         self.progress.limit_memory(min(bounds, default=None))
         # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace, lower_median
-from elastic_ray.stragglers.network import SendTrace
+from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SendTrace, SpeedTrace, lower_median
 from elastic_ray.stragglers.slow_workers import SlowWorker, StragglerCause, StragglerConfig
 
 if TYPE_CHECKING:

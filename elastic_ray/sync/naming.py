@@ -10,7 +10,7 @@ from pathlib import Path
 from elastic_ray.sync import builders
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import ModelProfile, Topology
 from elastic_ray.sync.spec import Owner, Reduce, Strategy, Wire
 
 NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {

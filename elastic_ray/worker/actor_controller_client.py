@@ -22,7 +22,7 @@ from elastic_ray.checkpoints.tracker_files import TrackerFiles
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.run.dismissal import WorkerDismissed
-from elastic_ray.state.proof import Link
+from elastic_ray.state.progress import Link
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.steps.out_of_memory import gpu_memory
 from elastic_ray.worker.messages import (

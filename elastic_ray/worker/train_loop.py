@@ -8,6 +8,7 @@ import inspect
 import io
 import logging
 import os
+import pickle
 import socket
 import sys
 import types
@@ -20,7 +21,48 @@ from ray.util import inspect_serializability
 from elastic_ray.adaptation.policy import Policy, name_of
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.worker.in_ray_train import in_ray_train
-from elastic_ray.worker.script_classes import load
+
+_MAIN = "__main__"
+_MAKERS = ("_make_skeleton_class", "_make_skeleton_enum", "_make_function")  # cloudpickle's
+_given: set[str] = set()
+
+
+def load(packed: bytes) -> Any:
+    """Unpickle, as ``pickle.loads``; classes and functions of the script's ``__main__`` are found by name from now on.
+
+    Names that this process's own ``__main__`` has are left alone.
+    """
+    unpickler = _Unpickler(io.BytesIO(packed))
+    loaded = unpickler.load()
+    main = sys.modules[_MAIN]
+    for each in unpickler.made:
+        name = getattr(each, "__qualname__", "")
+        of_the_script = getattr(each, "__module__", None) == _MAIN and name.isidentifier()
+        if of_the_script and (name in _given or not hasattr(main, name)):
+            _given.add(name)
+            setattr(main, name, each)
+    return loaded
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that notes the classes and functions that cloudpickle makes anew."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.made: list[Any] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find a class as ``pickle`` does, and note cloudpickle's makers."""
+        found = super().find_class(module, name)
+        return self._noting(found) if name in _MAKERS and "cloudpickle" in module else found
+
+    def _noting(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            self.made.append(make(*args, **kwargs))
+            return self.made[-1]
+
+        return made
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.communication.retired_communicators import RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.communication.unit_group import UnitCommunicator, UnitGroup, UnitLostError
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
@@ -26,8 +25,8 @@ from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, S
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.run.current import set_worker_session
 from elastic_ray.run.dismissal import WorkerDismissed
-from elastic_ray.run.optimizers import watch_optimizers
 from elastic_ray.run.registry import HookPoint
+from elastic_ray.run.run import watch_optimizers
 from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.default_group import install as install_default_group
 from elastic_ray.session.default_group import install_unit, uninstall_unit

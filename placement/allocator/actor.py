@@ -39,8 +39,7 @@ from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.recording import Recorder, SteadyClock
 from placement.allocator.settings import OperatorSettings, check_quotas, in_force
-from placement.allocator.snapshot import AllocatorLook, CoreSnapshot
-from placement.allocator.waiting import StartTimes
+from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
@@ -52,15 +51,14 @@ from placement.planning.plan import possible_nodes
 from placement.ray_cluster import notes
 from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.cluster_scaler import ClusterScaler
-from placement.ray_cluster.dashboard_process import DashboardProcess
-from placement.ray_cluster.grafana import cluster_writer
+from placement.ray_cluster.dashboard_process import DashboardProcess, resume_jobs
+from placement.ray_cluster.metric_writer import cluster_writer
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
-from placement.ray_cluster.resume_process import resume_jobs
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
 from placement.ray_cluster.waiting_demand import WaitingDemand, demand
-from placement.storage.line_file import LineFile
+from placement.storage.private_files import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
 

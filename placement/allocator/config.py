@@ -31,11 +31,8 @@ class AllocatorConfig(NamesArguments):
         min_interval_s: pause after a decision before one that nothing forces (a changed model, more room).
         refresh_s: time after which everything is decided again though nothing happened.
         silence_s: a job that sends no heartbeat for so long is dropped.
-        settle_s: after a start beside jobs that already run, time from the first heartbeat to hear from all.
         orphan_timeout_s: longest time for which workers whose controller is gone for good keep their slots while they
             save the job; a slot whose process has ended is free at once.
-        unsatisfiable_s: how long a job must be impossible on the nodes at hand before it is told so.
-        model_change: relative change of any speed that counts as a changed model.
         log_length: decision records kept.
         rounds: decide at every ``TimePassed`` and never in between, as the published schedulers do.
         tenants: weights and quotas of tenants (``Constraints``).
@@ -67,10 +64,7 @@ class AllocatorConfig(NamesArguments):
     min_interval_s: float = 2.0
     refresh_s: float = 30.0
     silence_s: float = 10.0
-    settle_s: float = 1.5
     orphan_timeout_s: float = 600.0
-    unsatisfiable_s: float = 3.0
-    model_change: float = 0.1
     log_length: int = 10_000
     rounds: bool = False
     tenants: tuple[Tenant, ...] = ()

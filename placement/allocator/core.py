@@ -36,6 +36,10 @@ from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason, nodes_of
 
 _BETWEEN_TICKS_S = 2.0
+# After a start beside jobs that run already, time from the first heartbeat to hear from all.
+_ALL_HEARD_S = 1.5
+IMPOSSIBLE_S = 3.0
+"""Time for which a job must be impossible on the nodes at hand before it is told so [s]."""
 """Longest time between two ``TimePassed`` that counts as a job's silence [s]: beyond it the allocator was busy."""
 
 _UNFORCED = frozenset({Trigger.MODEL, Trigger.REFRESH})
@@ -262,7 +266,7 @@ class AllocatorCore:
             view = dataclasses.replace(view, priority=priority)
         if self._settling and self._settled_s is None:
             # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
-            self._settled_s = steady_s + self._config.settle_s
+            self._settled_s = steady_s + _ALL_HEARD_S
         if self._knowledge is not None:
             self._knowledge.learn(view, now_s)
         self._nodes.hear(view, steady_s)
@@ -276,7 +280,7 @@ class AllocatorCore:
             job.give(dict(view.allocation))
         if self._config.rounds:
             return  # the next round looks at everything anyway
-        news = trigger_of(job.decided_on, view, self._config.model_change)
+        news = trigger_of(job.decided_on, view)
         if news == Trigger.LIMITS:
             self._hurry(news)
         elif news:
@@ -458,7 +462,7 @@ class AllocatorCore:
         return [
             Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable))
             for name, job in self._jobs.items()
-            if job.tell_impossible(now_s, self._config.unsatisfiable_s)
+            if job.tell_impossible(now_s, IMPOSSIBLE_S)
         ]
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:

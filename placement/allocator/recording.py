@@ -48,6 +48,8 @@ _EVENTS: Mapping[str, type[Any]] = {
 }
 # Of the configuration; no core reads them.
 _SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "storage", "orphan_timeout_s")
+# Settings of older recordings that are constants now: with these values the core decides as it did.
+_CONSTANT = {"settle_s": 1.5, "unsatisfiable_s": 3.0, "model_change": 0.1}
 # Of annotations whose modules do not import them.
 _LATE = {"Observation": Observation, "GoodputModel": GoodputModel, "BatchForecast": BatchForecast}
 
@@ -223,7 +225,7 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
     return Life(
         policy=_built(str, start["policy"]),
         settings=_built(Mapping[str, Any], start["settings"]),
-        config=_built(AllocatorConfig, start["config"]),
+        config=_built(AllocatorConfig, {k: v for k, v in start["config"].items() if _CONSTANT.get(k) != v}),
         settling=_built(bool, start["settling"]),
         events=tuple((now_s, event) for now_s, _, event in events),
         decided=tuple(decided),

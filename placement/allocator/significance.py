@@ -20,14 +20,15 @@ _LIMITS = (
 )
 
 
+_CHANGE = 0.1  # relative, of a speed or a weight, that counts
 _MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
 
 
-def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger | None:
+def trigger_of(before: JobView, after: JobView) -> Trigger | None:
     """Return the trigger of a decision if the heartbeat says something that a decision depends on, else None.
 
     A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose
-    speeds all differ by less than ``model_change``, relatively.
+    speeds all differ by less than a tenth.
     """
     if before is after:
         return None
@@ -39,7 +40,7 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
         return Trigger.NODES
     if {each.worker for each in before.node_failures} != {each.worker for each in after.node_failures}:
         return Trigger.NODES
-    if abs(after.weight - before.weight) > model_change * before.weight:
+    if abs(after.weight - before.weight) > _CHANGE * before.weight:
         return Trigger.WEIGHT
     if before.fingerprint != after.fingerprint:  # others may know the model
         return Trigger.MODEL
@@ -54,7 +55,7 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
     old, new = (speeds(view, [1] * after.max_workers) for view in (before, after))
     # On one node and on several: the two extremes of the model's communication cost.
     old1, new1 = (speeds(view, [after.max_workers]) for view in (before, after))
-    return Trigger.MODEL if _differ(old, new, model_change) or _differ(old1, new1, model_change) else None
+    return Trigger.MODEL if _differ(old, new) or _differ(old1, new1) else None
 
 
 def _sizes(view: JobView) -> tuple[object, ...]:
@@ -69,8 +70,8 @@ def _sizes(view: JobView) -> tuple[object, ...]:
     )
 
 
-def _differ(old: NDArray[np.float64], new: NDArray[np.float64], relative: float) -> bool:
-    return len(old) != len(new) or bool(np.any(np.abs(new - old) > relative * np.maximum(old, new)))
+def _differ(old: NDArray[np.float64], new: NDArray[np.float64]) -> bool:
+    return len(old) != len(new) or bool(np.any(np.abs(new - old) > _CHANGE * np.maximum(old, new)))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -29,18 +29,18 @@ from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason
 
 _MOST_HOURS = 1.0
+_ACCOUNT_H = 24.0  # spending is averaged over so many hours, fading
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerConfig(NamesArguments):
-    """Times of the autoscaler [s, unless it says otherwise].
+    """Times of the autoscaler [s].
 
     Attributes:
         linger_s: a node that no job needs is kept for so long; a job may need it again.
         launch_timeout_s: time beyond a type's start-up time after which what was asked for is taken not to come, and
             another type (on-demand instead of spot) is asked for.
         retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.
-        account_h: spending is averaged over so many hours, fading [h].
 
     Examples:
         >>> from placement import AutoscalerConfig
@@ -51,12 +51,10 @@ class AutoscalerConfig(NamesArguments):
     linger_s: float = 120.0
     launch_timeout_s: float = 120.0
     retry_s: float = 450.0
-    account_h: float = 24.0
 
     def __post_init__(self) -> None:
         for field in ("linger_s", "launch_timeout_s", "retry_s"):
             check_number(field, getattr(self, field), least=0, unit="seconds")
-        check_number("account_h", self.account_h, above=0, finite=True, unit="hours")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +249,7 @@ class Autoscaler:
         hours = 0.0 if self._counted_s is None else min(max(now_s - self._counted_s, 0.0) / 3600.0, _MOST_HOURS)
         prices = {each.name: each.usd_per_h for each in self._types}
         usd_per_h = sum(prices.get(type_of(node, self._types) or "", 0.0) for node in cluster.nodes)
-        self._account = self._account.after(hours, usd_per_h, jobs, self._config.account_h)
+        self._account = self._account.after(hours, usd_per_h, jobs, _ACCOUNT_H)
         self._counted_s = now_s
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:

@@ -414,7 +414,7 @@ class EndedJobs:
         )
         part = self._present[view.job].part
         if (declarer := declarer_of(view)) and part is not None and part > _BEYOND:
-            self._beyond.setdefault(declarer, {})[view.job] = part
+            self._beyond.setdefault(declarer, {})[view.job] = 2.0 * part  # as much is left as was done
 
     def ended(self, job: str, now_s: float) -> bool:
         """End a job; True if its length is worth keeping."""

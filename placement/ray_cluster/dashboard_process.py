@@ -74,3 +74,41 @@ class DashboardProcess:
         code = process.wait()
         if not self._stopped:
             logger.warning("the dashboard has ended with code %d: %s", code, printable(last))
+
+
+_RESUME = ("-m", "elastic_ray.cli", "resume", "--all")
+_LONGEST_S = 600.0
+
+
+def resume_jobs(storage: str, cluster: str) -> None:
+    """Submit what ran when another head ended, and log what is said of it; returns at once.
+
+    Args:
+        cluster: HOST:PORT of this cluster's control store.
+    """
+    threading.Thread(target=_run, args=(storage, cluster), name="resume", daemon=True).start()
+
+
+def _run(storage: str, cluster: str) -> None:
+    """Run the command to its end."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *_RESUME, storage],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "RAY_ADDRESS": cluster},
+            timeout=_LONGEST_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logging.getLogger("placement.resume").warning(
+            "jobs of %s are not resumed: %s; try `elastic-ray resume --all %s`", storage, error, storage
+        )
+        return
+    for line in done.stdout.splitlines():
+        logging.getLogger("placement.resume").log(
+            logging.WARNING if done.returncode else logging.INFO, "%s", printable(line)
+        )

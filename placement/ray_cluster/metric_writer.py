@@ -8,9 +8,15 @@ has to delete them, whether a value is not known any more or its process is gone
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
+import threading
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from placement.instruments import Instrument, InstrumentKind, Sample
@@ -58,3 +64,44 @@ def _make(instrument: Instrument) -> Any:
     if instrument.kind is InstrumentKind.COUNTER:
         return Counter(instrument.name, **told)
     return Histogram(instrument.name, boundaries=list(instrument.buckets), **told)
+
+
+_FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
+_ROOT = "RAY_METRICS_OUTPUT_ROOT"
+_ASSET = "elastic_ray.observe.metrics", "grafana.json"
+FILE = "elastic_ray_grafana_dashboard.json"
+"""Name of the placed file, beside Ray's."""
+
+
+def cluster_writer(on: bool) -> MetricWriter | None:
+    """Return the writer of the allocator's samples and place the dashboard meanwhile; None if metrics are off."""
+    if not on:
+        return None
+    threading.Thread(target=place_dashboard, name="place dashboard", daemon=True).start()  # storage may hang
+    return MetricWriter()
+
+
+def place_dashboard() -> None:
+    """Write the dashboard, on the head node; nothing is raised."""
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        package, name = _ASSET
+        # Others may write in Ray's folders: a name that they cannot guess, and no link of theirs is followed.
+        handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write((files(package) / name).read_bytes())
+        Path(unfinished).chmod(0o644)
+        Path(unfinished).replace(folder / FILE)
+    except Exception as error:
+        logger.debug("the Grafana dashboard was not placed: %s", error)
+
+
+def _folder() -> Path:
+    """Return Grafana's folder as in ``ray.dashboard.modules.metrics.metrics_head`` of Ray 2.60."""
+    if os.environ.get(_FOLDER):
+        return Path(os.environ[_FOLDER])
+    root = os.environ.get(_ROOT)
+    private: Any = ray._private
+    session = Path(private.worker._global_node.get_session_dir_path())
+    return (Path(root) if root else session / "metrics") / "grafana" / "dashboards"

@@ -14,7 +14,7 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
-from elastic_ray.consensus.agreed_changes import AgreedChanges
+from elastic_ray.consensus.consensus import AgreedChanges
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
 from elastic_ray.membership.worker_side import LostGroupError

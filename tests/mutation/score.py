@@ -62,7 +62,7 @@ PARTS = {
         "tests/membership/test_{announced,consensus,small_parts,unit_wishes}.py tests/sync/tiles/test_pieces.py",
     ),
     "data": (
-        "elastic_ray/data/{order,batches,sharding,shares,permutation}.py",
+        "elastic_ray/data/{order,batches,sharding}.py",
         "tests/data/test_{order,permutation,sharding,shares,stream,unit_shards}.py",
     ),
     "batch": (

@@ -101,6 +101,32 @@ def test_who_declared_wrongly_is_not_believed_others_are() -> None:
     assert likely_left(scattered) == likely_left(stranger)
 
 
+@given(lengths, st.floats(1.0, 1e5), st.floats(0.1, 100.0))
+def test_a_declaration_without_record_never_advances(ends: list[float], done: float, epochs: float) -> None:
+    told = Progress(done=done, epoch_ends=(done,), epochs=epochs, usual_ends=tuple(ends))
+    assert (likely_left(told) or 0.0) >= gittins_left(done, ends) * (1 - 1e-9)
+
+
+@given(lengths, st.integers(1, 32), st.floats(1.1, 100.0))
+def test_a_record_of_true_declarations_is_believed(ends: list[float], times: int, epochs: float) -> None:
+    told = Progress(done=10.0, epoch_ends=(10.0,), epochs=epochs, usual_ends=tuple(ends), usual_parts=(1.0,) * times)
+    assert likely_left(told) == pytest.approx(remaining(told)), "as far as it is nearer than the model's ends, too"
+
+
+@given(st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.booleans())
+def test_what_one_declares_changes_nothing_for_others(told: float, other: float, ends: bool) -> None:
+    left = []
+    for epochs in (told, other):
+        knowledge = Knowledge()
+        knowledge.learn(dataclasses.replace(running("a", 500.0, epochs=epochs), user="liar"), 0.0)
+        if ends:
+            knowledge.ended("a", 1.0)
+        honest = dataclasses.replace(running("b", 10.0, epochs=40.0), user="honest")
+        knowledge.learn(honest, 2.0)
+        left.append(likely_left(knowledge.complete(honest, 3.0).progress))
+    assert left[0] == left[1]
+
+
 @given(lengths, st.floats(0.1, 1e5), st.floats(0.1, 100.0))
 def test_something_is_left_of_every_job_that_trains(ends: list[float], done: float, epochs: float) -> None:
     left = likely_left(Progress(done=done, epoch_ends=(done / 2, done), epochs=epochs, usual_ends=tuple(ends)))
@@ -127,7 +153,7 @@ def test_declarations_are_learned_by_declarer() -> None:
     beyond = Progress(done=90.0, epoch_ends=(45.0, 90.0), epochs=1.0)
     knowledge.learn(dataclasses.replace(other, job="e", user="late", progress=beyond), 3.0)
     proven = knowledge.complete(dataclasses.replace(other, job="f", user="late"), 3.0).progress
-    assert proven is not None and proven.usual_parts == (2.0,), "by a job that runs beyond its end"
+    assert proven is not None and proven.usual_parts == (4.0,), "by a job that runs beyond its end"
     knowledge.ended("e", 3.0)
     proven = knowledge.complete(dataclasses.replace(other, job="f", user="late"), 3.0).progress
     assert proven is not None and proven.usual_parts == (2.0,), "once"

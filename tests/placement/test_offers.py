@@ -293,8 +293,9 @@ def test_the_value_of_an_hour_follows_what_was_saved() -> None:
     assert budget.value_usd_per_h(Account(hours=1.0, spent_usd=999.0), 0) == pytest.approx(0.2)
 
 
-def test_a_clock_set_ahead_costs_one_hour() -> None:
-    scaler = Autoscaler([FIRM], make_policy("goodput"), Careless(), AutoscalerConfig(account_h=1e9))
+def test_a_clock_set_ahead_costs_one_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placement.autoscaling.autoscaler._ACCOUNT_H", 1e9)  # nothing fades
+    scaler = Autoscaler([FIRM], make_policy("goodput"), Careless(), AutoscalerConfig())
     for at_s, hours in ((NOW, 0.0), (NOW + 1800.0, 0.5), (NOW + 9e9, 1.5), (NOW, 1.5), (NOW + 360.0, 1.6)):
         scaler.decide([], here(1), at_s)
         assert scaler.account.hours == pytest.approx(hours, abs=1e-6)

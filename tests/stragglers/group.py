@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.data.shares import Shares, by_weight
+from elastic_ray.data.sharding import Shares, by_weight
 from elastic_ray.membership.messages import Member
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.stragglers.gpu_types import TypeShares

@@ -8,10 +8,38 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.worker.train_loop import PickledTrainLoop
-from tuning.nni.wire import PARAMETER, TrialId
+import nni.trial
+from nni.runtime.trial_command_channel import TrialCommandChannel, set_default_trial_command_channel
 
-_CHANNEL = "import://tuning.nni.channel.ReportChannel"
+import elastic_ray
+from elastic_ray.worker.train_loop import PickledTrainLoop
+from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
+
+
+class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
+    """Channel that NNI's trial functions use; every worker calls it, and rank 0's reports count, as for all reports."""
+
+    def receive_parameter(self) -> Any:
+        """Return the tuner's parameters, equal on every worker."""
+        return json.loads(os.environ[PARAMETER])
+
+    def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:
+        """Report to the experiment, by way of the job, so that nothing is told twice after a restart or a join."""
+        metrics = dict(value) if isinstance(value, Mapping) else {DEFAULT: value}
+        elastic_ray.report({**metrics, FINAL: True} if type == "FINAL" else metrics)
+
+
+def adopt(trial: TrialId) -> None:
+    """Let this process's NNI, which is another trial's so far, be this one's."""
+    nni.trial._experiment_id = trial.experiment
+    nni.trial._trial_id = trial.trial
+    nni.trial._sequence_id = trial.sequence
+    nni.trial._params = None
+    nni.trial.overwrite_intermediate_seq(0)
+    set_default_trial_command_channel(ReportChannel())
+
+
+_CHANNEL = "import://tuning.nni.loop.ReportChannel"
 
 
 class TrialLoop(PickledTrainLoop):
@@ -36,7 +64,7 @@ class TrialLoop(PickledTrainLoop):
         )
         os.environ[PARAMETER] = json.dumps(dict(self._trial.parameter))
         if "nni.trial" in sys.modules:  # an earlier trial in this process has imported it
-            from tuning.nni.channel import adopt
+            from tuning.nni.loop import adopt
 
             adopt(self._trial)
         return super().__call__(config)

@@ -13,7 +13,7 @@ import ray.cloudpickle
 from ray.experimental import internal_kv
 
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
-from elastic_ray.worker.script_classes import load
+from elastic_ray.worker.train_loop import load
 from placement.ray_cluster.notes import NAMESPACE
 
 _MOST_INLINE_BYTES = 32 << 10  # Ray keeps larger arguments in its object store, where a restart may not find them

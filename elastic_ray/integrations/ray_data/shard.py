@@ -171,7 +171,8 @@ class RayDataBatches:
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """Return the step at ``position``; the pass's samples are those that are known to be there."""
-        self._advance(position)
+        within = current_session().ledger.round
+        self._advance(position if within is None else within.position)  # a round may be drawn again as a whole
         batch_size = max(cut.batch_size, cut.world_size)
         reach = batch_size + 2 * cut.world_size  # what the size of a step may depend on
         self._know(position + reach, ahead=position + _STEPS_AHEAD * reach)

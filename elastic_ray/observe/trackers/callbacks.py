@@ -7,19 +7,20 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow.fs
+import ray.cloudpickle
 
 from elastic_ray.checkpoints.copying import copy_directory
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import JobEvent, JobPhase, Report
-from elastic_ray.observe.trackers.packed_callbacks import RunContext, unpack_callbacks
 from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, is_change_of_size
 from elastic_ray.sealed import Raised
 from placement.storage.private_files import make_directory, make_own
@@ -423,3 +424,52 @@ def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
 def _is(logger: Any, *names: str) -> bool:
     """True if the logger is of such a class, by name; the classes' modules may be missing."""
     return any(each.__name__ in names for each in type(logger).__mro__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Run for callbacks, which get it as ``run_context``, in the terms of Ray Train."""
+
+    run_id: str  # the same for the whole run
+    run_config: Any  # the user's
+    train_loop_config: Mapping[str, Any] | None  # the user's
+    scaling_config: Any  # the user's
+
+    def get_run_config(self) -> Any:
+        """Return the run's configuration."""
+        return self.run_config
+
+
+def pack_callbacks(
+    callbacks: Sequence[Any], *, run_config: Any, train_loop_config: Mapping[str, Any] | None, scaling_config: Any
+) -> bytes:
+    """Pickle them by value, as the train function is; empty for none.
+
+    Raises TypeError: one cannot be pickled; the message names it.
+    """
+    if not callbacks:
+        return b""
+    for callback in callbacks:
+        try:
+            ray.cloudpickle.dumps(callback)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise TypeError(
+                f"callback {type(callback).__name__} of RunConfig(callbacks) cannot be sent to the job's controller, "
+                f"where it is called: {error}; open files and connections in its methods, not in its constructor"
+            ) from error
+    settings = (dict(train_loop_config) if train_loop_config is not None else None, run_config, scaling_config)
+    return bytes(ray.cloudpickle.dumps((tuple(callbacks), *settings)))  # type: ignore[no-untyped-call]
+
+
+def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunContext]:
+    """Return the callbacks that the job's user has submitted, and the run context that they receive.
+
+    It runs the user's code: only for a thread that nothing waits for.
+
+    Raises Exception: whatever that raises; a module may not be there on the controller's node.
+    """
+    callbacks, train_loop_config, run_config, scaling_config = pickle.loads(packed)
+    context = RunContext(
+        run_id=run_id, run_config=run_config, train_loop_config=train_loop_config, scaling_config=scaling_config
+    )
+    return callbacks, context

@@ -63,6 +63,8 @@ class Drift:
     def follow(self, average: Average | None) -> None:
         """Adopt the averaging of the present strategy; None for none. Other parameters may be trained than before."""
         self._begun = False
+        drifting = self._context.registry.drifting
+        (drifting.discard if average is None else drifting.add)(self._number)
         if average != self.average:
             self.average = average
             self._averager = None if average is None else make_averager(average)
@@ -72,6 +74,15 @@ class Drift:
         """True while ranks update with their local gradients."""
         average = self.average
         return average is not None and (average.until is None or self._context.states.progress.steps < average.until)
+
+    @property
+    def steps_to_average(self) -> int:
+        """Steps up to the next average; 1 where gradients are reduced."""
+        average, steps = self.average, self._context.states.progress.steps
+        if average is None or not self.on:
+            return 1
+        left = average.period - steps % average.period
+        return left if average.until is None else min(left, average.until - steps)
 
     @property
     def settled(self) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from elastic_ray.sync.builders import exactly
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.plan import BucketPlan, SyncPlan, lower
-from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.plan import BucketPlan, ModelProfile, ParamInfo, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule, Strategy, Sync, Wire
 
 _ID_BYTES = 8  # of a row's number on the wire

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ray.sync.choosing.candidates import describe, sent_bytes
 from elastic_ray.sync.choosing.choice import Choice
-from elastic_ray.sync.plan import BucketPlan, SyncPlan
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import BucketPlan, ModelProfile, SyncPlan, Topology
 from elastic_ray.sync.spec import Rows
 
 _NAMED = 2

@@ -10,9 +10,9 @@ import torch
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, WireForm
 from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
-from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression
+from elastic_ray.sync.operations.owing import CompressedOperation
 from elastic_ray.sync.operations.partitioned_reduce import (
     CastReduceOperation,
     OwnerOperation,

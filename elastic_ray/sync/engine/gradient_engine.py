@@ -16,20 +16,15 @@ from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
-from elastic_ray.sync.engine.carried_gradients import CarriedGradients
+from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
 from elastic_ray.sync.engine.factory import adds_up_alone, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
-from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.engine.local_parameters import local_groups
-from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
-from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup
 from elastic_ray.sync.engine.row_steps import RowSteps
-from elastic_ray.sync.engine.summing_group import SummingGroup
-from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
@@ -102,7 +97,7 @@ class GradientEngine(Participant):
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context, self._drift, number, self._agree_on),
+            SummingGroup(context, self._drift),
             statistics,
             grad_scale,
             number,
@@ -355,6 +350,16 @@ class GradientEngine(Participant):
         return self._drift.average is not None and self._drift.on
 
     @property
+    def period(self) -> int:
+        """Steps from one average of the model to the next; 1 where its gradients are reduced."""
+        return self._drift.average.period if self._drift.average is not None and self._drift.on else 1
+
+    @property
+    def steps_to_average(self) -> int:
+        """Steps up to the next average of the model."""
+        return self._drift.steps_to_average
+
+    @property
     def settled(self) -> bool:
         """True if replicas are identical and this rank holds everything to be saved, after the committed steps."""
         return self._drift.settled and self._sharded.settled and self._divided.settled
@@ -367,9 +372,6 @@ class GradientEngine(Participant):
         """
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
-
-    def _agree_on(self) -> tuple[int, str]:
-        return self.fix_drift(), self._in_force.label
 
     @property
     def marker(self) -> int:

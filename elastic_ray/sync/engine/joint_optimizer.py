@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 if TYPE_CHECKING:

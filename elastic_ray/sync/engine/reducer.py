@@ -22,10 +22,15 @@ from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
-from elastic_ray.sync.engine.reduction import Reduction
-from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, refuse_weights
-from elastic_ray.sync.engine.summing_group import SummingGroup
+from elastic_ray.sync.engine.reduction import (
+    Announcements,
+    BucketLayout,
+    Reduction,
+    StepWeights,
+    SummingGroup,
+    hooks_on_gradients,
+    refuse_weights,
+)
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.buckets import Bucket
@@ -99,7 +104,7 @@ class GradientReducer:
         self._early = False  # buckets are reduced while the pass continues
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
-        self._own_sum: Number = 0.0  # of what this rank has put into buckets
+        self._own_sums: list[Number] = []  # of what this rank has put into buckets
         # By bucket: parameters whose gradients lie in memory of their own, and how many elements may still do so.
         self._waiting: list[list[int]] = []
         self._room: list[float] = []
@@ -215,11 +220,9 @@ class GradientReducer:
         self._launched = 0
         self._goes_on, self._complete = False, True
         self._pending = list(self._sizes)
-        for bucket in self._buckets:
-            bucket.begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reduces = self._accumulates = self._measures = False
-        self._own_sum = 0.0
+        self._own_sums = []
         if step is None:
             self._step = self.nonfinite_ranks = None
             self.reduction.begin_step(self._context.states.progress.steps)
@@ -227,10 +230,10 @@ class GradientReducer:
             if self._reduces and not self._warned:
                 self._warned = True
                 self._context.tell("warning", OUTSIDE_OF_LOADERS)
-            if self._reduces:
-                self._begin_filling()
+            self._begin_buckets(first=False)
             return
-        if step is not self._step:
+        first = step is not self._step
+        if first:
             self._begin_step(step)
         elif step.micro != self._micro:
             self._carry()
@@ -243,6 +246,7 @@ class GradientReducer:
         self._micro = step.micro
         last = step.is_last_micro
         if not (last or self._open):
+            self._begin_buckets(first=False)
             return
         step.begin_backward()
         if step.weighed:
@@ -254,14 +258,13 @@ class GradientReducer:
         if self._statistics.due:
             self._statistics.begin_pass()
             self._measures = self._open and not self._ledger.failed
-        if self._reduces or self._accumulates:
-            self._begin_filling()
+        self._begin_buckets(first=first)
 
-    def _begin_filling(self) -> None:
-        """Have buckets take the pass in."""
-        alone = self._reduces and not self._accumulates
+    def _begin_buckets(self, *, first: bool) -> None:
+        """Have buckets take the pass in, the ``first`` one of a step or a later one."""
+        reduces, accumulates = self._reduces, self._accumulates
         self._waiting = [[] for _ in self._buckets]
-        self._room = [bucket.begin_filling(alone=alone) for bucket in self._buckets]
+        self._room = [each.begin_pass(first=first, reduces=reduces, accumulates=accumulates) for each in self._buckets]
         self._left = list(self._room)
         if self._reduces and self._early:
             self._announce()
@@ -303,8 +306,6 @@ class GradientReducer:
         self._open, self._carries = True, False
         self._drifts = self._group.model.average is not None and self._group.drifts
         steps = self._context.states.progress.steps
-        for bucket in self._buckets:
-            bucket.begin_step(carries=step.micro_steps > 1)
         exact = self.reduction.begin_step(steps)
         self._ledger.mark_training()
         self._in_layers = self._statistics.in_layers
@@ -326,7 +327,7 @@ class GradientReducer:
 
     def _fill(self, bucket: GradientBucket) -> None:
         """Fill a bucket with the weighted local gradients on top of earlier micro-steps', and measure its norm."""
-        weight, rest, goes_on = self._weight, None, bucket.goes_on
+        weight, rest, goes_on = self._weight, None, bucket.written is not None and bucket.goes_on
         if self._accumulates:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
                 rest = bucket.share(1.0 / self._group.world_size - weight)
@@ -334,30 +335,23 @@ class GradientReducer:
                 weighed = self._step is not None and self._step.weighed
                 rest = bucket.carried_share(self._weights.factor if weighed else 1.0)
         self._goes_on = self._goes_on or goes_on
-        bucket.put(weight)
+        own = bucket.put(weight, sums=self._check_finite and self._reduces)
+        if own is not None:
+            self._own_sums.append(own)
         if self._measures:
             self._statistics.add(bucket, weight)
         if self._accumulates:
             bucket.note_used()
         if rest is not None:
             bucket.add(rest)
-        if self._check_finite and self._reduces:
-            own = bucket.sum_up()
-            if own is not None:
-                self._own_sum = added(self._own_sum, own)
 
-    def _launch_ready(self) -> None:
-        """Start reductions in the fixed order, as far as buckets are full."""
+    def _launch(self) -> None:
+        """Start the reductions of full buckets, in the fixed order."""
         if self._ledger.failed:
             return
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
-                self._launch()
-        else:
-            self._launch()
-
-    def _launch(self) -> None:
-        """Launch the reductions of ready buckets, in order; called by :meth:`_launch_ready`."""
+                return self._launch()
         try:
             if self._launched == 0 and not self._pending[0]:
                 if self._unanswered and not self._met_before():
@@ -387,7 +381,7 @@ class GradientReducer:
         tag = self._consensus.step_tag(self._note)
         head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *tag]
         norms = self._statistics.local_norms() if self._measures else ()
-        self._layout.write_tail(head, norms, self._own_sum, None if self._complete else self._used())
+        self._layout.write_tail(head, norms, added(self._own_sums), None if self._complete else self._used())
 
     def _used(self) -> list[bool]:
         """Return a flag for each parameter: True if it had a gradient on this rank in any micro-step."""
@@ -395,31 +389,14 @@ class GradientReducer:
         return [used for mine in flags for used in mine]
 
     def _finish(self) -> None:
-        """Finish the backward pass: reduce the rest, and put the mean into ``.grad``."""
+        """End the backward pass: launch what is left, wait for the reductions, and put the mean into ``.grad``."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
-                self._end_pass()
-        else:
-            self._end_pass()
-
-    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """End a backward pass that raised: the rest of it gives nothing, and the step is lost."""
-        if self._ledger.failed:
-            self._running = False
-        elif self._running:
-            with torch.no_grad():
-                self._end_pass()
-        else:
-            give_zeros(self._trainable.params)
-
-    def _end_pass(self) -> None:
-        """End the backward pass: launch what is left, and wait for the reductions; called by :meth:`_finish`."""
+                return self._finish()
         self._running, self._knows = False, True
         if self._trainable.left_out:
             self._trainable.drop_strangers()
         step = self._step
-        if self._drifts:
-            self._group.agree(step)
         for bucket in self._buckets:
             if self._pending[bucket.index]:
                 bucket.mark_incomplete()
@@ -431,7 +408,7 @@ class GradientReducer:
             if not self._told:
                 self._announce()
             if self._launched < len(self._buckets):
-                self._launch_ready()
+                self._launch()
             self._collect(step)
         elif step is None:
             return
@@ -453,6 +430,15 @@ class GradientReducer:
                 self._measure_alone()
         if self.reduction.owing and step is not None and step.is_last_micro and not self._ledger.failed:
             self.reduction.settle()
+
+    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """End a backward pass that raised: the rest of it gives nothing, and the step is lost."""
+        if self._ledger.failed:
+            self._running = False
+        elif self._running:
+            self._finish()
+        else:
+            give_zeros(self._trainable.params)
 
     def _collect(self, step: LoaderStep | None) -> None:
         """Wait for the reductions, conclude what rode on them, and write the mean back."""
@@ -568,6 +554,6 @@ def _gradient_hook(
             pending = reducer._pending
             pending[index] -= 1
             if not pending[index] and reducer._reduces and reducer._early:
-                reducer._launch_ready()
+                reducer._launch()
 
     return hook

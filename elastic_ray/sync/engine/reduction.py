@@ -1,4 +1,4 @@
-"""The collectives of one backward pass: each bucket's operation, in rounds, and the tail's (torch)."""
+"""A model's buckets as a plan lays them out, with a tail of control values, and their collectives (torch)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,173 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import read
-from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.operations.bucket_operation import GradientBucket
-from elastic_ray.sync.operations.buckets import AllReduceOperation
-from elastic_ray.sync.operations.compressed import CompressedOperation
-from elastic_ray.sync.operations.owing import OwingOperation
+from elastic_ray.batch.device_numbers import Number, read, read_with
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
+from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
+from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
+from elastic_ray.sync.plan import SyncPlan
+from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:
     from elastic_ray.consensus.consensus import RankConsensus
-    from elastic_ray.sync.engine.summing_group import SummingGroup
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
+    from elastic_ray.sync.averaging.drift import Drift
+    from elastic_ray.sync.engine.joint_optimizer import JointTiles
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+    from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
+
+
+class BucketLayout:
+    """Buckets of one model in memory, with the control values that travel with them.
+
+    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and which
+    parameters were used. It rides on the last bucket's reduction where that adds it up exactly; else it is a buffer of
+    its own, to be reduced by itself.
+
+    Args:
+        groups: parameters of each parameter group, in the model's order.
+        plan: of them, one after the other.
+        control_size: number of control values.
+        sequel: what follows the reductions.
+        statistics: what rides of the gradients' statistics.
+        owners: of the optimizer state.
+
+    Attributes:
+        buckets: in the order of reduction.
+        sliced: those of which each rank receives a part of the mean.
+        tail_rides: whether the last bucket holds it.
+        strategy: what a user calls the plan's.
+        norms, shared, step_tag: where these lie in the tail.
+        own_sum: where the sum of what ranks have put in lies, by which all know whether that is finite; flags of used
+            parameters follow.
+        no_norms, nothing_to_share: values for them.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        plan: SyncPlan,
+        control_size: int,
+        sequel: StrategyInForce,
+        statistics: GradientStatistics,
+        owners: TiledOptimizer | JointTiles,
+    ) -> None:
+        params = [p for group in groups for p in group]
+        if not params:
+            raise ValueError("model must have at least one parameter that requires a gradient")
+        self.sequel = sequel
+        self.norms = slice(control_size, control_size + statistics.norms_size)
+        self.shared = slice(self.norms.stop, self.norms.stop + statistics.shared_size)
+        self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
+        self.own_sum = self.step_tag.stop
+        self.no_norms = [0.0] * statistics.norms_size
+        self.nothing_to_share = [0.0] * statistics.shared_size
+        self._count = len(params)
+        size = self.own_sum + 1 + len(params)
+        last = len(plan.buckets) - 1
+        self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
+        self.buckets: list[GradientBucket] = [
+            make_bucket(
+                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, owners
+            )
+            for index, each in enumerate(plan.buckets)
+        ]
+        self.sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlicedBucket)]
+        self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
+        self._own_tail = torch.zeros(size, dtype=torch.float32, device=params[0].device)
+        self._sums: list[float] = []
+        self._numbers: Any = None
+        layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
+        self._layout = (layout, size, plan.digest, sequel.agenda)
+        name = plan.strategy.label
+        self.strategy = f"auto, now {name}" if sequel.agenda and name != "auto" else name
+
+    @property
+    def digest(self) -> int:
+        """Digest of the layout, which must be equal on all ranks."""
+        return digest((*self._layout, self.sequel.takes))
+
+    def settle_first(self, index: int) -> SettlingOperation:
+        """Have a bucket's next pass add what a strategy before has left owed."""
+        settling = SettlingOperation(self.operations[index])
+        self.operations[index] = settling
+        return settling
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """Tail of control values, in its present memory."""
+        last = self.buckets[-1]
+        if self.tail_rides and isinstance(last, Bucket):
+            self._numbers = last.tail_numbers
+            return last.tail
+        self._numbers = self._own_tail.numpy() if self._own_tail.device.type == "cpu" else None
+        return self._own_tail
+
+    def release(self) -> None:
+        """Give memory for reductions back until there are any."""
+        for bucket in self.buckets:
+            bucket.release()
+
+    def write_tail(
+        self, head: Sequence[float], norms: Sequence[Number], own_sum: Number, used: Sequence[bool] | None
+    ) -> None:
+        """Write what rides on the reduction.
+
+        Args:
+            head: values up to the sum of what this rank has put in, without norms.
+            norms: of local gradients; empty for none.
+            used: which parameters have a gradient; None for all.
+        """
+        tail = self.tail
+        if self._numbers is not None:
+            self._numbers[: self.own_sum] = head
+            self._numbers[self.own_sum] = float(own_sum)
+            self._numbers[self.own_sum + 1 :] = 1.0 if used is None else used
+            if norms:
+                self._numbers[self.norms] = read(norms)
+            return
+        # From memory that is pinned a GPU takes them by itself, and nobody waits.
+        flags = [True] * self._count if used is None else used
+        told = torch.tensor([*head, 0.0, *flags], dtype=tail.dtype, pin_memory=tail.is_cuda)
+        tail.copy_(told, non_blocking=True)
+        for at, norm in [*enumerate(norms, self.norms.start), (self.own_sum, own_sum)]:
+            if isinstance(norm, torch.Tensor):  # a frozen group's has none
+                tail[at].copy_(norm)
+
+    def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
+        """Read the tail's sums, as far as all steps need them, and ``numbers``; with one wait for the tail's GPU."""
+        if self._numbers is not None:
+            return self._numbers[: self.own_sum + 1].tolist(), read(numbers) if numbers else []
+        self._sums, found = read_with(self.tail, numbers)
+        return self._sums, found
+
+    def used_anywhere(self) -> list[bool]:
+        """Return which parameters have a gradient on any rank, after :meth:`read_tail`."""
+        sums = self._sums if self._numbers is None else self._numbers.tolist()
+        return [count > 0 for count in sums[self.own_sum + 1 :]]
+
+    def replace_buffers(self) -> None:
+        """Leave all memory to reductions that were given up and may still write to it."""
+        for bucket in self.buckets:
+            bucket.replace_buffer()
+        self._own_tail = self._own_tail.clone()
+
+
+def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:
+    """Have ``hook`` called with each parameter that has got its gradient in a backward pass; returns the handles."""
+    handles = []
+    for param in params:
+        trained = param.requires_grad
+        param.requires_grad_(True)  # torch takes no hook for one that is frozen for the moment
+        handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        param.requires_grad_(trained)
+    return handles
+
 
 PROBE_EVERY = 32
 """Steps of which one is sent uncompressed, for statistics of gradients."""
@@ -89,7 +246,11 @@ class Reduction:
             self._asked, self._finite, self.written = False, None, set()
             for owing in self.owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
-        self._works[index] += layout.operations[index].launch(layout.buckets[index], gradients)
+        operation, bucket = layout.operations[index], layout.buckets[index]
+        if type(operation) is AllReduceOperation and type(bucket) is Bucket:
+            self._works[index].append(gradients.all_reduce(bucket.memory.flat))
+        else:
+            self._works[index] += operation.launch(bucket, gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
@@ -102,15 +263,38 @@ class Reduction:
             checks: whether :meth:`is_finite` is asked in every pass. Of buckets that are summed up before they are
                 reduced the sum of all ranks' sums tells it.
         """
+        communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
         self._took_s = [0.0] * len(self._began_s)
-        told, finished, going = False, 0, self._layout.buckets
+        told, finished, going, last = False, 0, self._layout.buckets, len(operations) - 1
         while going:
             finished, left = finished + 1, list[GradientBucket]()
             for bucket in going:
+                index = bucket.index
                 told = told or (bucket.is_summed_up and not self.owing)
-                if self._goes_on(bucket, finished, looks=looks):
-                    left.append(bucket)
+                works, self._works[index] = self._works[index], []
+                for work in works:
+                    if not communicator.waited_briefly(work):
+                        self._consensus.announcer.wait(work)
+                if type(operations[index]) is not AllReduceOperation:  # whose first round is its last
+                    self._works[index] = list(operations[index].go_on(bucket, communicator.gradients, finished))
+                    if self._works[index]:
+                        left.append(bucket)
+                        continue
+                self._took_s[index] = time.perf_counter() - self._began_s[index]
+                if bucket.sliced:
+                    continue
+                if looks and (self.owing or not bucket.is_summed_up):
+                    total = bucket.total()
+                    if total.is_cuda:  # to look at it is to wait for the GPU
+                        self.totals.append(total)
+                        continue
+                    if not (math.isfinite(total) or bucket.is_finite()):
+                        self._finite = False
+                        continue
+                if bucket.complete and index < last:
+                    bucket.write_back(lambda: ())
+                    self.written.add(index)
             going = left
         if self._layout.sliced and not self._tell_sizes() and looks:
             self._finite = False
@@ -120,33 +304,6 @@ class Reduction:
             for owing in self.owing:
                 owing.drop()
         self._layout.sequel.reduced(self._took_s)
-
-    def _goes_on(self, bucket: GradientBucket, finished: int, *, looks: bool) -> bool:
-        """Wait for a bucket's round and start its next one; after the last one, have ``.grad`` hold its sum."""
-        index = bucket.index
-        works, self._works[index] = self._works[index], []
-        for work in works:
-            self._consensus.announcer.wait(work)
-        operation = self._layout.operations[index]
-        if type(operation) is not AllReduceOperation:  # whose first round is its last
-            self._works[index] = list(operation.go_on(bucket, self._group.group.communicator.gradients, finished))
-            if self._works[index]:
-                return True
-        self._took_s[index] = time.perf_counter() - self._began_s[index]
-        if bucket.sliced:
-            return False
-        if looks and (self.owing or not bucket.is_summed_up):
-            total = bucket.total()
-            if total.is_cuda:  # to look at it is to wait for the GPU
-                self.totals.append(total)
-                return False
-            if not (math.isfinite(total) or bucket.is_finite()):
-                self._finite = False
-                return False
-        if bucket.complete and index < len(self._layout.buckets) - 1:
-            bucket.write_back(lambda: ())
-            self.written.add(index)
-        return False
 
     def _tell_sizes(self) -> bool:
         """Exchange what all ranks must know of gradients that none of them holds; whether all are finite."""
@@ -222,3 +379,131 @@ class Reduction:
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
             operation.void()
+
+
+class StepWeights:
+    """Computes each micro-batch's weight in the mean gradient.
+
+    Counts of all ranks are exchanged once a step, before its first bucket is filled.
+
+    Args:
+        group: whose gradients are added up.
+        consensus: waits.
+        statistics: of the gradients, which count with their shares.
+    """
+
+    def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
+        self._group, self._consensus, self._statistics = group, consensus, statistics
+        self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
+
+    def begin_pass(self, step: LoaderStep) -> None:
+        """Start a backward pass of a step whose micro-batches the loop weighs.
+
+        Raises RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
+        """
+        if not step.micro:
+            self.factor = 1.0
+        if len(step.own_counts) <= step.micro:
+            raise RuntimeError(
+                "loader.weigh(n) must be called before backward() in each micro-batch of a step, or in none: it was "
+                f"for {len(step.own_counts)}, and not for the one that follows"
+            )
+
+    def share(self, step: LoaderStep | None, *, reduces: bool) -> float:
+        """Return the weight of the step's last micro-batch on this rank.
+
+        Args:
+            step: the step; None outside of steps, where all ranks weigh alike.
+            reduces: whether gradients of several ranks are added up, all of which come here.
+        """
+        if step is None:
+            return 1.0 / self._group.world_size
+        if not step.weighed:
+            return self._group.share(step)
+        if step.counts is None:
+            own = list(step.own_counts)
+            counts = self._of_all(own) if reduces else [own]
+            total = sum(map(sum, counts))
+            self.factor = step.count / total if total > 0 else 0.0
+            self._statistics.scale_carried(self.factor)
+            step.take_counts(counts)
+        return self._group.share(step)
+
+    @torch.no_grad()
+    def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
+        """True if this rank trains alone and the step's only micro-batch has weight 0; sets ``.grad`` to 0 then.
+
+        It is what several ranks would have added up: the gradient of a mean over nothing may be no number.
+        """
+        if not step.is_last_micro or any(step.own_counts):
+            return False
+        for bucket in buckets:
+            for param in bucket.params:
+                if param.grad is not None:
+                    param.grad.zero_()
+        return True
+
+    def _of_all(self, own: list[float]) -> list[list[float]]:
+        """Exchange the weights of all ranks' micro-batches and return them by rank."""
+        told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
+        told[self._group.group.rank] = torch.tensor(own, dtype=torch.float64)
+        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        found: list[list[float]] = told.tolist()
+        return found
+
+
+class Announcements:
+    """Announcement values of a pass: with weights, a rank makes one more collective than without.
+
+    Args:
+        layout: of its buckets, in the present group.
+
+    Attributes:
+        plain, weighed: what a pass announces whose micro-batches weigh as many as their samples, or as the loop says.
+    """
+
+    def __init__(self, number: int, layout: BucketLayout) -> None:
+        plain, strategy = layout.digest, layout.strategy
+        weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
+        self.plain = Announced(Intent.GRADIENTS, number, plain, strategy)
+        self.weighed = Announced(Intent.GRADIENTS, number, *weighed)
+
+
+def refuse_weights(step: LoaderStep | None) -> None:
+    """Refuse weights in a step whose backward pass only adds to this rank's gradients.
+
+    Raises RuntimeError: the loop weighs its micro-batch.
+    """
+    if step is not None:
+        step.begin_backward()
+    if step is not None and step.weighed:
+        raise RuntimeError(
+            "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "
+            "several steps are added up as they are. Let the loader accumulate: autoscale_batch_size(..., "
+            "gradient_accumulation=True)"
+        )
+
+
+class SummingGroup:
+    """Ranks whose gradients are summed: the group, or this rank alone while replicas diverge.
+
+    Where this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
+    """
+
+    def __init__(self, context: Run, model: Drift) -> None:
+        self.group = context.group  # the present group, whoever is added up
+        self.model = model
+
+    @property
+    def drifts(self) -> bool:
+        """True while ranks update with their local gradients."""
+        return self.model.average is not None and self.model.on
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks whose gradients are summed."""
+        return self.group.world_size if self.model.average is None or not self.model.on else 1
+
+    def share(self, step: LoaderStep) -> float:
+        """Return the weight of this rank's present micro-batch in the sum."""
+        return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

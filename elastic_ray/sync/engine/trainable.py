@@ -1,15 +1,18 @@
-"""Parameters of a model that are synchronised: those that have been trainable since it was wrapped."""
+"""Parameters of a model that are synchronised, as this worker's part, and their profile for a planner (torch)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.batch.device_numbers import local
 from elastic_ray.state.pieces import shared_out
 from elastic_ray.state.tree import OptimizerState, Stateful
-from elastic_ray.sync.engine.local_parameters import as_divided
+from elastic_ray.sync.engine.joint_optimizer import optimizers_of
+from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo
+from elastic_ray.sync.tables.sparse_backward import switch_off
 
 if TYPE_CHECKING:
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
@@ -215,3 +218,165 @@ class TrainedState(OptimizerState):
         if not whole:
             state.update(own)
         self._divided.restore(divided, whole=whole)
+
+
+class LocalParameter:
+    """Stands for a parameter where buckets take gradients and put them back.
+
+    Args:
+        param: a DTensor.
+    """
+
+    def __init__(self, param: Any) -> None:
+        self._param = param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._param, name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Functions of torch take the local part."""
+        return function(*(each.part if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+
+    @property
+    def whole(self) -> Any:
+        """The parameter."""
+        return self._param
+
+    @property
+    def part(self) -> torch.Tensor:
+        """Part of the tensor that this worker holds."""
+        found: torch.Tensor = local(self._param)
+        return found
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the local part."""
+        return self.part.shape
+
+    def numel(self) -> int:
+        """Elements of the local part."""
+        return self.part.numel()
+
+    def is_contiguous(self) -> bool:
+        """True if the local part is."""
+        return self.part.is_contiguous()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The local part of the gradient, which lies in the unit as its parameter does from here on."""
+        grad: Any = self._param.grad
+        if grad is None:
+            return None
+        if grad.placements != self._param.placements:  # partial sums, of what follows a parallel sequence
+            self._param.grad = grad = grad.redistribute(placements=self._param.placements)
+        found: torch.Tensor = local(grad)
+        return found
+
+    @grad.setter
+    def grad(self, part: torch.Tensor | None) -> None:
+        from torch.distributed.tensor import DTensor
+
+        held = None if part is None else DTensor(part, self._param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        self._param.grad = held
+
+
+def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
+    """Parameters by group, with stand-ins for those that the unit has divided."""
+    return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
+
+
+def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
+    """Return an optimizer's state of a parameter as local parts, divided as the parameter is."""
+    part = getattr(param, "_local_tensor", None)
+    if part is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    def divided(value: Any) -> Any:
+        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
+        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
+            return value
+        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    return {key: divided(value) for key, value in values.items()}
+
+
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+# A class derived from one of these may do anything.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+
+def profile_of(
+    module: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> ModelProfile:
+    """Return the model's profile.
+
+    Args:
+        groups: its trainable parameters by parameter group of the optimizer, in the model's order.
+        optimizer: steps them.
+    """
+    for layer in module.modules():
+        switch_off(layer)
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    layers = layers_by_parameter(module)
+    params = [
+        ParamInfo(
+            names=tuple(names[id(param)]),
+            shape=tuple(param.shape),
+            dtype=str(param.dtype).removeprefix("torch."),
+            itemsize=param.element_size(),
+            device=param.device.type,
+            group=index,
+            sparse=any(getattr(layer, "sparse", False) for layer in layers[id(param)] if isinstance(layer, _TABLES)),
+            table=all(isinstance(layer, _TABLES) for layer in layers[id(param)]),
+            divisible=param.is_contiguous(),
+        )
+        for index, group in enumerate(groups)
+        for param in group
+    ]
+    trained = {id(param) for group in groups for param in group}
+    frozen = [name for key, all_names in names.items() if key not in trained for name in all_names]
+    first, *others = optimizers = optimizers_of(optimizer)
+    by_group = tuple(_describe(each) for each in optimizers for _ in each.param_groups) if others else ()
+    return ModelProfile(params=tuple(params), optimizer=_describe(first), by_group=by_group, frozen=tuple(frozen))
+
+
+def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """Return the layers that hold a parameter, by its ``id``."""
+    layers: dict[int, list[torch.nn.Module]] = {}
+    for layer in module.modules():
+        for param in layer.parameters(recurse=False):
+            layers.setdefault(id(param), []).append(layer)
+    return layers
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
+    """Describe the gradients that the optimizer can step; measured for torch's own with torch 2.13."""
+    decays = any(group.get("weight_decay", 0) for group in optimizer.param_groups)
+    takes = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and not decays
+    return OptimizerInfo(
+        name=type(optimizer).__name__,
+        takes_sparse=takes or isinstance(optimizer, torch.optim.SparseAdam),
+        only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
+        elementwise=is_elementwise(optimizer),
+    )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer is known to update each element independently of the others of its tensor."""
+    return type(optimizer) in _ELEMENTWISE

@@ -20,7 +20,7 @@ from elastic_ray.sync.sharded.tiles import from_words, to_words
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 if TYPE_CHECKING:
-    from elastic_ray.run.group import Group
+    from elastic_ray.run.run import Group
 
 Owners = tuple[tuple[int, ...], ...]
 """Ranks by tile; the first one sends parameters, and sums of gradients, to others."""

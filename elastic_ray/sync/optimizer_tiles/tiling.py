@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 
-from elastic_ray.sync.profile import ModelProfile, ParamInfo
+from elastic_ray.sync.plan import ModelProfile, ParamInfo
 from elastic_ray.sync.spec import Owner
 
 # Enough to balance a group of 8 within some percent. A small model has fewer: a call takes longer than its memory.

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.sync.sharded.row_updates import summed, update_rows
 from elastic_ray.sync.sharded.rules import RowRule
-from elastic_ray.sync.sharded.shard import TableShard
+from elastic_ray.sync.sharded.shard import TableShard, summed, update_rows
 from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
 from elastic_ray.sync.sharded.tiles import RowTiling
 

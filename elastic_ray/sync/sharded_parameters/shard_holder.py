@@ -58,7 +58,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 
 if TYPE_CHECKING:
-    from elastic_ray.run.group import Group
+    from elastic_ray.run.run import Group
 
 Whole = dict[int, tuple[Tensor, State]]
 """Whole parameters and the optimizer's state of each, by the parameter's position, in CPU memory."""

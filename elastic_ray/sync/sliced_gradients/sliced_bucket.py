@@ -57,14 +57,14 @@ class SlicedBucket(Bucket):
             self._pieces = owners, pieces_of([p.numel() for p in self.params], spans)
         return self._pieces[1]
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
         """Start a backward pass; gradients that were zeroed in place become ordinary ones."""
-        super().begin_pass()
         for param in self.params:
             if isinstance(param.grad, SlicedGradient):
                 param.grad = plain_or_sliced(param.grad)
+        return super().begin_pass(first=first, reduces=reduces, accumulates=accumulates)
 
-    def put(self, weight: float) -> None:
+    def put(self, weight: float, *, sums: bool = False) -> Tensor | None:
         """Put weighted gradients into the bucket; raises RuntimeError for gradients that are sliced already.
 
         Raises RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
@@ -72,7 +72,7 @@ class SlicedBucket(Bucket):
         if any(isinstance(param.grad, SlicedGradient) for param in self.params):
             raise RuntimeError(ADDS_UP)
         self._kept = None
-        super().put(weight)
+        return super().put(weight, sums=sums)
 
     def give(self, own: Tensor) -> None:
         """Give the bucket's memory, and that of its gradients, to what arrives."""

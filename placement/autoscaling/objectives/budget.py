@@ -30,7 +30,7 @@ class Budget:
 
     with B the budget, n the mean number of jobs and saved = B x hours - spent: an integral controller, whose steady
     state is spending B. Near it jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. Money is
-    counted fading (``AutoscalerConfig.account_h``): what was saved long ago is not spent at once.
+    counted fading over a day: what was saved long ago is not spent at once.
 
     Deadlines and budgets of jobs are kept as under ``cost_per_progress``.
     """
