@@ -176,7 +176,7 @@ def test_progress_to_come_is_told_in_samples() -> None:
         assert coming(parts, "progress", **facts) == []
 
 
-def test_tokens_to_come_are_told_in_samples_up_to_the_limit() -> None:
+def test_tokens_to_come_are_samples_within_limits() -> None:
     tokens = {0: 64, 1000: 256, 3000: 4096}
     facts = {"samples": 50, "tokens_per_sample": 10.0}  # 500 tokens
     assert coming(tokens, "tokens", **facts) == [(50, 25), (250, 409)]
@@ -205,7 +205,7 @@ def test_a_schedule_by_tokens_is_in_whole_samples(samples: int, each: Any, most:
     assert listed(policy.before_epoch(view)) == expected
 
 
-def test_a_request_is_at_least_by_the_hysteresis_and_of_one() -> None:
+def test_requests_differ_by_the_hysteresis() -> None:
     def asked(scale: float, **options: Any) -> list[Any]:
         given = {"smoothing": 0.0, "hysteresis": 2.0, "growth": 100.0, "every": 1, "min_batch_size": 1, **options}
         return run(NoiseScaleBatch(**given)).step(noise=noise(scale))
@@ -217,7 +217,7 @@ def test_a_request_is_at_least_by_the_hysteresis_and_of_one() -> None:
     assert asked(1e9, min_batch_size=400, max_batch_size=400) == [SetBatch(400)]
 
 
-def test_the_batch_that_is_there_counts_until_one_was_asked_for() -> None:
+def test_the_present_batch_counts_until_one_was_asked() -> None:
     policy = NoiseScaleBatch(smoothing=0.0, growth=2.0, every=1)
     view = PolicyView(batch_size=64, initial_batch_size=32, max_batch_size=512, noise=noise(500.0))
     assert [listed(policy.after_step(view)) for _ in range(3)] == [[SetBatch(size)] for size in (128, 256, 500)]

@@ -11,6 +11,7 @@ from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tuner import fit_snapshot
 from placement.cluster.jobs import FoundStrategy
+from placement.knowledge.knowledge import Prior
 from tests.job.planners import LIMITS, plan, planner_on, report
 
 SHAPE = BatchChoice(atomic_bsz=32)
@@ -23,7 +24,7 @@ def size(planner: BatchPlanner, workers: int, generation: int) -> int:
     return choice.batch_size(workers)
 
 
-def test_a_held_batch_is_cut_for_any_number_of_workers() -> None:
+def test_a_held_batch_is_cut_for_any_group() -> None:
     planner, _ = planner_on()
     planner.observe(report(2, SHAPE, held_batch=120))
     assert planner.held_batch == 120
@@ -32,7 +33,7 @@ def test_a_held_batch_is_cut_for_any_number_of_workers() -> None:
     assert planner.held_batch is None and size(planner, 2, 9) == 120, "the tuner goes on from there"
 
 
-def test_a_held_batch_stays_within_memory_not_the_critical_one() -> None:
+def test_held_batches_keep_to_memory_not_critical_batches() -> None:
     limits = BatchLimits(init_batch_size=64, max_batch_size=512)
     planner = BatchPlanner()
     planner.open(LoaderInfo(limits=limits, dataset_size=10_000))
@@ -138,7 +139,7 @@ def test_what_was_reported_from_is_not_withdrawn() -> None:
     assert set(planner.observations) == {"V100"}
 
 
-def test_only_a_free_batch_on_the_chosen_workers_is_reconsidered() -> None:
+def test_only_free_batches_on_chosen_workers_are_reconsidered() -> None:
     def change(workers: int = 2, held: int | None = None, limits: BatchLimits = LIMITS) -> bool:
         planner = BatchPlanner()
         planner.open(LoaderInfo(limits=limits, dataset_size=10_000))
@@ -151,6 +152,20 @@ def test_only_a_free_batch_on_the_chosen_workers_is_reconsidered() -> None:
     assert change()
     assert not change(workers=3) and not change(held=64)
     assert not change(limits=BatchLimits(init_batch_size=64))
+
+
+def test_nothing_is_reconsidered_before_a_step() -> None:
+    planner, _ = planner_on()
+    planner.observe(report(2, SHAPE))
+    snapshot = planner.due(100.0)
+    assert snapshot is not None
+    planner.observe(dataclasses.replace(report(2, SHAPE, generation=2, steps=0), shape=None))
+    model = fit_snapshot(snapshot)
+    assert model is not None and planner.fitted(model) is None
+    fresh, _ = planner_on()
+    assert fresh.advise({"T4": Prior(model=model, largest_batch=512)}) is None, "no report yet"
+    planner.observe(report(2, SHAPE, generation=3))
+    assert planner.fitted(model) is not None
 
 
 def test_a_worker_out_of_memory_lowers_or_evens() -> None:

@@ -54,7 +54,7 @@ def test_lines_stay_in_order_and_are_written_once(steps: list[str]) -> None:
     assert len(file) + dropped == count
 
 
-def test_of_too_many_lines_the_oldest_go_and_are_counted() -> None:
+def test_the_oldest_of_too_many_lines_are_counted() -> None:
     backlog = Backlog(most=3)
     for line in "abcd":
         backlog.add(line)
@@ -70,7 +70,7 @@ def test_of_too_many_lines_the_oldest_go_and_are_counted() -> None:
     assert backlog.take() == ("g", "h", "i") and backlog.dropped == 2
 
 
-def test_a_log_is_full_with_one_more_than_its_most() -> None:
+def test_a_log_is_full_with_one_too_many() -> None:
     log: BoundedLog[int] = BoundedLog(2)
     for number in (5, 4):
         log.put(number, number)

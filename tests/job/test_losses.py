@@ -77,7 +77,7 @@ def test_a_restart_without_limit_counts_no_fruitless_ones() -> None:
     assert (losses.fruitless, losses.saved_steps) == (1, 5)
 
 
-def test_a_group_that_grew_or_had_nobody_has_lost_nothing() -> None:
+def test_a_group_that_grew_has_lost_nothing() -> None:
     losses = Losses(max_failures=0)
     for before, after in ((2, 3), (0, 2), (2, 2)):
         losses.some_lost(before, after)

@@ -235,7 +235,7 @@ def test_bounds_of_few_and_of_wild_rates() -> None:
     assert eta_range(0.0, [1.0] * 3, 1.0) == (0.0, 0.0)
 
 
-def test_an_empty_pass_or_run_says_nothing_of_the_end() -> None:
+def test_an_empty_pass_or_run_tells_no_end() -> None:
     begun = Progress(done=5, epochs=4)
     assert with_length(begun, 0, 64) == begun == with_length(begun, 640, 0) and with_length(begun, 1, 64) != begun
     assert progress_ratio(Progress(done=0.0, epochs=4)) == 0.0

@@ -1,7 +1,8 @@
 """Puts random mistakes into the decision code, one at a time, and counts those that the fast tests notice.
 
 By hand and before a release, see docs/contributing.md. The mistakes are cosmic-ray's, drawn by a seed, and are put into
-a copy of the tree; what is not noticed is printed, to be judged: it changes nothing, or a promise has no test.
+a copy of the tree; the tests that run their lines follow. What is not noticed is printed, to be judged: it changes
+nothing, or a promise has no test.
 """
 
 from __future__ import annotations
@@ -237,7 +238,10 @@ def _tests_of(spec: MutationSpec) -> list[str]:
     contexts = data.contexts_by_lineno(str(spec.module_path.resolve()))
     found = {name for line in range(first, last + 1) for name in contexts.get(line, ())}
     names = [] if "" in found else [name.rpartition(".") for name in sorted(found)]
-    return [f"{module.replace('.', '/')}.py::{name}" for module, _, name in names]
+    files = [(Path(f"{module.replace('.', '/')}.py"), name) for module, _, name in names]
+    # Those of modules that name it are likely to notice, and come first.
+    files.sort(key=lambda each: f".{spec.module_path.stem} import" not in each[0].read_text())
+    return [f"{path}::{name}" for path, name in files]
 
 
 def _noticed(spec: MutationSpec, tests: list[str], most: Most) -> tuple[bool, str]:

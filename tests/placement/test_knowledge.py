@@ -358,7 +358,7 @@ def typed(knowledge: Knowledge) -> set[str]:
     return {each.gpu_type for each in knowledge.measurements(["resnet"], 0.0).steps}
 
 
-def test_a_type_stays_known_while_one_kind_of_node_stays() -> None:
+def test_a_type_stays_known_while_one_kind_stays() -> None:
     knowledge, labels = Knowledge(), {GPU_TYPE_LABEL: "T4"}
     for cpus in ((4,), (4, 8), (8,), ()):
         nodes = tuple(node(f"n{n}", n, labels=labels) for n in cpus)
@@ -452,5 +452,5 @@ def test_a_file_covers_another_that_says_no_more(mine: Any, theirs: Any, since_s
 
 
 @pytest.mark.parametrize(("batch", "power"), [(1, 0), (2, 1), (45, 5), (46, 6), (64, 6), (90, 6), (91, 7)])
-def test_batches_are_of_one_shape_by_the_next_power_of_two(batch: int, power: int) -> None:
+def test_batches_near_a_power_of_two_are_one_shape(batch: int, power: int) -> None:
     assert shape_of(Observation(2, 8, batch, 3, 1.0)) == (2, 8, 3, power)

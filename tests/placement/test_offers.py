@@ -30,7 +30,7 @@ from placement.goodput.step_time import ThroughputModel
 from placement.policies import make_policy
 from placement.policies.shared.base import Target
 from placement.reasons import Cause, Reason
-from tests.placement.test_autoscaler import FIRM, NOW, SPOT, Careless, candidate, here, job
+from tests.placement.fleets import FIRM, NOW, SPOT, Careless, candidate, here, job
 
 SURE = {"firm": math.inf, "spot": math.inf, "big": math.inf}
 
@@ -132,7 +132,7 @@ def fleet(*sizes: tuple[JobView, int], types: Any = (FIRM, SPOT), **facts: Any) 
     return build(wants, views, types, **given_)
 
 
-def test_nodes_are_the_cheapest_unless_hardly_cheaper_than_one_there() -> None:
+def test_nodes_are_cheapest_unless_hardly_cheaper_than_present_ones() -> None:
     near, cheap = candidate("near", 3.7), candidate("cheap", 3.5)
     for other, there, chosen in ((near, 1, "firm"), (cheap, 1, "cheap"), (near, 0, "near")):
         found = fleet(
@@ -293,7 +293,7 @@ def test_the_value_of_an_hour_follows_what_was_saved() -> None:
     assert budget.value_usd_per_h(Account(hours=1.0, spent_usd=999.0), 0) == pytest.approx(0.2)
 
 
-def test_a_clock_set_ahead_costs_an_hour_and_one_set_back_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_set_ahead_costs_one_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("placement.autoscaling.autoscaler._ACCOUNT_H", 1e9)  # nothing fades
     scaler = Autoscaler([FIRM], make_policy("goodput"), Careless(), AutoscalerConfig())
     for at_s, hours in ((NOW, 0.0), (NOW + 1800.0, 0.5), (NOW + 9e9, 1.5), (NOW, 1.5), (NOW + 360.0, 1.6)):
@@ -302,7 +302,7 @@ def test_a_clock_set_ahead_costs_an_hour_and_one_set_back_nothing(monkeypatch: p
     assert scaler.account.spent_usd == pytest.approx(1.6 * 4.0)
 
 
-def test_nodes_with_most_workers_are_kept_and_none_given_up_before() -> None:
+def test_nodes_with_most_workers_are_kept() -> None:
     scaler = Autoscaler([FIRM], make_policy("goodput"), Careless(), AutoscalerConfig(linger_s=10.0))
     runs = job(min_workers=1, max_workers=1).placed({"f1": 1})
     for at_s in (NOW, NOW + 10.0):
@@ -340,7 +340,7 @@ class Recorder:
         return {each.job: Target(workers=self.workers, reason=Reason(Cause.UNUSED)) for each in jobs}
 
 
-def test_a_frugal_policy_sees_all_nodes_and_the_cheapest_price() -> None:
+def test_frugal_policies_see_all_nodes_and_cheapest_prices() -> None:
     fast = candidate("fast", 12.0, gpu_label="A100", max_nodes=1)
     running, huge = unknown(most_workers=1).placed({"f0": 1}), job("b", goodput=None, bundle={"CPU": 99.0})
     demand = Demand(

@@ -17,8 +17,10 @@ from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.policies import GoodputPolicy
 from placement.policies.goodput.local_search import admit_into, present_placements
+from placement.policies.goodput.policy import Decided
 from placement.policies.goodput.speed_value import SpeedValue, worth_of
 from placement.policies.goodput.tables import OptionTable, Placement, build, nodes_needed, size_grid, useful
+from placement.reasons import Cause
 from tests.placement.views import cluster, view
 
 
@@ -84,14 +86,14 @@ def typed(**cpus: float) -> Cluster:
     return Cluster(nodes=tuple(nodes))
 
 
-def test_options_are_possible_between_minimum_and_maximum_where_they_fit() -> None:
+def test_options_lie_between_minimum_and_maximum() -> None:
     options = table(view("a", min_workers=2, max_workers=3), view("b", max_workers=9))
     assert options.sizes.tolist() == [1, 2, 3, 4, 5, 6]
     assert options.possible.tolist() == [[False, True, True, False, False, False], [True] * 6]
     assert options.nodes[1].tolist() == [1, 1, 1, 1, 2, 2] and options.capacities.tolist() == [6]
 
 
-def test_speed_is_relative_to_the_smallest_size_on_the_slowest_type() -> None:
+def test_speed_is_relative_to_the_slowest_smallest_size() -> None:
     options = table(view("a", min_workers=2), nodes=typed(a=4, b=2))
     assert options.pool_of.tolist() == [0, 0, 0, 0, 1, 1] and options.sizes.tolist() == [1, 2, 3, 4, 1, 2]
     assert options.speed[0, 1] == options.speed[0, 5] == 1.0 and options.speed[0, 3] > 1.3
@@ -130,7 +132,7 @@ def phi(speed: float) -> float:
     return 2 * (math.sqrt(speed) - 1)
 
 
-def test_a_change_is_charged_for_its_pause_and_for_shrinking() -> None:
+def test_changes_are_charged_for_pauses_and_shrinking() -> None:
     assert worth(value(), 4.0, same=True) == pytest.approx(0.4 * phi(4.0))
     assert worth(value(), 4.0) == pytest.approx(0.4 * phi(4.0) - 0.5 * (phi(4.0) - phi(4.0 * 0.9)))
     assert worth(value(weight=[0.8]), 4.0) == pytest.approx(0.8 * phi(4.0 * 0.9))
@@ -143,7 +145,7 @@ def test_a_change_is_charged_for_its_pause_and_for_shrinking() -> None:
     assert worth(value(power=0.0, weight=[1.0]), 4.0, same=True) == pytest.approx(math.log(4.0))
 
 
-def test_worth_of_jobs_counts_those_that_run_and_may_wait() -> None:
+def test_worth_counts_jobs_that_run_or_may_wait() -> None:
     options = table(view("a"), view("b"), nodes=cluster(4, 4))
     both = value(weight=[0.4, 0.7], left_s=[np.nan] * 2, cost_s=[10.0] * 2, horizon_s=[90.0] * 2)
     here = [Placement(pool=0, place={0: 2}), Placement()]
@@ -204,7 +206,7 @@ def test_held_jobs_get_what_is_left_after_all_minimums() -> None:
     assert admitted(nodes, dataclasses.replace(held, held_at=1)) == {0: (0, 1)}
 
 
-def test_minimums_stay_on_their_type_else_go_where_most_is_free() -> None:
+def test_minimums_stay_on_their_type_else_take_the_emptiest() -> None:
     nodes = typed(x=3, y=4)
     assert admitted(nodes, view("a")) == {0: (1, 1)}
     assert admitted(nodes, view("a", allocation={"x": 1})) == {0: (0, 1)}
@@ -249,3 +251,69 @@ def test_time_that_a_size_lasts_is_the_least_horizon() -> None:
 def test_the_charge_follows_the_largest_weight() -> None:
     assert utility(view("a", weight=3.0), view("b", weight=0.5)).charge == 1.5
     assert utility(view("a", weight=3.0), view("b", weight=0.5)).weight.tolist() == pytest.approx([2.25, 0.375])
+
+
+def decided(
+    *changes: tuple[JobView, dict[int, int], dict[int, int]], left_s: Any = None, cpus: tuple[int, ...] = (4, 4)
+) -> Decided:
+    """A decision that took each job from one place to another; its workers before are those of the first place."""
+    views = [view_.placed({f"n{i}": n for i, n in was.items()}) for view_, was, _ in changes]
+    before, after = (
+        [Placement(pool=0 if at else -1, place=at) for at in places]
+        for places in zip(*[c[1:] for c in changes], strict=True)
+    )
+    count = len(changes)
+    utility_ = value(
+        weight=[0.4] * count, left_s=left_s or [np.nan] * count, cost_s=[1.0] * count, horizon_s=[9.0] * count
+    )
+    return Decided(instance=build(views, cluster(*cpus)), utility=utility_, before=before, after=after)
+
+
+A, B = view("a"), view("b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "left_s", "cause", "facts"),
+    [
+        ([(A, {}, {0: 2})], None, Cause.STARTS, ("2 workers", "by measured speeds")),
+        ([(view("a", goodput=None), {}, {0: 1})], None, Cause.STARTS, ("1 worker", "no model yet")),
+        ([(view("a", goodput=None), {0: 1}, {0: 2})], None, Cause.EXPLORES, ("2 workers",)),
+        ([(A, {0: 2}, {0: 2})], None, Cause.NOT_WORTH, ("2 workers",)),
+        ([(A, {0: 4, 1: 4}, {0: 4, 1: 4})], None, Cause.MOST, ("8 workers",)),
+        ([(A, {0: 4}, {0: 4}), (B, {1: 4}, {1: 4})], None, Cause.FULL, ("4 workers",)),
+        ([(A, {0: 4}, {0: 4}), (B, {1: 3}, {1: 3})], None, Cause.NOT_WORTH, ("4 workers",)),
+        ([(A, {}, {}), (B, {0: 4, 1: 4}, {0: 4, 1: 4})], None, Cause.FULL, ("waits",)),
+        ([(A, {}, {}), (B, {0: 4, 1: 4}, {0: 4, 1: 4})], [9.0, 8.0], Cause.SHORTER, ("1 job", "9s")),
+        ([(A, {}, {}), (B, {0: 4, 1: 4}, {0: 4, 1: 4})], [8.0, 8.0], Cause.FULL, ("waits",)),
+        ([(A, {0: 2}, {0: 1}), (B, {1: 1}, {1: 1})], [9.0, 9.0], Cause.FEWER, None),
+        ([(A, {0: 2}, {0: 1}), (B, {}, {1: 3})], None, Cause.TAKEN, ("job b", "3 workers", "to start with")),
+        ([(A, {0: 4}, {0: 1}), (B, {1: 1}, {1: 3}), (view("c"), {}, {0: 2})], None, Cause.TAKEN, None),
+        (
+            [(A, {0: 4}, {0: 1}), (B, {1: 1}, {1: 3}), (view("c"), {}, {0: 2})],
+            [9.0, 1.0, 2.0],
+            Cause.SHORTER,
+            ("2 jobs", "9s"),
+        ),
+        ([(A, {0: 4}, {0: 1}), (B, {1: 1}, {1: 3}), (view("c"), {}, {0: 2})], [9.0, 1.0, 10.0], Cause.TAKEN, None),
+    ],
+)
+def test_reasons_by_who_gains_and_who_is_shorter(changes: Any, left_s: Any, cause: Cause, facts: Any) -> None:
+    reason = decided(*changes, left_s=left_s).reason(0)
+    assert reason.cause is cause
+    assert facts is None or tuple(map(str, reason.facts)) == facts
+
+
+def test_reasons_tell_gains_and_costs() -> None:
+    case = decided((view("a", resize_cost_s=7.0), {0: 1}, {0: 2}), (B, {0: 1}, {1: 1}), (view("c"), {1: 4}, {1: 1}))
+    speed = case.instance.speed
+    grows, moves, loses = (case.reason(j) for j in range(3))
+    assert (grows.cause, grows.facts) == (Cause.GROWTH, (pytest.approx(speed[0, 1] / speed[0, 0]), 7.0))
+    assert moves.cause is Cause.MOVES and moves.facts[0] == 1.0
+    assert loses.cause is Cause.TAKEN and loses.facts[:2] == ("job a", "1 worker")
+    assert f"for {speed[0, 1]:.3g} x the speed" in str(loses.facts[2])
+    added = speed[0, 2] - speed[0, 1]
+    assert grows.figures == (
+        f"1 -> 2 workers, speed 1.00 -> {speed[0, 1]:.2f}; one more would add {added:.2f}; "
+        "speeds are fitted and measured; its weight is 0.40, a resize costs 7 s"
+    )
+    assert f"a 1 -> 2, speed 1.00 -> {speed[0, 1]:.2f}" in loses.figures and "b 1" not in loses.figures

@@ -22,7 +22,7 @@ from placement.planning.spot import on_demand_workers
 from placement.planning.tenants import Tenant, within
 from placement.planning.wishes import grant, without_wish
 from placement.reasons import Cause, Reason
-from tests.placement.test_deadlines import dated
+from tests.placement.dated import dated
 from tests.placement.views import cluster, node, view
 
 TWOS = AllowedSizes(sizes=(2, 4))
@@ -46,7 +46,7 @@ def test_sizes_that_stay_wrong_are_cut_where_fewest_are() -> None:
     assert asked == [[8, 8, 8], *[[4, 8, 3]] * 3]
 
 
-def test_a_job_is_asked_again_with_the_next_smaller_size() -> None:
+def test_jobs_are_asked_again_with_smaller_sizes() -> None:
     def greedy(problem: Problem) -> Plan:
         return planned(**{each.job: {"n0": each.held_at or each.max_workers} for each in problem.views})
 
@@ -139,9 +139,7 @@ def test_guarantees_come_by_right_then_promise_then_arrival() -> None:
         ((2, 2), 0.3, 10, False),
     ],
 )
-def test_links_hold_up_jobs_that_wait_longer_than_they_compute(
-    seen: tuple[int, int], alpha_n: float, most: int, bound: bool
-) -> None:
+def test_links_hold_up_jobs_that_wait_longest(seen: tuple[int, int], alpha_n: float, most: int, bound: bool) -> None:
     times = ThroughputModel(alpha_c=0.2, beta_c=0.01, alpha_n=alpha_n, beta_n=0.05, alpha_r=0.0, beta_r=0.0, gamma=1.0)
     job = view(
         "a",
@@ -176,7 +174,7 @@ def granted(
     return dict(found.granted.get(view_.job, {}))
 
 
-def test_wishes_are_served_from_free_slots_on_own_nodes_first() -> None:
+def test_wishes_get_free_slots_on_own_nodes_first() -> None:
     wishes = view("a", wished=5, tenant="t")
     assert granted(wishes, {"n0": 2}) == {"n0": 2, "n1": 1}
     assert granted(wishes, {"n1": 2}) == {"n1": 2, "n0": 1}

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from elastic_ray.monitoring.measures import WorkerMeasures
-from elastic_ray.stragglers.detection import SpeedTrace, lower_median
-from elastic_ray.stragglers.network import SendTrace
+from elastic_ray.stragglers.detection import SendTrace, SpeedTrace, lower_median
 from elastic_ray.stragglers.slow_workers import RESPONSES, SlowWorker, StragglerCause, StragglerConfig
 from elastic_ray.stragglers.watch import MemoryTrace, RecentSteps, _measured_again
-from tests.stragglers.group import Group
-from tests.stragglers.test_gpu_types import Times, TypedGroup
+from tests.stragglers.group import Group, Times, TypedGroup
 
 ALL = (0, 1, 2)
 
@@ -31,7 +29,7 @@ def test_the_middle_of_an_even_number_is_the_smaller() -> None:
     assert [lower_median(row) for row in ([2.0], [2.0, 1.0], [3.0, 1.0, 2.0], [4.0, 1.0, 3.0, 2.0])] == [2, 1, 2, 2]
 
 
-def test_two_steps_warm_up_and_none_without_work_or_time() -> None:
+def test_two_steps_warm_up_and_empty_ones_are_none() -> None:
     assert traced().steps == 0 and traced().ratio(2, ALL) == 1.0
     once = traced((1.0, 1.0, 1.0))
     assert (once.skipped, once.steps, once.busy, once.deviation) == (2, 1, (1.0, 1.0, 1.0), 0.0)
@@ -40,7 +38,7 @@ def test_two_steps_warm_up_and_none_without_work_or_time() -> None:
     assert not traced(*[(1.0, 1.0, 1.0)] * 9).ready and traced(*[(1.0, 1.0, 1.0)] * 10).ready
 
 
-def test_averages_are_means_at_first_then_move_by_a_tenth() -> None:
+def test_averages_are_means_first_then_move_by_tenths() -> None:
     two = traced((1.0, 1.0, 1.0), (1.0, 1.0, 3.0))
     assert two.busy == pytest.approx((0.8, 0.8, 1.4)) and two.ratio(2, ALL) == pytest.approx(1.75)
     assert two.deviation == pytest.approx(0.4), "0.6 and 1.8 of the mean: 0.4, 0.4 and 0.8 away"
@@ -66,7 +64,7 @@ def test_long_times_count_as_four_in_averages_alone() -> None:
     assert [row[2] / row[0] for row in last.last] == [2, 3, 4, 5, 6] and last.last_ratio(2, ALL) == 4.0
 
 
-def test_slow_is_below_four_fifths_in_seven_of_ten_steps() -> None:
+def test_slow_is_below_four_fifths_in_seven_steps() -> None:
     fast, slow = (1.0, 1.0, 1.0), (1.0, 1.0, 2.0)
     for rows, is_slow in (
         ([slow] * 9, False),
@@ -81,7 +79,7 @@ def test_slow_is_below_four_fifths_in_seven_of_ten_steps() -> None:
     assert traced(*[slow] * 10).recent == (0, 0, 0b1111111111) and traced(*[slow] * 30, fast).recent[2] == 0b1111111110
 
 
-def test_who_is_slow_in_most_steps_and_not_on_average_is_not() -> None:
+def test_slow_ones_are_so_on_average_as_well() -> None:
     steps = {"recent": (0, 0, 1023), "steps": 10}
     assert not SpeedTrace(busy=(1.0, 1.0, 1.25), **steps).slow(2, ALL)
     assert SpeedTrace(busy=(1.0, 1.0, 1.26), **steps).slow(2, ALL)
@@ -139,7 +137,7 @@ def test_half_of_it_ends_a_verdict(sending_s: tuple[float, ...], lasts: bool) ->
     assert (sent(4, *sending_s, trace=slow).slow == (1,)) is lasts
 
 
-def test_who_sends_nothing_or_at_once_is_compared_with_care() -> None:
+def test_ranks_that_send_nothing_or_at_once() -> None:
     assert sent(1, 0.0, 0.0).ratios == (1.0, 1.0)
     assert sent(1, 0.0, 0.5, 0.0).ratios == (1.0, 100.0, 1.0), "a thousandth of the second at least"
     assert sent(1, 0.0, 0.05, 0.0).ratios[1] == pytest.approx(50.0)
@@ -222,7 +220,7 @@ def test_each_response_includes_those_before_it() -> None:
 
 
 @pytest.mark.parametrize(("slow", "replaced"), [(1.45, False), (1.55, True)])
-def test_who_is_below_two_thirds_is_replaced_after_the_patience(slow: float, replaced: bool) -> None:
+def test_below_two_thirds_is_replaced_after_the_patience(slow: float, replaced: bool) -> None:
     group = Group(StragglerConfig(response="replace", patience_s=20.0), sample_s=0.1)
     group.slow = {"w4": slow}
     group.step(15)
