@@ -220,7 +220,7 @@ class Average:
         algorithm: ``"local_sgd"`` (the mean every ``period`` steps), ``"diloco"`` (an outer Nesterov step towards it),
             ``"sma"`` (KungFu's synchronous model averaging: every rank moves by ``alpha`` to the mean, each
             ``period`` steps), ``"pair"`` (the mean with one other rank, another one each time).
-        period: steps between two averages.
+        period: steps between two averages, which ranks make by themselves and commit together.
         alpha: share of the way to the mean [0 to 1], of ``"sma"``.
         outer_lr: outer learning rate, of ``"diloco"``.
         outer_momentum: outer momentum [0 to 1), of ``"diloco"``.
@@ -243,7 +243,7 @@ class Average:
         check_range("alpha", self.alpha, above=0.0, up_to=1.0)
         check_range("outer_lr", self.outer_lr, above=0.0, up_to=10.0)
         check_range("outer_momentum", self.outer_momentum, above=-1e-9, up_to=0.9999)
-        check_type("give_back", self.give_back, bool)
+        check_flag("give_back", self.give_back)
         if self.until is not None:
             check_count("until", self.until, least=1, most=1 << 53)
 
