@@ -74,7 +74,7 @@ class Communicator:
         secret: str = "",
         called_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank, self.world_size, self.timeout_s, self.host = rank, world_size, timeout_s, host
         self.last_used_s = 0.0
         self.broken = False
         self._closed = False

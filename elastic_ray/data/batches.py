@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared_items import item_facts
@@ -27,6 +29,7 @@ from elastic_ray.data.sharding import (
     step_size,
     whole_step,
 )
+from elastic_ray.state.generators import Generators
 from elastic_ray.state.progress import BITS, sample_hashes
 
 _SHOWN = 4  # of an order, in errors
@@ -145,16 +148,24 @@ class StepSplit:
         """Return this rank's part of that step in each micro-step; empty where it has no sample."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
-            found = rank_slices(
-                count // self.shards,
-                rank=self.rank,
-                world_size=self.world_size,
-                micro_steps=key[1],
-                shares=self.shares,
-                least=self.least,
-            )
-            self._slices[key] = [slice(each.start * self.shards, each.stop * self.shards) for each in found]
+            self._slices[key] = self.slices_of(self.rank, count, key[1])
         return self._slices[key]
+
+    def slices_of(self, rank: int, count: int, micro_steps: int) -> list[slice]:
+        """Return a rank's part of a step of ``count`` samples in each micro-step."""
+        found = rank_slices(
+            count // self.shards,
+            rank=rank,
+            world_size=self.world_size,
+            micro_steps=micro_steps,
+            shares=self.shares,
+            least=self.least,
+        )
+        return [slice(each.start * self.shards, each.stop * self.shards) for each in found]
+
+    def steps_to_come(self, position: int, total: int, most: int) -> list[int]:
+        """Return the samples of the steps from ``position`` on, at most ``most``."""
+        return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
         """Return what this worker reads of its rank's samples."""
@@ -171,6 +182,7 @@ class StepBatches:
     sizes: Sequence[Sequence[int]] = ()
     # a function for each of this rank's micro-batches; none where it has no sample
     fetches: Sequence[Callable[[], Any]] = ()
+    to_come: Callable[[int], Sequence[int]] | None = None  # as ``LoaderStep.to_come``
     sample_tag: int = 0  # of a sample that all ranks have read for it; 0 where each reads its own only
     hashed: Callable[[], int] | None = None  # as ``LoaderStep.hashed``
 
@@ -317,7 +329,43 @@ class MapBatches:
             sizes=cut.sizes(count, position),
             fetches=[self.fetch] * len(slices),
             hashed=functools.partial(_sum_of, self._hashes, self._firsts),
+            to_come=functools.partial(cut.steps_to_come, position, total),
         )
+
+    def pass_over(self, epoch: int, position: int, cut: StepSplit) -> None:
+        """Leave out this rank's part of the step at ``position``, which another rank makes."""
+        if self._loader is not None and self._loader.num_workers:
+            for _ in self._firsts:  # read ahead by other processes
+                self.fetch()
+        else:
+            self.begin(epoch, position + cut.count(position, self._total), cut, new_pass=False)
+
+    def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """Return the part of another rank in the step that comes ``number`` steps after the one at ``position``."""
+        place = next(itertools.islice(_steps(position, self._total, cut), number, None))
+        count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
+        indices = self.indices(epoch)[place.start : place.stop]
+        if self._locality:
+            indices = np.sort(indices)
+        parts = [(place.start + part.start, indices[part]) for part in cut.slices_of(rank, count, micro_steps)]
+        sizes = list(cut.sizes(count, place.start))
+        sizes[cut.rank] = sizes[rank]
+        return StepBatches(
+            total=self._total,
+            sizes=sizes,
+            fetches=[functools.partial(self._load, EpochBatch(epoch, at, part.tolist())) for at, part in parts],
+            hashed=functools.partial(int, sum(int(sample_hashes(part).sum()) for _, part in parts) & BITS),
+        )
+
+    def _load(self, batch: EpochBatch) -> Any:
+        """Return a batch that was not read ahead."""
+        assert self._loader is not None, "begin() comes first"
+        before = Generators()
+        fetcher = _MapDatasetFetcher(self._loader.dataset, True, self._loader.collate_fn, False)
+        found = fetcher.fetch(batch)  # type: ignore[no-untyped-call]
+        if self._loader.num_workers:
+            before.restore()  # worker processes have generators of their own
+        return pin_memory(found) if self._loader.pin_memory else found  # type: ignore[no-untyped-call]
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
         """Return the sum of the hashes of the indices that the epoch's order has from ``position`` on."""

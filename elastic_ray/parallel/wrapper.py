@@ -382,7 +382,8 @@ class AdaptiveDataParallel(torch.nn.Module):
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
         """Continue with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
 
-        Every rank must ask for the same in the same step; ranks that differ learn it in the next one.
+        Every rank must ask for the same in the same step; ranks that differ learn it in the next one. Within a round of
+        averaged models the other strategy comes after it.
 
         Args:
             strategy: as of the constructor.

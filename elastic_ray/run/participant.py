@@ -89,6 +89,11 @@ class Participant:
         return 1
 
     @property
+    def gives_back(self) -> bool:
+        """True if ranks that are late between two averages give steps to others."""
+        return False
+
+    @property
     def steps_to_average(self) -> int:
         """Steps up to the next average of the model."""
         return 1

@@ -15,6 +15,7 @@ from elastic_ray.batch.limits import BatchChoice, bounded
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.communication.connections import NoGroup
 from elastic_ray.communication.ended_work import BACKEND
+from elastic_ray.communication.round_shares import RoundShares
 from elastic_ray.consensus.consensus import RAN_OUT, AgreedChanges, RankConsensus
 from elastic_ray.consensus.unit_wishes import UnitWishes
 from elastic_ray.events import EventKind
@@ -59,6 +60,8 @@ class Run:
         states: what all ranks share.
         registry: what the train function has built.
         sums: what accumulators were given in steps that are not committed yet.
+        tally: which samples a step has used.
+        shares: which steps of a round this rank makes.
         unit, wishes: the unit, and what its workers know alike; None where each is a rank by itself.
         agreed: what the ranks have agreed on and not yet carried out.
         replicas: compares the wrapped models of the ranks.
@@ -94,6 +97,7 @@ class Run:
         self.states = SharedState(progress, position=unit.place.position if unit is not None else None)
         self.ledger = StepLedger(self.states, moment=self.moment if faults is not None else None)
         self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
+        self.shares = RoundShares()
         self.unit, self.wishes = unit, UnitWishes(membership, unit) if unit is not None else None
         self.agreed = AgreedChanges(membership if self.wishes is None else self.wishes)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)

@@ -235,7 +235,14 @@ class GroupChanges:
         if communicator.world_size > 1:
             run.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout))
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
-            registry.ask_for_shares(max(least for (least,) in communicator.gather_ints([registry.least_share])))
+            gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
+            rows = communicator.gather_ints([registry.least_share, int(gives_back)])
+            registry.ask_for_shares(max(least for least, _ in rows))
+            run.shares.enter(
+                communicator, wanted=all(gives for _, gives in rows), called_off=lambda: self._membership.voided
+            )
+        else:
+            run.shares.close()
         registry.sync_buffers(communicator)
         proof = self._prove(spec, communicator)
         self._results.enter_group(communicator, run.progress)

@@ -35,6 +35,9 @@ class LoaderStep:
         micro_steps: micro-batches that a rank takes in it.
         is_last_micro: whether gradients are synchronised in the present micro-step.
         weighed: whether the loop weighs this rank's micro-batches itself.
+        to_come: gives the samples of the pass's steps from this one on, at most so many; None where they are not known.
+        taken: it is another rank's, which is late: this one makes it beside its own.
+        given: it is this rank's, and another one makes it.
         halved: whether it is cut into more micro-batches than its shape has, to measure the gradient's noise.
     """
 
@@ -52,6 +55,9 @@ class LoaderStep:
     sample_tag: int = 0
     population: int | None = None
     hashed: Callable[[], int] | None = None
+    to_come: Callable[[int], Sequence[int]] | None = None
+    taken: bool = False
+    given: bool = False
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
     _backward: int = -1  # the latest micro-batch that had a backward pass
@@ -67,6 +73,10 @@ class LoaderStep:
         self.weighed = bool(self.own_counts)
         self.halved = self.micro_steps > self.shape.accum_steps + 1
         self.is_last_micro = self.micro == self.micro_steps - 1
+
+    def give_away(self) -> None:
+        """Leave this rank's part of the step to another one."""
+        self.given, self.hashed = True, None if self.hashed is None else int
 
     def begin_micro(self, micro: int) -> None:
         """Start a micro-step, before its micro-batch is handed out."""

@@ -347,6 +347,11 @@ class GradientEngine(Participant):
         return self._drift.average.period if self._drift.average is not None and self._drift.on else 1
 
     @property
+    def gives_back(self) -> bool:
+        """True if ranks that are late between two averages give steps to others."""
+        return self._drift.average is not None and self._drift.average.give_back
+
+    @property
     def steps_to_average(self) -> int:
         """Steps up to the next average of the model."""
         return self._drift.steps_to_average
