@@ -118,6 +118,22 @@ def bias_correction(beta2: float, steps: float, initial_steps: float, scale: flo
     return math.sqrt(-math.expm1(initial_steps * math.log(beta2)) / -math.expm1(scale * steps * math.log(beta2)))
 
 
+def remembered(held: float, beta2: float, initial_steps: float, scale: float, factor: float) -> float:
+    """Return the mean of 1 / factor^2 over the steps that the second moment v remembers, with its weights.
+
+    A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch come to have. Right after a growth v is
+    still that of smaller batches, v(1) x held, so that a rate of factor x sqrt(held) times its value makes the step
+    that the rule means; once v has caught up this is 1.
+
+    Args:
+        held: before this step; 1 at first.
+        initial_steps: as of :func:`bias_correction`, this step included.
+    """
+    kept = beta2**scale
+    weight = -math.expm1(initial_steps * math.log(beta2))
+    return ((weight - (1.0 - kept)) * held + (1.0 - kept) / factor**2) / weight
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""

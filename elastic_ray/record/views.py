@@ -33,7 +33,7 @@ from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
-from placement.goodput.forecast import BatchForecast
+from placement.goodput.forecast import HOLDS_S, BatchForecast
 
 _NO_GPU = None, None
 
@@ -97,6 +97,7 @@ def allocator_view(
         max_batch_size=limits.max_batch_size if limits else None,
         held_batch=planner.held_batch,
         forecast=_forecast(planner),
+        noise_growth=planner.trend.growth(HOLDS_S),
         atomic_bsz_range=_atomic_bsz_range(planner),
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, history.resize_cost_s),

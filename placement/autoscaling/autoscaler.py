@@ -222,7 +222,7 @@ class Autoscaler:
         start_s = max(each.startup_s for each in self._types)
         return [
             view
-            if view.forecast is None
+            if view.forecast is None and view.noise_growth == 1.0
             else foreseen(view, gpus.get(next(iter(view.allocation), ""), ""), start_s, self._cache)
             for view in views
         ]

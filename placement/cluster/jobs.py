@@ -82,6 +82,7 @@ class JobView:
         held_batch: global batch that a policy of the job's own holds it at [samples], where it fits; None where the
             job takes the best one.
         forecast: batches that it will be held at later; None where ``held_batch`` stays, as far as known.
+        noise_growth: factor by which its noise scale is expected to grow while a decision holds (``NoiseTrend``).
         atomic_bsz_range: least and most samples of one worker in one micro-step.
         accumulation: whether the job may accumulate gradients over several micro-steps.
         resize_cost_s: training time lost by one change of size [s], measured or estimated.
@@ -142,6 +143,7 @@ class JobView:
     max_batch_size: int | None = None
     held_batch: int | None = None
     forecast: BatchForecast | None = None
+    noise_growth: float = 1.0
     atomic_bsz_range: tuple[int, int] | None = None
     accumulation: bool = False
     resize_cost_s: float = 0.2
@@ -235,6 +237,7 @@ class JobView:
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=1, unit="sample")
+        check_number(f"noise_growth {where}", self.noise_growth, least=1, finite=True)
         if self.forecast is not None and self.held_batch is None:
             raise ValueError(f"forecast {where} needs a held_batch, which it continues, but got None")
         bounds = self.atomic_bsz_range

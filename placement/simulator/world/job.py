@@ -12,7 +12,7 @@ from placement.cluster.jobs import Oracle, SpotUse, TraceJobView
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit
-from placement.goodput.forecast import BatchForecast
+from placement.goodput.forecast import HOLDS_S, BatchForecast, NoiseTrend
 from placement.goodput.mixed import MeasuredPart, MixedGroup, MixedObservation, TypePart
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -136,6 +136,7 @@ class SimulatedJob:
         self._epoch_ends: list[float] = []
         self._measured: dict[str, dict[tuple[int, int, int], Observation]] = {}
         self._noise: NoiseScale | None = None
+        self._trend, self._trained_s = NoiseTrend(), 0.0
         self._most = 0
         if rules.profiles_types and len(application.step_times) > 1 and not requested:
             self._profile()
@@ -248,6 +249,9 @@ class SimulatedJob:
     def _train(self, seconds: float) -> None:
         """Make progress for so long, or to the end of the epoch."""
         rate = self._rate()
+        self._trained_s += seconds
+        if self._noise is not None and self._noise.sqr > 0:
+            self._trend.see(self._trained_s, self._noise.var / self._noise.sqr)
         change, epoch_end = self._next_change(), self.app.progress_at(self.epoch + 1)
         missing = change - self.progress
         if rate * seconds < missing * (1 - 1e-12):
@@ -423,6 +427,7 @@ class SimulatedJob:
             max_batch_size=None if self.app.fixed_batch else self.app.max_batch_size,
             held_batch=self.fixed_batch if self.trace.ramp and not self.requested else None,
             forecast=self._forecast(),
+            noise_growth=self._trend.growth(HOLDS_S) if self._foresight and self._statistical else 1.0,
             atomic_bsz_range=self.app.local_bsz_range(gpu),
             accumulation=not self.app.fixed_batch,
             resize_cost_s=self.rules.expected_restart_s(self.app.name),
