@@ -1,4 +1,4 @@
-"""Shared parts of a job: given to each of its components, and the same for the job's whole life."""
+"""Context of a job: the parts that all of its components share for the job's whole life."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from elastic_ray.worker_group.group import WorkerGroup
 
 
 class ReportIntake:
-    """Takes a job's reports; a trial's are answered when training may continue.
+    """Receiver of a job's reports.
 
     Args:
-        tell: takes what the job's user is to know of its storage, a sentence.
-        trackers: hear of every report, of some more than once.
+        record: Record of the job.
+        tell: Function that reports a storage problem, as a sentence, to the job's user.
+        trackers: Trackers, which receive every report, some more than once.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class ReportIntake:
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
     async def hear(self, message: WorkerReport, workers: int) -> None:
-        """Receive a report; returns when the worker that has made it may train on."""
+        """Handle a report; returns when the worker that made it may continue training."""
         if message.again:
             self._hear_again(message, workers)
             return
@@ -51,12 +52,12 @@ class ReportIntake:
         await self.queue.wait_for_reader(message.index)
 
     def _hear_again(self, message: WorkerReport, workers: int) -> None:
-        """Receive a report that an earlier controller has received; its checkpoint, if any, was found in storage."""
+        """Handle a report that an earlier controller received; any checkpoint of it has been found in storage."""
         if (report := self._record.report_again(message, workers)) is not None:
             self._take(report)
 
     def restore(self, checkpoint: StoredCheckpoint) -> None:
-        """Rank 0 has stored a checkpoint, and was lost before it could report it."""
+        """Handle a checkpoint that rank 0 stored before it was lost and could report it."""
         self._take(self._record.restored(checkpoint))
 
     def _take(self, report: Report) -> None:
@@ -64,7 +65,7 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)
@@ -72,9 +73,9 @@ class ReportIntake:
         return await self.queue.next(after, wait_s)
 
     async def catch_up(self, first_report: int) -> None:
-        """Continue with the files of the controller before this one, which knew of this first report; 0 for none.
+        """Handle the reports that the previous controller stored; ``first_report`` is the run's first (0: none known).
 
-        Raises OSError: the files could not be read.
+        Raises OSError: the files cannot be read.
         """
         for report in await self._writer.catch_up(first_report):
             self._take(report)
@@ -82,7 +83,7 @@ class ReportIntake:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """Parts of one job under its controller."""
+    """Shared parts of one job under its controller."""
 
     spec: JobSpec  # as it was submitted
     record: JobRecord  # what is known of it
