@@ -23,7 +23,7 @@ def branch(job: str, factors: str, steps: int, metric: str, tolerance: float, as
     """Train branches of a running JOB at larger batches, and compare their losses after the same number of samples.
 
     A branch is a job of the lowest weight that starts from JOB's newest automatic checkpoint. JOB keeps training; from
-    then on its batch stays below the measured limit. If this command is interrupted, the comparison continues.
+    then on its batch stays within the measured limit. If this command is interrupted, the comparison continues.
     """
     from elastic_ray.cli import cluster
 

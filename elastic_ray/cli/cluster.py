@@ -155,7 +155,7 @@ class JobClient:
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
-        """Wait until ``reached`` is true of the job's status and return that status; None on a timeout."""
+        """Return the job's status once ``reached`` holds, or its last one if the job is gone; None on a timeout."""
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
             while not reached(last := self.status()):
@@ -182,10 +182,10 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
 
 
 def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
-    """Return the actors of the sweep called ``name``, or of all sweeps whose trials are among ``jobs``.
+    """Return the actors of the sweep called ``name``, else of the sweeps with trials among ``jobs``.
 
     Args:
-        name: Name of a job, a sweep or a submission.
+        name: Name of a sweep or a submission; the name of a single job gives no sweeps.
         jobs: The jobs that :func:`find_jobs` found for this name.
     """
     if any(each.answers.job == name for each in jobs):

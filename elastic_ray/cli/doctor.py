@@ -1,4 +1,4 @@
-"""``elastic-ray doctor``."""
+"""``elastic-ray doctor``: checks an installation and its cluster."""
 
 from __future__ import annotations
 

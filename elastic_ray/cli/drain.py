@@ -1,4 +1,4 @@
-"""``elastic-ray drain``."""
+"""``elastic-ray drain``: moves all jobs off nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``elastic-ray jobs``, ``logs``, ``stop``, ``pause``, ``resume``, ``resize``."""
+"""``elastic-ray jobs``, ``logs``, ``stack``, ``stop``, ``pause``, ``resume``, ``resize``: commands for jobs."""
 
 from __future__ import annotations
 

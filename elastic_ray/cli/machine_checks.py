@@ -146,7 +146,7 @@ def check_nccl() -> Check:
 
 
 def check_links() -> Check:
-    """Check how the machine's GPUs can access each other, and how fast data is copied between them."""
+    """Check how this machine's GPUs reach each other, and measure the speed of copies."""
     import torch
 
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0

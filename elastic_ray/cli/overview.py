@@ -1,4 +1,4 @@
-"""``elastic-ray nodes``, ``allocator``."""
+"""``elastic-ray nodes`` and ``allocator``: show nodes and decisions, and change the cluster's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``elastic-ray submit``."""
+"""``elastic-ray submit``: runs a script on the cluster."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class _Connecting(threading.Thread):
             abort_nccl(self._backend)
 
     def run(self) -> None:
-        """As the class says."""
+        """Connect, and abort the backend if that fails or is unwanted by then."""
         try:
             self._connect()
         except RuntimeError as error:

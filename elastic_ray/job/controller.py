@@ -156,12 +156,12 @@ class JobController:
             self._end()
 
     async def take_up(self, spec: JobSpec, own: str, owner: ProcessOwner, theirs: Spoken) -> bool:
-        """Run this job in a warm controller; returns False if this controller already has a job.
+        """Run this job in this warm controller; False if it already has a job, or the job's name is taken.
 
         Args:
             own: Name of this controller's actor; the job's name is added as an alias.
-            owner: The job's driver, from which this process takes its modules and to which its output goes.
-            theirs: Protocol versions of the driver.
+            owner: The job's driver, whose modules this process uses and to which its output goes.
+            theirs: Protocol version and release of the driver.
         """
         check_spoken(theirs, "the driver", "its job's controller")
         async with self._takes:
@@ -290,7 +290,7 @@ class JobController:
         self._job.branches.begin(plan, start)
 
     async def branched(self) -> BranchResult | None:
-        """Return the result of the last comparison; None while it runs. Raises BranchError: it failed, or none exists."""
+        """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
@@ -438,7 +438,7 @@ class JobController:
             job.finish(JobPhase.FAILED, error=error)
 
     async def _recover(self) -> None:
-        """Recover after a restart: find the living workers, release everything that none of them holds, and continue."""
+        """Recover after a restart: find the living workers, release what none of them holds, and continue."""
         if self._reconnection is None or self._state_before is None:
             return
         job, state = self._job, self._state_before

@@ -38,7 +38,7 @@ class JobBranches:
         self._running = self._parts.background.start(self._compare(run, start))
 
     def outcome(self) -> BranchResult | None:
-        """Return the result of the last comparison; None while it runs. Raises BranchError: it failed, or none exists."""
+        """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
         if isinstance(self._outcome, BranchError):
             raise self._outcome
         if self._outcome is None and not self._is_running:

@@ -20,7 +20,7 @@ _LOOK_AGAIN_S = 10.0
 
 
 class JobStarter:
-    """Reader of a run's stored state, before its workers start and before each restart."""
+    """Starter of a job from its stored state, at the beginning and after the loss of all workers."""
 
     def __init__(self, job: JobSupervisor, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer

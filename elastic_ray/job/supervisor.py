@@ -318,7 +318,7 @@ class JobSupervisor:
         self.finish(JobPhase.FAILED, error=error)
 
     def complete(self) -> None:
-        """Complete the job once all ranks have left the train function."""
+        """Finish the job, because all ranks have left the train function."""
         last, latest = self.record.last_state, self._planner.latest
         keeps = self._spec.states_kept and self._spec.elastic.keep_last_state
         if keeps and latest is not None and (last is None or last.steps < latest.total_steps):
@@ -331,7 +331,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def _may_be_preempted(self) -> bool:
-        """True if the job trains, no rank is at the end of its train function, and it has been or will soon be saved."""
+        """True if the job trains, no rank is at the end of its train function, and a save exists or is due soon."""
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
@@ -341,7 +341,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """Handle that all ranks stopped at the same step: saved, or not for the reason ``why_not_saved`` (else empty)."""
+        """Handle that all ranks stopped at the same step; ``why_not_saved`` is empty if rank 0 saved the job."""
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -429,7 +429,7 @@ class JobSupervisor:
         self._shutdown.record_again()
 
     def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Continue with the surviving workers of the previous controller; fail a job whose controller dies too often."""
+        """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:

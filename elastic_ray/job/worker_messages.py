@@ -168,7 +168,7 @@ class WorkerMessages:
             self._events.warn(str(error))
 
     def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:
-        """True if a numbered notice is a repeat, as a new rank 0 sends its predecessor's last notice after a failure."""
+        """True if a numbered notice is a repeat: a new rank 0 sends its predecessor's last notice after a failure."""
         notice = detail.get("number"), text
         known = notice[0] is not None and notice in self._notices
         self._notices.append(notice)

@@ -28,7 +28,7 @@ def metrics() -> None:
 @metrics.command(short_help="Print the Grafana dashboard as JSON.")
 @click.option("--honor-labels", is_flag=True, help="For a Prometheus that scrapes Ray with `honor_labels: true`.")
 def dashboard(honor_labels: bool) -> None:
-    """Print the Grafana dashboard as JSON, to import: elastic-ray metrics dashboard > dashboard.json
+    """Print the Grafana dashboard as JSON, to import it (elastic-ray metrics dashboard > dashboard.json).
 
     Ray's own Grafana finds the dashboard automatically once a job has run.
     """

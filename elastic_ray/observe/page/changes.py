@@ -34,7 +34,7 @@ def tables(snapshot: PageSnapshot) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as plain JSON: numbers with five digits, times with two decimals, None for numbers not finite."""
+    """Return a value as plain JSON: numbers with five digits, times with two decimals, NaN and infinity as None."""
     kind = value.__class__
     if value is None or kind in _AS_THEY_ARE:
         return value

@@ -134,7 +134,7 @@ class _Connection:
 
 
 class Doors:
-    """Limits on a page's open connections.
+    """Open connections of a page, limited in number.
 
     Args:
         most: Maximum number of connections.
@@ -173,7 +173,7 @@ class Doors:
             self._connections[key] = dataclasses.replace(one, asks=one.asks - 1, since_s=now_s)
 
     def late(self, now_s: float) -> list[Hashable]:
-        """Return the connections that have been open without a request for too long."""
+        """Return the connections that have been idle for too long."""
         return [key for key, one in self._connections.items() if not one.asks and now_s - one.since_s >= LONGEST_WAIT_S]
 
     def _longest_waiting(self, keys: list[Hashable]) -> Hashable:

@@ -47,7 +47,7 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
 def _slots(
     cluster: Cluster, jobs: Sequence[PageJob], nodes: Sequence[PageNode], states: Mapping[str, JobState]
 ) -> tuple[SlotCount, ...]:
-    """Return slot counts by GPU type; a job's missing workers are spread evenly over its planned nodes."""
+    """Return slots by GPU type; a job's missing workers count, in proportion, as starting on its planned nodes."""
     by_id, counts = cluster.by_id(), dict[str, SlotCount]()
     late = {each.job: 1.0 - min(each.workers / each.target, 1.0) for each in jobs if each.target}
     starting: dict[str, float] = {}
@@ -112,7 +112,7 @@ def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
-    """Return the shares of each tenant, sorted by name; empty if no job has a tenant and no tenant is declared."""
+    """Return the shares of each tenant, sorted by name; empty without jobs, or if tenants are not in use."""
     known = {each.name: each for each in look.tenants}
     states = tuple(look.core.jobs.values())
     names = sorted({state.view.tenant for state in states})
@@ -170,7 +170,7 @@ def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -
 
 
 def _demands(name: str, states: Sequence[JobState], cluster: Cluster) -> dict[str, float]:
-    """Return the resources that a tenant's jobs could use if they had the cluster to themselves."""
+    """Return the resources, at most all, that a tenant's jobs could use if they had the cluster to themselves."""
     totals, amounts = _totals(cluster.nodes), dict[str, float]()
     for state in states:
         if state.view.tenant == name:

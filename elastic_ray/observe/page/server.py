@@ -132,7 +132,7 @@ class PageServer:
             self._waiting -= 1
 
     async def _pause(self, period_s: float) -> None:
-        """Wait until the next poll; longer if no browser has the page open, unless one sends a request."""
+        """Wait until the next poll; longer while no browser has the page open, or until one sends a request."""
         self._wanted.clear()
         await asyncio.sleep(period_s)
         if not self._feed.clients:

@@ -121,7 +121,7 @@ class TrackedRun:
 
 
 class Callbacks:
-    """The callbacks of a run, unpickled by the first thread that needs one."""
+    """Callbacks of a run, unpickled by the first thread that needs one."""
 
     def __init__(self, packed: bytes, run_id: str) -> None:
         self._packed, self._run_id = packed, run_id
@@ -340,7 +340,7 @@ class _LoggerCallback:
 
 
 def folder_of(run: TrackedRun) -> str:
-    """Create the directory for a run's loggers, in local storage or in a temporary directory, and return its path."""
+    """Create and return the loggers' directory: in the run's storage if local, else temporary and copied at the end."""
     storage = run.storage
     if storage.local:
         path = os.path.join(storage.path, FOLDER)

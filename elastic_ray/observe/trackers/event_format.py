@@ -163,7 +163,7 @@ def _field(number: int, value: bytes) -> bytes:
 
 
 def _fields(message: bytes) -> Iterable[tuple[int, int | float | bytes]]:
-    """Return the number and value of each field of a message."""
+    """Return the fields of a protocol buffer message as (number, value) pairs."""
     at, found = 0, list[tuple[int, int | float | bytes]]()
     try:
         while at < len(message):

@@ -124,7 +124,7 @@ def mark_text(event: JobEvent) -> str:
 
 
 class SeenReports:
-    """Set of the report numbers that a tracker has received, so that it handles each report once."""
+    """Set of the report numbers that a tracker has received; up to a moving floor, all count as received."""
 
     _MOST = 1000
 

@@ -231,7 +231,7 @@ class EventFiles:
         self._not_before_s = 0.0 if self._local else time.monotonic() + _UPLOAD_EVERY_S
 
     def _write(self, data: bytes) -> None:
-        """Append to the current file; start a new file if there is none, and close a full one."""
+        """Append to the current file; start a new file if there is none, and close it once it is full."""
         begins = not self._path
         if begins:
             make_directory(self._filesystem, self._folder, private=self._private)

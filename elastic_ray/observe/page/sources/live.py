@@ -38,7 +38,7 @@ def compare(
         policy: Name of a registered policy; empty for the cluster's current policy.
         now_s: Current time [s since the epoch].
 
-    Raises InputError: the nodes or the policy are invalid, or no job runs.
+    Raises InputError: the nodes or the policy are invalid, or the number of running jobs is zero or too large.
     """
     views = [state.view for state in look.core.jobs.values()] if look is not None else []
     if look is None or not views:
@@ -218,7 +218,7 @@ class LiveCluster:
             raise ActionRefusedError(str(error)) from None
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Return the running jobs here and on other nodes; see ``Source``."""
+        """Return the outlook of the running jobs on current and on other nodes; see :meth:`Source.what_if`."""
         return compare(self._page.allocator, nodes, policy, now_s)
 
     def act(self, job: str, action: str, workers: int | None) -> str:
