@@ -46,7 +46,7 @@ def report_line(job: str, report: Report, epochs: int | None) -> str:
 
 
 def _line(job: str, parts: Iterable[str]) -> str:
-    """Return one line about a job, with unprintable characters in user-supplied text replaced."""
+    """Return one line about a job, with long ids shortened and unprintable characters in user-supplied text escaped."""
     return short_ids(printable(f"job {short_name(job)}: " + ", ".join(part for part in parts if part)))
 
 

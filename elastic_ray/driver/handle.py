@@ -173,7 +173,7 @@ class JobHandle:
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds for the job's end; True if it has ended, successfully or not."""
+        """Wait up to ``timeout`` seconds (None: for ever); True if the job has ended, successfully or not."""
         return self._lease.wait(timeout) is not None
 
     def result(self, timeout: float | None = None) -> Result:
@@ -184,8 +184,7 @@ class JobHandle:
 
         Raises:
             TimeoutError: If the job has not ended within ``timeout``; it continues.
-            TrainFunctionError: If the train function raised; the error is also an instance of the user's exception
-                type.
+            TrainFunctionError: If the train function raised; it is also an instance of the user's exception type.
             WorkersLostError: If all workers were lost more often than ``FailureConfig.max_failures`` allows.
             JobLostError: If the job's controller died.
         """
@@ -345,12 +344,10 @@ class JobHandle:
         """Measure the largest batch that does not waste samples, and keep the job's batch below it.
 
         Each branch is a job of the lowest weight. It starts from this job's newest automatic checkpoint and trains on
-        the same samples with a different batch, while this job continues. This call waits for the result; see
-        docs/batch.md.
+        the same samples with a different batch, while this job continues. Waits for the result; see docs/batch.md.
 
         Args:
-            factors: Batches to try, as multiples of the current one; those above the loader's largest batch are
-                skipped.
+            factors: Batches to try, as multiples of the current one; any above the loader's largest batch are skipped.
             steps: Steps of the branch that keeps the current batch; the other branches train on as many samples.
             metric: Name of a reported metric; smaller is better.
             tolerance: Accepted increase of the metric at a larger batch, relative to the branch with the current batch.

@@ -38,7 +38,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(RunSettings):
-    """Values read from ``RunConfig``; ``name`` is None unless the user chose one."""
+    """Values read from ``RunConfig``; ``name`` is None unless the user chose one, ``callbacks`` are unchanged."""
 
     name: str | None
     callbacks: tuple[Any, ...]

@@ -152,7 +152,8 @@ def replay(
         **options: Further arguments of ``ElasticTrainer``, as used for the run.
 
     Raises:
-        ValueError: The run has no checkpoint at or after ``step``. TimeoutError: The replay takes too long.
+        ValueError: The run has no checkpoint at or after ``step``.
+        TimeoutError: The replay takes longer than ``timeout_s``.
         TrainFunctionError: The train function raised; other errors of ``JobHandle.result()`` may also be raised.
     """
     window = Window.around(run, step)

@@ -51,7 +51,7 @@ from placement.storage.storage_calls import call_storage
 def kept_submission(
     job: str, storage: str, submission: str, command: tuple[str, ...], user: str, *, named: bool = True
 ) -> SubmittedJob:
-    """Return the record of a submission to keep in the directory of a run or sweep; arguments are its fields."""
+    """Return the record of a submission to keep in the directory of a run or sweep; the arguments are its fields."""
     context = ray.get_runtime_context()
     return SubmittedJob(
         job=job,

@@ -85,7 +85,7 @@ class BatchOptions:
 
 
 class LoggedValues:
-    """Forwards a framework's logged values to the job's metrics, dashboard page, trackers and ``Result``.
+    """Reporter of a framework's logged values to the job's metrics, dashboard page, trackers and ``Result``.
 
     A report holds the last value of every name, since evaluation and training log at different times. Nothing is
     reported for a trial of a sweep: there, reports are the scheduler's rounds, which the train function counts itself.

@@ -198,7 +198,7 @@ class RayDataBatches:
         return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` may start at ``position``."""
+        """True if a group of ``world_size`` ranks may start at ``position``."""
         self._know(position + 2 * world_size, ahead=0)
         known = self._end if self._total is None else self._total
         return can_switch(position=position, total=known, world_size=world_size)
