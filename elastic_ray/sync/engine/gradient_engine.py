@@ -423,7 +423,8 @@ class GradientEngine(Participant):
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare to change the group: fold residuals, make replicas identical, hand over leavers' shards."""
-        self._sharded.hand_over(stays)
+        if self._sharded.tables:
+            self._sharded.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
@@ -441,7 +442,8 @@ class GradientEngine(Participant):
         self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
-        self._sharded.enter_group()
+        if self._sharded.tables:
+            self._sharded.enter_group()
         self._divided.enter_group()
 
     def remember(self) -> Any:
