@@ -429,7 +429,8 @@ class GradientEngine(Participant):
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare to change the group: sum residuals, make replicas identical, hand over the state of leavers."""
-        self._sharded.hand_over(stays)
+        if self._sharded.tables:
+            self._sharded.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
@@ -447,7 +448,8 @@ class GradientEngine(Participant):
         self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
-        self._sharded.enter_group()
+        if self._sharded.tables:
+            self._sharded.enter_group()
         self._divided.enter_group()
 
     def remember(self) -> Any:

@@ -260,9 +260,11 @@ class GradientReducer:
 
     def _begin_buckets(self, *, first: bool) -> None:
         """Prepare all buckets for the pass; ``first`` if it is the first of its step."""
-        reduces, accumulates = self._reduces, self._accumulates
-        self._waiting = [[] for _ in self._buckets]
-        self._room = [each.begin_pass(first=first, reduces=reduces, accumulates=accumulates) for each in self._buckets]
+        self._waiting, self._room = [], []
+        for bucket in self._buckets:
+            self._waiting.append([])
+            room = bucket.begin_pass(first=first, reduces=self._reduces, accumulates=self._accumulates)
+            self._room.append(room)
         self._left = list(self._room)
         if self._reduces and self._early:
             self._announce()

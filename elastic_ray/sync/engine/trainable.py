@@ -324,7 +324,8 @@ def profile_of(
         groups: Trainable parameters by parameter group of the optimizer, in the model's order.
     """
     for layer in module.modules():
-        switch_off(layer)
+        if layer._forward_pre_hooks:
+            switch_off(layer)
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
