@@ -53,7 +53,6 @@ class Instrument:
 
         Args:
             value: in the metric's unit; None for unknown.
-            *labels: values of the labels, in their order.
 
         Raises ValueError: there are more or fewer labels than the metric has.
         """
@@ -78,11 +77,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Guard of measuring code, whose errors never reach what is measured; the first error is logged.
-
-    Args:
-        what: whose metrics they are, for the log.
-    """
+    """Guard of measuring code, whose errors never reach what is measured; the first error is logged."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -200,11 +200,7 @@ class FlatPreconditioner:
     take them.
 
     Args:
-        optimizer: as there.
-        params: as there.
-        groups: the optimizer's options for each.
         functions: what finds denominators of each; None for 1.
-        steps: made so far of each.
     """
 
     def __init__(
@@ -346,7 +342,6 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
     Args:
         state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
-        group: the optimizer's options.
 
     Returns None where it divides by nothing, or not yet by anything of worth.
     """
@@ -364,9 +359,6 @@ def least_denominator(size: Tensor) -> Tensor:
 
 class BucketPreconditioner:
     """Preconditioner of one bucket, renewed every ``interval`` steps.
-
-    Args:
-        interval: steps.
 
     ``at(step)`` looks anew in the first steps and where step // interval changes, on all ranks that count alike.
     """

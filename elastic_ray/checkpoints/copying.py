@@ -110,7 +110,6 @@ def add_files(
     """Copy the files below ``source`` that ``target`` has not; returns what each must be, by its path below it.
 
     Args:
-        origin, source, storage, target, go_on: as :func:`copy_directory`.
         noted: names of files that notes tell of; another one of the right size is of a try before.
 
     Raises InterruptedError, SourceError: as :func:`copy_directory`.

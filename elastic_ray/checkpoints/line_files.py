@@ -33,7 +33,6 @@ class LineFile:
     files of some thousand lines in a directory beside it, so that neither time nor memory grows with their number.
 
     Args:
-        filesystem: where the file is.
         private: whether only its user may read it.
         in_parts: whether there may be too many lines to write them all anew.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
@@ -36,7 +36,6 @@ class ReportedCheckpoints:
     """Stores the checkpoints that ranks report, in the background.
 
     Args:
-        calls: the run's calls on storage.
         timeout_s: silence of storage, or time in which it only fails, after which a checkpoint is given up [s].
     """
 
@@ -49,7 +48,6 @@ class ReportedCheckpoints:
         """Add the files of a rank that is not the first to the checkpoint that this one stores.
 
         Args:
-            index: number of the report.
             is_stopping: whether the job is to end now.
 
         Returns why they are not kept; empty where they are.
@@ -92,8 +90,6 @@ class ReportedCheckpoints:
         """Store one.
 
         Args:
-            index: number of the report.
-            note: what is written beside it.
             is_stopping: whether the job is to end now.
 
         Returns path of the stored checkpoint; or None, and why it was given up.

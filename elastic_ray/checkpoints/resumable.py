@@ -35,7 +35,6 @@ def find_stored(
     """Read what storage has.
 
     Args:
-        start_from: checkpoint that a trial starts from.
         is_trial: the sweep decides where it continues, and what its directory holds does not count.
         with_states: look for automatic checkpoints as well.
         verify: read reported checkpoints whole, and compare their checksums.

@@ -48,7 +48,6 @@ class Communicator:
         store: where the ranks find each other; None for a group of one. Once the group is formed, only NCCL
             uses it, where two ranks first send to each other.
         prefix: name of this generation in the store, never used before.
-        rank: rank of this process.
         world_size: number of ranks; with 1 no group is formed.
         timeout_s: longest wait of one collective for a slow peer.
         form_timeout_s: longest wait for all ranks to come and connect.
@@ -75,7 +74,7 @@ class Communicator:
         secret: str = "",
         called_off: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank, self.world_size, self.timeout_s, self.host = rank, world_size, timeout_s, host
         self.last_used_s = 0.0
         self.broken = False
         self._closed = False
@@ -459,7 +458,6 @@ class StagedTransfer:
     """A transfer under way, for ``Communicator.wait_all``.
 
     Args:
-        work: gloo's.
         host: what it reads or writes; kept until the transfer is forgotten.
         into: where that goes once it has come; None for what is sent.
     """
@@ -502,7 +500,6 @@ class GradientGroup:
     The works are for ``Communicator.wait``.
 
     Args:
-        backends: by type of device.
         guard: carries an operation out unless the generation was called off, and turns errors into
             ``CommunicationFailedError``.
         traffic: bytes handed to them, by operation; counted up.

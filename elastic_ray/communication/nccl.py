@@ -54,7 +54,6 @@ def connect_nccl(
     one's first collective is the caller's, after the ranks have left the present group in the same step.
 
     Args:
-        backend: NCCL's.
         store: what it was made with, kept as long as it is in use.
         until_s: deadline [s, monotonic].
         called_off: True once the group is not wanted any more.
@@ -98,7 +97,7 @@ class _Connecting(threading.Thread):
             abort_nccl(self._backend)
 
     def run(self) -> None:
-        """As the class says."""
+        """Connect, and abort the backend if that fails or is unwanted by then."""
         try:
             self._connect()
         except RuntimeError as error:
@@ -160,7 +159,6 @@ def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> b
 
     Args:
         works: some of them may be gloo's.
-        voided: set before they are aborted.
         deadline: how long to wait [s, monotonic].
     """
     while not all(work.is_completed() for work in works):

@@ -36,9 +36,7 @@ class UnitGroup:
     """Fixed group of the workers of one unit, on one node; they find each other through a file of their user's.
 
     Args:
-        place: where this worker stands in it.
         cuda: whether the default group is for CUDA tensors, too.
-        timeout_s: longest wait for the others.
 
     Raises UnitLostError: the others did not come.
     """
@@ -117,10 +115,6 @@ class UnitCommunicator(Communicator):
 
     Within a backward pass the workers of a unit may be at different places, as stages of a pipeline are: there each
     continues by itself, and the unit agrees on what became of it before the optimizer steps.
-
-    Args:
-        unit: of this worker.
-        args, options: as of ``Communicator``.
     """
 
     def __init__(self, unit: UnitGroup, *args: Any, **options: Any) -> None:

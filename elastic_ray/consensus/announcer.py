@@ -220,7 +220,6 @@ class Announcer:
         """Return a tag and its square, which each rank adds to a reduction; exact in float32.
 
         Args:
-            loader_steps: that it has committed.
             sample_tag: of what all ranks read alike for this one.
         """
         tag = float((loader_steps + sample_tag) % _TAGS)

@@ -165,7 +165,6 @@ class AgreedChanges:
         """Agree in a collective of its own, and add up what the ranks' accumulators were given.
 
         Args:
-            communicator: of the present group.
             added: what this rank has added, by accumulator and name.
             agree: announces the vote; adds up numbers that ride along.
 
@@ -376,7 +375,6 @@ class RankConsensus:
         """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
 
         Args:
-            wait_s: longest wait for the others.
             fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
 
         Returns the fingerprints of all ranks; none where they have not all come within this time.
@@ -466,11 +464,8 @@ class RankConsensus:
         """Agree in a collective of its own, and add up what the ranks' accumulators were given.
 
         Args:
-            what: where this rank is.
-            added: what it has added, by accumulator and name.
             some_are_idle: ranks without samples cannot know the names of what the others have added to.
             join: of a rank without samples: takes part in what the others have announced.
-            plan: is compared as well.
 
         Returns accumulator, name and sum over the ranks, in the same order everywhere.
 

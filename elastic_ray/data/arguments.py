@@ -126,11 +126,7 @@ class LoaderArguments:
         return {**own.pop("options"), **own}
 
     def facts(self, *, drop_last: bool) -> dict[str, Any]:
-        """Return the facts that all ranks must share to cut the same batches, as plain values by name.
-
-        Args:
-            drop_last: also as a sampler has it.
-        """
+        """Return the facts that all ranks must share to cut the same batches, as plain values by name."""
         samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         return {
             "drop_last": drop_last,
@@ -155,7 +151,6 @@ def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
     """Return the samples of each worker under ``scale_with_workers``.
 
     Args:
-        given: the arguments of the loader.
         plain: whether ``batch_size`` is one number, and no batch of tokens is declared.
 
     Raises ValueError: another argument decides the batch.
@@ -170,7 +165,6 @@ def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderA
     """Return the arguments of the DataLoader that was given as dataset.
 
     Args:
-        given: what an ``AdaptiveDataLoader`` was given.
         batch_size: the global batch size in place of the DataLoader's own.
 
     Raises ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs

@@ -195,8 +195,6 @@ class WindowedOrder:
 
     Args:
         starts: first row of each row group, and the number of rows.
-        windows: the row groups of each window.
-        key: of the random order.
     """
 
     def __init__(self, starts: Indices, windows: Sequence[Indices], *, key: str) -> None:

@@ -5,17 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared_items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, digest
-from elastic_ray.data.sharding import Order, Shares, can_switch, rank_slices, split, step_size
+from elastic_ray.data.private_random import PrivateRandom
+from elastic_ray.data.sharding import (
+    Indices,
+    Order,
+    Shares,
+    batch_ends,
+    can_switch,
+    rank_slices,
+    split,
+    step_size,
+    whole_step,
+)
+from elastic_ray.state.generators import Generators
 from elastic_ray.state.progress import BITS, sample_hashes
 
 _SHOWN = 4  # of an order, in errors
@@ -28,8 +42,6 @@ class StepSplit:
     """Division of the next steps among ranks; equal on all ranks except for ``rank``.
 
     Args:
-        batch_size: samples of a step.
-        micro_steps: micro-batches of each rank.
         drop_last: leave out a last step smaller than the batch.
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
@@ -136,16 +148,24 @@ class StepSplit:
         """Return this rank's part of that step in each micro-step; empty where it has no sample."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
-            found = rank_slices(
-                count // self.shards,
-                rank=self.rank,
-                world_size=self.world_size,
-                micro_steps=key[1],
-                shares=self.shares,
-                least=self.least,
-            )
-            self._slices[key] = [slice(each.start * self.shards, each.stop * self.shards) for each in found]
+            self._slices[key] = self.slices_of(self.rank, count, key[1])
         return self._slices[key]
+
+    def slices_of(self, rank: int, count: int, micro_steps: int) -> list[slice]:
+        """Return a rank's part of a step of ``count`` samples in each micro-step."""
+        found = rank_slices(
+            count // self.shards,
+            rank=rank,
+            world_size=self.world_size,
+            micro_steps=micro_steps,
+            shares=self.shares,
+            least=self.least,
+        )
+        return [slice(each.start * self.shards, each.stop * self.shards) for each in found]
+
+    def steps_to_come(self, position: int, total: int, most: int) -> list[int]:
+        """Return the samples of the steps from ``position`` on, at most ``most``."""
+        return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
         """Return what this worker reads of its rank's samples."""
@@ -162,6 +182,7 @@ class StepBatches:
     sizes: Sequence[Sequence[int]] = ()
     # a function for each of this rank's micro-batches; none where it has no sample
     fetches: Sequence[Callable[[], Any]] = ()
+    to_come: Callable[[int], Sequence[int]] | None = None  # as ``LoaderStep.to_come``
     sample_tag: int = 0  # of a sample that all ranks have read for it; 0 where each reads its own only
     hashed: Callable[[], int] | None = None  # as ``LoaderStep.hashed``
 
@@ -241,7 +262,6 @@ class MapBatches:
     Args:
         dataset: what samples are taken from; its length may be another one in each pass.
         make_order: gives the order for the dataset's present length.
-        seed: of the order.
         fetching: how samples are fetched.
     """
 
@@ -309,7 +329,43 @@ class MapBatches:
             sizes=cut.sizes(count, position),
             fetches=[self.fetch] * len(slices),
             hashed=functools.partial(_sum_of, self._hashes, self._firsts),
+            to_come=functools.partial(cut.steps_to_come, position, total),
         )
+
+    def pass_over(self, epoch: int, position: int, cut: StepSplit) -> None:
+        """Leave out this rank's part of the step at ``position``, which another rank makes."""
+        if self._loader is not None and self._loader.num_workers:
+            for _ in self._firsts:  # read ahead by other processes
+                self.fetch()
+        else:
+            self.begin(epoch, position + cut.count(position, self._total), cut, new_pass=False)
+
+    def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """Return the part of another rank in the step that comes ``number`` steps after the one at ``position``."""
+        place = next(itertools.islice(_steps(position, self._total, cut), number, None))
+        count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
+        indices = self.indices(epoch)[place.start : place.stop]
+        if self._locality:
+            indices = np.sort(indices)
+        parts = [(place.start + part.start, indices[part]) for part in cut.slices_of(rank, count, micro_steps)]
+        sizes = list(cut.sizes(count, place.start))
+        sizes[cut.rank] = sizes[rank]
+        return StepBatches(
+            total=self._total,
+            sizes=sizes,
+            fetches=[functools.partial(self._load, EpochBatch(epoch, at, part.tolist())) for at, part in parts],
+            hashed=functools.partial(int, sum(int(sample_hashes(part).sum()) for _, part in parts) & BITS),
+        )
+
+    def _load(self, batch: EpochBatch) -> Any:
+        """Return a batch that was not read ahead."""
+        assert self._loader is not None, "begin() comes first"
+        before = Generators()
+        fetcher = _MapDatasetFetcher(self._loader.dataset, True, self._loader.collate_fn, False)
+        found = fetcher.fetch(batch)  # type: ignore[no-untyped-call]
+        if self._loader.num_workers:
+            before.restore()  # worker processes have generators of their own
+        return pin_memory(found) if self._loader.pin_memory else found  # type: ignore[no-untyped-call]
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
         """Return the sum of the hashes of the indices that the epoch's order has from ``position`` on."""
@@ -456,3 +512,110 @@ class StreamBatches:
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """True if a group of ``world_size`` may start here."""
         return self._stream is not None and self._stream.can_switch(world_size)
+
+
+class BatchSamplerOrder:
+    """The order that a batch sampler gives, and where its batches end.
+
+    Read once an epoch, with every random generator that it can use seeded from the seed and the epoch (see
+    ``SamplerOrder``), so that it gives the same batches on every rank.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Sequence[int]], *, samples: int) -> None:
+        if isinstance(batch_sampler, Iterator) or not isinstance(batch_sampler, Iterable):
+            raise TypeError(
+                "batch_sampler must be an iterable that each epoch can read again (a list of lists of indices, a "
+                f"BatchSampler), but got {type(batch_sampler).__name__}"
+            )
+        self._batch_sampler, self._samples = batch_sampler, samples
+        self.ends: list[int] = []
+
+    def epoch_order(self, seed: int, epoch: int) -> Indices:
+        """Return the batches of an epoch in order; sets ``ends``.
+
+        Raises ValueError: an empty batch, or an index outside the dataset.
+        """
+        for told in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(told, "set_epoch", None)):
+                set_epoch(epoch)
+        with PrivateRandom(seed=seed, epoch=epoch, owner=self._batch_sampler):
+            limit = max(100 * self._samples, 10_000_000)
+            drawn = itertools.islice(self._batch_sampler, limit + 1)
+            batches = [np.asarray(batch, dtype=np.int64) for batch in drawn]
+        if len(batches) > limit:
+            raise ValueError(f"a batch_sampler must come to an end, but gave more than {limit} batches")
+        if not batches or not all(len(batch) for batch in batches):
+            raise ValueError("a batch_sampler must give at least one batch, and none that is empty")
+        order = np.concatenate(batches)
+        if order.min() < 0 or order.max() >= self._samples:
+            raise ValueError(
+                f"indices must be in 0..{self._samples - 1}, the samples of the dataset, but "
+                f"{type(self._batch_sampler).__name__} gave {order.min()}..{order.max()}"
+            )
+        self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
+        return order
+
+
+class WholeBatches(MapBatches):
+    """Source of whole batches: each step gives every rank the next one; the last ranks of a pass may have none.
+
+    Args:
+        batch_size: samples of a batch; of no account where the order is a ``BatchSamplerOrder``.
+        drop_last: leave out a last batch that is shorter.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        make_order: Callable[[], EpochOrder],
+        *,
+        seed: int,
+        fetching: Fetching,
+        batch_size: int,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(dataset, make_order, seed=seed, fetching=fetching)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._ends: tuple[Order, Sequence[int]] | None = None
+
+    def ends(self, epoch: int) -> Sequence[int]:
+        """Return the positions at which the epoch's batches end."""
+        order = self.indices(epoch)
+        if self._ends is None or self._ends[0] is not order:
+            if isinstance(self._order, BatchSamplerOrder):
+                ends = self._order.ends
+            else:
+                ends = batch_ends(len(order), self._batch_size, drop_last=self._drop_last)
+            self._ends = order, ends
+        return self._ends[1]
+
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[tuple[int, list[int]]]]:
+        return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
+
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """Return the step at ``position``: a batch for each rank, as long as there are some."""
+        ends = self.ends(epoch)
+        batches = whole_step(ends, position=position, world_size=cut.world_size)
+        if not batches:
+            return StepBatches(total=ends[-1] if ends else 0)
+        counts = [last - first for first, last in batches] + [0] * (cut.world_size - len(batches))
+        fetches = [self.fetch] if cut.rank < len(batches) else []
+        return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """Return the facts of ``MapBatches`` and a digest of where batches end."""
+        ends = np.asarray(self.ends(epoch), dtype=np.int64)
+        return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
+
+    def can_switch(self, position: int, total: int, world_size: int) -> bool:
+        """True: a group of any size can continue from the end of a batch."""
+        return True
+
+
+def _own_batches(order: Order, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[tuple[int, list[int]]]:
+    """Yield this rank's batches from ``position``, each with the position of its first sample."""
+    while batches := whole_step(ends, position=position, world_size=cut.world_size):
+        if cut.rank < len(batches):
+            first, last = batches[cut.rank]
+            yield first, order[first:last].tolist()
+        position = batches[-1][1]

@@ -44,7 +44,6 @@ class EpochBatch(list[int]):
     """Indices of a batch, with its epoch and place, which reach a worker process with the work itself.
 
     Args:
-        epoch: that they belong to.
         first: position of the first of them in the epoch's order.
     """
 
@@ -77,7 +76,6 @@ class FollowsEpochs:
     """Dataset to which each epoch is reported by its first batch, in whichever process it is.
 
     Args:
-        dataset: the user's.
         hook: called with the dataset and the epoch; None for no hook.
         sets_epoch: also call ``dataset.set_epoch(epoch)`` where it exists, before the hook.
         seed: of the random numbers that are drawn for samples; None to leave the generators as they are.

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
+from elastic_ray.batch.growth import read_ramp
 from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
-from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.batch.tokens import WEIGH, TokenBatch, read_token_batch
+from elastic_ray.batch.tokens import NOT_COUNTED, TokenBatch, read_token_batch
 from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, describe_sample, first_length, taken_over
-from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StepSplit, StreamBatches
+from elastic_ray.data.batch_sources import make_source, order_of
+from elastic_ray.data.batches import BatchSource, BringsBatches, MapBatches, StepBatches, StepSplit
 from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
-from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
+from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.sharding import Shares, batches_of
-from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress
@@ -34,57 +34,11 @@ if TYPE_CHECKING:
     from elastic_ray.session.session import Session
 
 _Changes: TypeAlias = tuple[int, int, int, int]
-
-
-def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
-    """Return batches of a loader.
-
-    Args:
-        seed: of its order.
-        drop_last: whether a tail shorter than a batch is left out.
-
-    Raises ValueError: nothing would be left of an epoch.
-    """
-    if isinstance(given.dataset, BringsBatches):
-        return given.dataset.batch_source(given.options.get("collate_fn"))
-    if isinstance(given.dataset, IterableDataset):
-        return StreamBatches(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
-    fetching = Fetching(
-        num_workers=given.num_workers,
-        persistent_workers=given.persistent_workers,
-        on_epoch=given.on_epoch,
-        options=given.options,
-    )
-    make_order = functools.partial(order_of, given)
-    make_order()  # here, for its errors
-    if given.batch_sampler is None and drop_last and given.batch_size > len(given.dataset):
-        raise ValueError(
-            f"with drop_last=True batch_size must be at most the {len(given.dataset)} samples of an epoch, else "
-            f"nothing is left, but got {given.batch_size}"
-        )
-    if not given.whole_batches:
-        return MapBatches(given.dataset, make_order, seed=seed, fetching=fetching)
-    return WholeBatches(
-        given.dataset, make_order, seed=seed, fetching=fetching, batch_size=given.batch_size, drop_last=drop_last
-    )
-
-
-def order_of(given: LoaderArguments) -> EpochOrder:
-    """Return the order of the dataset's samples, as it is now."""
-    if given.batch_sampler is not None:
-        return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
-    return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)
+_Setting: TypeAlias = tuple[BatchChoice, StepSplit, bool]
 
 
 class PlanFacts:
-    """Facts that all ranks must share to divide the samples of one loader.
-
-    Args:
-        given: the loader's arguments.
-        source: where its batches come from.
-        seed: of its order.
-        drop_last: also as a sampler has it.
-    """
+    """Facts that all ranks must share to divide the samples of one loader."""
 
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
@@ -331,11 +285,7 @@ class AdaptiveDataLoader(ResumableLoader):
             if self._counted_from is None:
                 self._counted_from = progress.steps
             if progress.steps > self._counted_from:
-                raise RuntimeError(
-                    f"tokens_per_sample={WEIGH!r} means that the loop counts tokens, but a step has trained without "
-                    "loader.weigh(n): call it with the tokens of each micro-batch before backward(), or give "
-                    "tokens_per_sample as a number (strategies that average models exchange no counts)"
-                )
+                raise RuntimeError(NOT_COUNTED)
         elif progress.tokens_per_sample != tokens.per_sample:
             self._tokens, self._limits = tokens.limits(self._limits, progress.tokens_per_sample, self.dataset_size)
             self._lead()
@@ -431,6 +381,7 @@ class AdaptiveDataLoader(ResumableLoader):
     def batches(self, *, joined_later: bool = False) -> Iterator[Any]:
         """Iterate over the batches. With ``joined_later``, no rank joins between the last step and the epoch's end."""
         self._join_present_run()
+        self._joined_later = joined_later
         loader_pass = self._session.enter_loop()
         if loader_pass.done:
             return
@@ -499,40 +450,58 @@ class AdaptiveDataLoader(ResumableLoader):
                 self._recount(self._tokens)
             session.passes.check_group(loader_pass)
             present = run.shape_changes, run.registry.halving_changes, run.stragglers.changes, run.gpu_types.changes
-            shape, cut, leads = self._present_cut(present)
+            _, cut, _ = setting = self._present_cut(present)
             read, changes = self._reading or (None, None)
             # Also after a pass over this very loader that was nested in the last step.
             if read is not loader_pass or changes != present:
                 cut.begin(loader_pass.position, run.states.progress.steps)
                 self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
                 self._reading = loader_pass, present
-            step = self._source.step(epoch, loader_pass.position, cut)
-            if not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass)):
-                return None
-            if session.passes.compare_plan(loader_pass, functools.partial(self._plan.of, epoch, self._limits)):
-                break
-        session.passes.begin_step(
-            LoaderStep(
-                loader_pass=loader_pass,
-                total=step.total,
-                sizes=step.sizes,
-                scale=cut.batch_size / self._limits.init_batch_size,
-                init_batch_size=self._limits.init_batch_size,
-                shape=shape,
-                ordinal=run.ledger.next_ordinal,
-                can_switch=lambda world_size: self._source.can_switch(
-                    loader_pass.position // cut.shards, step.total // cut.shards, world_size
-                ),
-                leads=leads,
-                whole=self._given.whole_batches,
-                sample_tag=step.sample_tag,
-                hashed=step.hashed if leads else None,
-                population=step.total if self._draws_from_all else None,
-            )
-        )
-        return step.fetches
+            within, other = run.ledger.round, None
+            if within is not None and not within.left:  # this rank has made its own steps
+                other = session.passes.step_of_another()
+                if other is None:
+                    session.passes.end_round(ends_pass=False)
+                    continue
+                assert isinstance(self._source, MapBatches), "else the steps to come are not known"
+                step = self._source.step_of(*other, epoch, within.position, cut)
+            else:
+                step = self._source.step(epoch, loader_pass.position, cut)
+                if not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass)):
+                    return None
+                if not session.passes.compare_plan(loader_pass, functools.partial(self._plan.of, epoch, self._limits)):
+                    continue
+            begun = self._begun(step, loader_pass, setting, taken=other is not None)
+            session.passes.begin_step(begun)
+            if session.passes.makes_step(begun):
+                return step.fetches
+            if begun.given and isinstance(self._source, MapBatches):
+                self._source.pass_over(epoch, loader_pass.position, cut)
+            session.passes.edge(loader_pass)
 
-    def _present_cut(self, changes: _Changes) -> tuple[BatchChoice, StepSplit, bool]:
+    def _begun(self, step: StepBatches, loader_pass: PassProgress, setting: _Setting, *, taken: bool) -> LoaderStep:
+        shape, cut, leads = setting
+        return LoaderStep(
+            loader_pass=loader_pass,
+            total=step.total,
+            sizes=step.sizes,
+            scale=cut.batch_size / self._limits.init_batch_size,
+            init_batch_size=self._limits.init_batch_size,
+            shape=shape,
+            ordinal=self._session.ledger.next_ordinal,
+            can_switch=lambda world_size: self._source.can_switch(
+                loader_pass.position // cut.shards, step.total // cut.shards, world_size
+            ),
+            leads=leads,
+            whole=self._given.whole_batches,
+            sample_tag=step.sample_tag,
+            hashed=step.hashed if leads else None,
+            population=step.total if self._draws_from_all else None,
+            to_come=None if self._joined_later else step.to_come,
+            taken=taken,
+        )
+
+    def _present_cut(self, changes: _Changes) -> _Setting:
         """Return the setting for the next step, and whether this loader leads; it moves with group and batch only.
 
         Args:

@@ -22,9 +22,6 @@ def plan_rows(lengths: Sequence[int], row: int, *, seed: int, epoch: int) -> lis
     into the first of the latest rows that has room.
 
     Args:
-        lengths: tokens of each document.
-        row: tokens of a row.
-        seed: of the order.
         epoch: another one packs in another order.
 
     >>> plan_rows([3, 5, 2], 4, seed=0, epoch=0)

@@ -59,7 +59,6 @@ def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
 
     Args:
         count: samples of the step, at least ranks x micro_steps.
-        shares: weights and bounds.
         micro_steps: micro-batches of each rank; every one gets a sample at least.
 
     Returns one size of ``micro_steps`` or more for each rank; together they are ``count``.
@@ -200,7 +199,6 @@ def step_size(
     Args:
         position: samples of the epoch's order used so far, 0..total.
         total: samples in the epoch's order.
-        batch_size: global batch size, >= world_size.
         world_size: ranks that share the step.
         drop_last: drop a tail shorter than `batch_size`.
         least: fewest samples of a rank's share, 1 or 2. With 2 one worker alone leaves itself as many for the last

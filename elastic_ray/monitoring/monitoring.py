@@ -118,6 +118,10 @@ class StepMeter:
             self._of = 1
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
+    def leave_out(self) -> None:
+        """Leave out a step that was begun, and that another worker makes."""
+        self._of = max(1, self._of - 1)
+
     def waited_for_data(self, seconds: float) -> None:
         """Add the time that the loader took for a micro-batch of the step [s]."""
         self._data_s += seconds

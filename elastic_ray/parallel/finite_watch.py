@@ -23,9 +23,6 @@ class FiniteWatch:
     What AMP's scaler finds it leaves out by itself, and none of it comes by here. With a fused optimizer it does: that
     leaves it out in its own kernels.
 
-    Args:
-        nonfinite: what to do, one of ``NONFINITE``.
-
     Attributes:
         looks: whether anybody wants to know.
         skips: whether updates that are not finite are left out.

@@ -67,8 +67,6 @@ def describe_model(
     """Describe a wrapped model.
 
     Args:
-        optimizer: steps it.
-        amp: its loss is scaled.
         strategy: builder of its synchronisation's strategy; None is plain all-reduce.
     """
     lines = [type(module).__qualname__, type(optimizer).__qualname__, f"amp={amp}"]

@@ -117,12 +117,7 @@ def give_zero_gradients(params: Sequence[Tensor]) -> None:
 
 
 class Untouched:
-    """Check whether a failed optimizer has changed anything.
-
-    Args:
-        optimizer: it is about to step.
-        params: that it steps.
-    """
+    """Check whether a failed optimizer has changed anything."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
         self._optimizer, self._had = optimizer, set(optimizer.state)

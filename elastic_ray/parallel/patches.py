@@ -127,11 +127,15 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
     if not hasattr(scheduler, "step"):
         return
     original = type(scheduler).step
+    counted: list[Any] = [None, 0]  # the latest step of this rank's own in which it stepped, and how often
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if ledger.accumulating:
+        now = ledger.outermost
+        if ledger.accumulating or (now is not None and now.taken):
             return None
+        if now is not None and not (now.given or args or kwargs):
+            counted[:] = now, counted[1] + 1 if counted[0] is now else 1
         if schedule == SEESAW and (args or kwargs):
             raise ValueError(
                 f"schedule={SEESAW!r} cannot read a scheduler that is stepped with arguments (a metric, an epoch), but "
@@ -144,6 +148,12 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
         return None
 
     _override(scheduler, step=step)
+
+    def move_on() -> None:
+        for _ in range(counted[1]):
+            scheduler.step()
+
+    ledger.on_given.append(move_on)
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:

@@ -108,8 +108,6 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
     """Return the last pause that a job's events tell of; None before the first.
 
     Args:
-        events: in their order.
-        generation: that of the latest steps.
         first_step_s: what its first step took [s].
     """
     for event in reversed(events):
@@ -243,8 +241,6 @@ def waits_for(
     """Return what a job waits for: storage, else slots or a node, a placement group, processes; empty if it trains.
 
     Args:
-        phase: where it is in its life.
-        target_workers: what the allocator has given it.
         storage: what it waits for storage for; empty where storage answers.
         needs_node: whether no node that there is could ever hold one of its workers.
     """

@@ -54,9 +54,6 @@ class _Proof:
 def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
     """Inspect all lines of a run's ``events.jsonl``.
 
-    Args:
-        lines: as they are in the file.
-
     Returns what was found, in the order of the lines.
     """
     found: list[Finding] = []

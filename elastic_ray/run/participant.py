@@ -89,6 +89,11 @@ class Participant:
         return 1
 
     @property
+    def gives_back(self) -> bool:
+        """True if ranks that are late between two averages give steps to others."""
+        return False
+
+    @property
     def steps_to_average(self) -> int:
         """Steps up to the next average of the model."""
         return 1
@@ -179,7 +184,6 @@ class Participant:
         """Make models one in a new group, before its ranks exchange state, among those that hold a trained one.
 
         Args:
-            marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.
         """

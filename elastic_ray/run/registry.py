@@ -387,6 +387,11 @@ class Registry:
         return min((each.period for each in self._gradients), default=1)
 
     @property
+    def gives_back(self) -> bool:
+        """True if ranks that are late in a round give steps to others."""
+        return self.round_period > 1 and all(each.gives_back for each in self._gradients)
+
+    @property
     def round_steps(self) -> int:
         """Steps of the round that begins now: up to the next average."""
         if self.round_period == 1:

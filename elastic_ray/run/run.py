@@ -15,6 +15,7 @@ from elastic_ray.batch.limits import BatchChoice, bounded
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.communication.connections import NoGroup
 from elastic_ray.communication.ended_work import BACKEND
+from elastic_ray.communication.round_shares import RoundShares
 from elastic_ray.consensus.consensus import RAN_OUT, AgreedChanges, RankConsensus
 from elastic_ray.consensus.unit_wishes import UnitWishes
 from elastic_ray.events import EventKind
@@ -30,8 +31,8 @@ from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.ledger import SampleTally, StepLedger, StepSums
 from elastic_ray.steps.step import StepClock
+from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.stragglers.gpu_types import TypeShares
-from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ class Run:
         worker: id of this worker, unique in the job.
         membership: this worker's side of the membership protocol.
         controller: whom it tells of itself.
-        progress: where to start.
         elastic: whether the group may change.
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
         faults: scripted faults, None outside tests.
@@ -59,18 +59,16 @@ class Run:
     Attributes:
         states: what all ranks share.
         registry: what the train function has built.
-        ledger: which step this rank is in.
         sums: what accumulators were given in steps that are not committed yet.
         tally: which samples a step has used.
+        shares: which steps of a round this rank makes.
         unit, wishes: the unit, and what its workers know alike; None where each is a rank by itself.
         agreed: what the ranks have agreed on and not yet carried out.
         replicas: compares the wrapped models of the ranks.
         consensus: this rank's announcements and votes.
-        clock: times of steps.
         meter: what all ranks know of each other's.
         stragglers: which workers are slow, and what share of a step's samples each takes.
         gpu_types: what share each takes of them because of its GPU's type.
-        optimizers: optimizers and schedulers of the process.
         synced: whether this worker has become part of the job, with the first epoch.
         shape_changes: how often the group or the batch shape has changed.
         models: how many models the loop has wrapped.
@@ -99,6 +97,7 @@ class Run:
         self.states = SharedState(progress, position=unit.place.position if unit is not None else None)
         self.ledger = StepLedger(self.states, moment=self.moment if faults is not None else None)
         self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
+        self.shares = RoundShares()
         self.unit, self.wishes = unit, UnitWishes(membership, unit) if unit is not None else None
         self.agreed = AgreedChanges(membership if self.wishes is None else self.wishes)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
@@ -250,11 +249,6 @@ class Run:
     ) -> int:
         """Participate in the training of a newly wrapped model; returns its number, in the order of wrapping.
 
-        Args:
-            optimizer: steps its parameters.
-            info: what it tells the job.
-            noise: gives its noise scale.
-
         Raises RuntimeError: training has begun. ValueError: the model shares parameters with another one.
         """
         if self.synced:
@@ -276,7 +270,6 @@ class Group:
     """Present group of a worker. Its attributes are read many times in a step, and change with :meth:`follow` alone.
 
     Args:
-        worker: id of this worker.
         expected: where this worker will stand in the first one, as far as that is known.
         most_workers: that there may ever be; None in a group of fixed size.
 

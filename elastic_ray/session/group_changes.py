@@ -15,7 +15,7 @@ from elastic_ray.consensus.saving import Saving
 from elastic_ray.consensus.unit_wishes import UnitWishes
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.worker_side import LostGroupError
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
@@ -235,7 +235,14 @@ class GroupChanges:
         if communicator.world_size > 1:
             run.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout))
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
-            registry.ask_for_shares(max(least for (least,) in communicator.gather_ints([registry.least_share])))
+            gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
+            rows = communicator.gather_ints([registry.least_share, int(gives_back)])
+            registry.ask_for_shares(max(least for least, _ in rows))
+            run.shares.enter(
+                communicator, wanted=all(gives for _, gives in rows), called_off=lambda: self._membership.voided
+            )
+        else:
+            run.shares.close()
         registry.sync_buffers(communicator)
         proof = self._prove(spec, communicator)
         self._results.enter_group(communicator, run.progress)
@@ -403,7 +410,6 @@ class UserCollectives:
     Args:
         changes: of group, which find another one where a collective between two steps fails.
         passes: of its loaders, which commit steps that were left by ``break`` before a collective.
-        results: what is kept of results.
     """
 
     def __init__(self, run: Run, changes: GroupChanges, passes: LoaderPasses, results: CollectiveResults) -> None:

@@ -33,7 +33,6 @@ class LoaderPasses:
     """Passes of a run's loaders, and their steps.
 
     Args:
-        changes: of group and batch.
         adaptation: policies of the user's, asked between steps.
     """
 
@@ -135,7 +134,38 @@ class LoaderPasses:
         """Start a round with this step, where models of several ranks differ by design."""
         run = self._run
         if run.group.world_size > 1 and run.registry.drifts:
-            run.ledger.begin_round(step.loader_pass, run.registry.round_steps, copies=run.elastic)
+            steps = run.registry.round_steps
+            counts = step.to_come(steps) if step.to_come is not None else ()
+            run.ledger.begin_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
+            if run.shares.stands and run.ledger.trains_in_rounds and len(counts) > 1:
+                run.shares.begin_round(run.states.progress.loader_steps, len(counts))
+
+    def makes_step(self, step: LoaderStep) -> bool:
+        """True if this rank makes the step that has begun; False if another rank does, or the round is lost."""
+        run = self._run
+        if not run.shares.active or step.taken or run.ledger.round is None:
+            return True
+        try:
+            if run.shares.is_own(run.ledger.round.steps):
+                return True
+        except CommunicationFailedError as error:
+            run.ledger.fail(str(error))
+            return False
+        step.give_away()
+        run.meter.leave_out()
+        for move_on in run.ledger.on_given:
+            move_on()
+        return False
+
+    def step_of_another(self) -> tuple[int, int] | None:
+        """Rank and number of a step of the round that this rank makes for another; None if all have begun."""
+        if not self._run.shares.active:
+            return None
+        try:
+            return self._run.shares.of_another()
+        except CommunicationFailedError as error:
+            self._lose_round(str(error))
+            return None
 
     def end_after_step(self) -> None:
         """Let the innermost pass end with its step in progress, once that is committed.
@@ -265,7 +295,9 @@ class LoaderPasses:
         hashes = step.hashed() if step.hashed is not None else None
         ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         assert ledger.round is not None, "the step was in it"
-        if ledger.round.left and not (ends_pass or ends_early or abandoned):
+        if run.shares.active and (ends_early or abandoned):
+            ledger.leave_rest(step, run.group.generation, run.registry.models.gain)
+        if (ledger.round.left or run.shares.active) and not (ends_pass or ends_early or abandoned):
             return True
         if not self.end_round(ends_pass=ends_pass or ends_early, abandoned=abandoned):
             return False
@@ -285,6 +317,7 @@ class LoaderPasses:
         ended = ledger.round
         if ended is None or ended.last is None:
             return True
+        run.shares.end_round()
         try:
             plan = self._due[1] if self._due[0] == run.group.generation else None
             if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
@@ -308,6 +341,7 @@ class LoaderPasses:
         lost = ledger.round
         assert lost is not None, "a round is in progress"
         run.sums.undo_beyond(0)
+        run.shares.end_round()
         if abandoned:  # code that has continued cannot draw it again: the steps count as they are
             ledger.end_round(None)
             self._end_alone(lost.loader_pass)
@@ -361,7 +395,6 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            total: its samples.
             put_off: the user's code after the loop has run already. What happens between two steps waits until the
                 progress says so; a joiner, or the job when it continues later, does not run that code again.
             abandoned: its loop was left before its end.

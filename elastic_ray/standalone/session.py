@@ -49,7 +49,6 @@ def env_store(rank: int, timeout_s: float) -> Any:
     like no agent does, so rank 0 does it, at that address alone.
 
     Args:
-        rank: rank of this process.
         timeout_s: how long to wait for it, and for whatever is asked of it [s].
 
     Raises RuntimeError: it cannot be reached or held; the message says where.
@@ -265,7 +264,6 @@ def own_gpu(local_rank: int, chosen: int, count: int) -> int:
     """Return the GPU of this process.
 
     Args:
-        local_rank: of the process on its node.
         chosen: the present GPU, which is the first one unless user code has chosen another.
         count: GPUs that the process sees.
     """

@@ -156,7 +156,6 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
 
     Args:
         samples: of an epoch, by rank; below 0 where a rank does not know them.
-        joins: True for ranks that join others.
 
     Raises ReplicasDifferError: two ranks know different ones.
     """

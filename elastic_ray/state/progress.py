@@ -255,8 +255,6 @@ class RunProgress:
 
         Args:
             ordinal: loader passes of the epoch that had begun when the step did.
-            count: samples of the step.
-            gain: its statistical progress.
         """
         done = copy.deepcopy(self)
         done.forget_passes(ordinal)
@@ -273,9 +271,6 @@ class RunProgress:
         """Return the resume point of a checkpoint of this state.
 
         A checkpoint taken when every loader pass of the epoch has ended resumes at the next epoch.
-
-        Args:
-            samples_left: of the pass that it is taken in.
         """
         point = self
         if self.passes and all(each.done for each in self.passes):

@@ -66,13 +66,7 @@ class Replicas:
         self._checked = -1
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """True if the ranks compare all parameters after ``steps`` steps.
-
-        Args:
-            steps: committed optimizer steps.
-            at_end: of a loader's pass.
-            always: unless they have been.
-        """
+        """True if the ranks compare all parameters after ``steps`` steps."""
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
@@ -266,11 +260,7 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, ...]:
-    """Return the ranks whose digest is not that of most of the members; joiners have no say in it.
-
-    Args:
-        joined: which ranks have joined with this group.
-    """
+    """Return the ranks whose digest is not that of most of the members; joiners have no say in it."""
     members = [each for each, late in zip(told, joined, strict=True) if not late] or list(told)
     common = max(set(members), key=lambda value: (members.count(value), -members.index(value)))
     return tuple(rank for rank, value in enumerate(told) if value != common)
@@ -278,10 +268,6 @@ def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, .
 
 def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> str:
     """Return what tensor is the first that differs, and how the ranks differ in it; all ranks call it.
-
-    Args:
-        tensors: as this rank holds them.
-        ranks: those that differ from the others.
 
     Raises CommunicationFailedError: the group broke.
     """

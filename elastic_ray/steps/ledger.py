@@ -24,7 +24,6 @@ class Replay:
     """Replay of user code up to where the others are; its effects on the received state are undone.
 
     Args:
-        state: it, fresh.
         between_epochs: the code comes by passes of earlier epochs first.
     """
 
@@ -93,6 +92,9 @@ class StepLedger:
         self.depth = 0  # loader passes that are in the middle of a step (a nested evaluation makes it 2)
         self.failure: str | None = None  # why the step in progress is lost; None where it is not
         self.failed = False  # whether the step in progress is lost and will be drawn again
+        self.trains_in_rounds = False  # the last round in this group has trained
+        # called for each own step of a round that another rank makes: what the loop's code would have moved on
+        self.on_given: list[Callable[[], None]] = []
         self._outer: list[LoaderStep] = []
         self.next_ordinal = 0  # ordinal that the next loader pass of this epoch would get
         self._in_epoch = False
@@ -216,20 +218,35 @@ class StepLedger:
         self.abandoned -= 1
         return self.step
 
-    def begin_round(self, loader_pass: PassProgress, steps: int, *, copies: bool) -> None:
+    def begin_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
         """Start a round of so many steps, before the first of them.
 
         Args:
+            counts: samples of each; none where they are not known.
             copies: what it takes to undo it is kept; a group that cannot change needs none.
         """
         if copies:
             self.state.begin_round()
-        self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, steps)
+        self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps)
+
+    def leave_rest(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> None:
+        """Count the steps of the round that are still to come after the loop was left: others may make them, or none.
+
+        So all ranks leave the round at one place. Which samples were used is not known.
+        """
+        if self.round is not None:
+            for count in self.round.counts[self.round.steps :]:
+                self.round.loader_pass.advance(count, None)
+                self.state.progress.commit(generation)
+                if self.round.trained:
+                    self.state.progress.commit_training(gain(step.scale))
+            self.round.leave()
 
     def end_round(self, hashes: int | None) -> None:
         """Count the round that all ranks have voted for; ``hashes`` of the samples that they have used in it."""
         if self.round is not None:
             self.round.loader_pass.advance(0, hashes)
+            self.trains_in_rounds = self.round.trained
             self.round = None
             self.state.end_round()
 
@@ -309,17 +326,18 @@ class StepLedger:
         Returns whether it trained; never, if it was nested in another.
         """
         within = self.round if self.step is None else None
-        step.loader_pass.advance(step.count, hashes if within is None or hashes is None else 0)
-        self.state.progress.commit(generation)
+        if not step.taken:
+            step.loader_pass.advance(step.count, hashes if within is None or hashes is None else 0)
+            self.state.progress.commit(generation)
         if self.step is not None:
             return False
         # Passes nested in the step are over with it: every step counts them from the same number again.
         self._forget_nested(step)
-        trained = self._updates_asked > 0 or self._trains
+        trained = self._updates_asked > 0 or self._trains or (step.given and self.trains_in_rounds)
         self.state.forget_snapshot()
         if within is not None:
             within.add(step, hashes, trained=trained)
-        if trained:
+        if trained and not step.taken:
             self.state.progress.commit_training(gain(step.scale))
             if step.weighed and (weight := step.counted) is not None:
                 self.state.progress.count_weights(weight, step.count)
@@ -387,7 +405,8 @@ class StepLedger:
             self._follow()
 
     def clear_failure(self) -> None:
-        """Clear the failure of another group in a new one."""
+        """Clear the failure of another group in a new one, whose ranks share steps once all have trained in it."""
+        self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         self._follow()
 

@@ -18,7 +18,6 @@ class LoaderStep:
     """The step in progress of one loader pass.
 
     Attributes:
-        total: samples in the pass.
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
         scale: global / initial batch size, by the loader's setting (a short last step does not change it).
         init_batch_size: global batch that the user's learning rate belongs to.
@@ -27,7 +26,6 @@ class LoaderStep:
         can_switch: whether a group of a given size may begin after the step.
         leads: the loader leads the job: its steps are the training's.
         whole: each rank takes one whole batch, for evaluation; in a pass's last step some may have none.
-        micro: the micro-step in progress.
         sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
         hashed: gives the sum of the hashes of this rank's indices, once its batches are fetched; None where the loader
             does not know indices.
@@ -37,6 +35,9 @@ class LoaderStep:
         micro_steps: micro-batches that a rank takes in it.
         is_last_micro: whether gradients are synchronised in the present micro-step.
         weighed: whether the loop weighs this rank's micro-batches itself.
+        to_come: gives the samples of the pass's steps from this one on, at most so many; None where they are not known.
+        taken: it is another rank's, which is late: this one makes it beside its own.
+        given: it is this rank's, and another one makes it.
         halved: whether it is cut into more micro-batches than its shape has, to measure the gradient's noise.
     """
 
@@ -54,6 +55,9 @@ class LoaderStep:
     sample_tag: int = 0
     population: int | None = None
     hashed: Callable[[], int] | None = None
+    to_come: Callable[[int], Sequence[int]] | None = None
+    taken: bool = False
+    given: bool = False
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
     _backward: int = -1  # the latest micro-batch that had a backward pass
@@ -69,6 +73,10 @@ class LoaderStep:
         self.weighed = bool(self.own_counts)
         self.halved = self.micro_steps > self.shape.accum_steps + 1
         self.is_last_micro = self.micro == self.micro_steps - 1
+
+    def give_away(self) -> None:
+        """Leave this rank's part of the step to another one."""
+        self.given, self.hashed = True, None if self.hashed is None else int
 
     def begin_micro(self, micro: int) -> None:
         """Start a micro-step, before its micro-batch is handed out."""

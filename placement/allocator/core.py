@@ -58,8 +58,6 @@ class AllocatorCore:
     shrinking jobs still hold: a growing job's reservation simply stays pending until they have given it back.
 
     Args:
-        policy: decides the counts.
-        config: times and thresholds.
         settling: whether jobs may be running that have not been heard of yet (a restarted allocator).
         knowledge: what jobs of one fingerprint share; None lets each job know only what it has measured itself.
     """

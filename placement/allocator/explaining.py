@@ -64,10 +64,8 @@ def explain(
 
     Args:
         view: the job, with the workers that it is to have as ``allocation``.
-        reason: of the last decision.
         views: all jobs that take part in decisions, likewise.
         decide: what the core would do with these jobs on a cluster.
-        cluster: the nodes as they are.
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()

@@ -53,7 +53,6 @@ def cluster_samples(
 
     Args:
         scaling: its last decision about the cluster's size; None where it decides none.
-        node_types: those that this may name.
         prices: of the policy's solver, by GPU type.
     """
     found = [*_slot_samples(core.cluster.nodes, core.jobs.values()), *_phase_samples(core.jobs.values())]

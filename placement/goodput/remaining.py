@@ -12,6 +12,7 @@ from placement.cluster.progress import Progress
 from placement.goodput.step_time import Floats
 
 _MANY = 1_000  # jobs, of which pairs are no longer compared
+BEYOND = 1.05  # part of the declared length from which a job proves that more was meant
 
 
 def remaining(progress: Progress | None) -> float | None:
@@ -57,11 +58,11 @@ def likely_left(progress: Progress | None) -> float | None:
     of the same declarer have proven right. The possible ends are
 
     * of a declarer who is known: the parts of the declared end after which his earlier jobs ended, or how far beyond it
-      they went, and the declared end once all of these have passed; where they are scattered, and the ends of the
-      model's jobs are less so, those;
+      they went, and the declared end once all of these have passed; where some went beyond, those of the model's jobs
+      if they are farther; where they are scattered, and the ends of the model's jobs are less so, those;
     * of one who is not known: those of the model's earlier jobs, and the declared end only where that puts the job back
       (as one of many ends, it would put each job in front that is just before the end it declared);
-    * of a job beyond its declared end: those of all these that lie ahead;
+    * of a job beyond its declared end: the farther of both that lie ahead;
     * of a job that declares nothing: where the model's earlier jobs ended, and once twice the longest of these, for it
       may be another kind of run.
 
@@ -76,13 +77,18 @@ def likely_left(progress: Progress | None) -> float | None:
             return None
         return gittins_left(done, [*model_ends, 2 * max(done, *model_ends)])
     declared = progress.epochs if progress.first_epochs is None else progress.first_epochs
-    end = done + _left(progress, declared)
-    if len(progress.epoch_ends) >= declared:
+    end, beyond = done + _left(progress, declared), len(progress.epoch_ends) >= declared
+    if beyond:
         end = declared * progress.epoch_ends[-1] / len(progress.epoch_ends)
-        return gittins_left(done, [*(part * end for part in parts), *model_ends])
-    if model_ends and (not parts or _scatter(model_ends) < _scatter([*parts, 1.0])):
+    elif model_ends and (not parts or _scatter(model_ends) < _scatter([*parts, 1.0])):
         return max(gittins_left(done, model_ends), gittins_left(done, [*model_ends, end]))
-    return gittins_left(done, [part * end for part in parts if part * end > done] or [end])
+    ahead = [part * end for part in parts if part * end > done]
+    if not ahead and not beyond:
+        ahead = [end]
+    if not model_ends or (not beyond and max(parts, default=1.0) <= BEYOND):
+        return gittins_left(done, ahead)
+    usual = gittins_left(done, model_ends)
+    return max(usual, gittins_left(done, ahead)) if ahead else usual
 
 
 def _scatter(values: Sequence[float]) -> float:

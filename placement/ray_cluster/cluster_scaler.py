@@ -138,7 +138,6 @@ class ClusterScaler:
     Args:
         config: node types, objective, times.
         policy: of the allocator's kind, but not its own instance: looks take place in a thread.
-        constraints: the allocator's.
     """
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:

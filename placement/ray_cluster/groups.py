@@ -42,13 +42,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, node_id: str, count: int) -> bool:
-        """True if a node has room now.
-
-        Args:
-            bundle: resources of a worker.
-            node_id: Ray's hex node id.
-            count: of workers.
-        """
+        """True if a node has room now."""
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
                 try:
@@ -70,7 +64,6 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
 
     Args:
         bundle: resources of the worker; amounts of 0 are left out.
-        node_id: Ray's hex node id.
         name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, which tells the allocator whose group it is.
 
     Raises ValueError: if the bundle asks for nothing.

@@ -75,7 +75,6 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
     Args:
         name: unique in our namespace.
-        *arguments: of the class.
         **options: further options of Ray's, such as ``get_if_exists``.
 
     Raises ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.

@@ -104,7 +104,6 @@ class Metadata:
     Calls block. Calls block.
 
     Args:
-        config: its address, and which cloud it is.
         clock: seconds since any moment, never decreasing; by it the token of AWS is renewed.
     """
 
@@ -175,7 +174,6 @@ def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
     """Ask Ray to drain a node, as ``ray drain-node`` does, for which there is no public call.
 
     Args:
-        node_id: hex id.
         deadline_s: when it goes [s, time of day].
 
     Returns why Ray refuses, or "".

@@ -31,7 +31,6 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
     Args:
         jobs: all but paused ones.
-        waiting: names of those that have no workers.
     """
     if not waiting:
         return ()

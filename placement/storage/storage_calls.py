@@ -52,7 +52,6 @@ class StorageCalls:
     """Threads for one owner's calls on one storage.
 
     Args:
-        where: the storage, for messages.
         threads: most calls at once; further ones wait for their turn.
     """
 

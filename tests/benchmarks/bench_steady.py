@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _changes(seconds: float) -> tuple[dict[str, list[int]], float]:
-    """Return the sizes of each job in order, from the first one with all jobs training on, and the machine's load."""
+    """Return the sizes of each job in order, from the moment on when all train, and the machine's load."""
     import ray.train
 
     import elastic_ray
@@ -71,6 +71,8 @@ def _changes(seconds: float) -> tuple[dict[str, list[int]], float]:
             events = handle.events()[seen[job] :]
             sizes[job] += [event.to_workers for event in events if event.kind == EventKind.RESIZE]
             handle.stop(now=True)
+        for handle in handles.values():
+            handle.wait(60.0)
         return sizes, load
 
 

@@ -160,8 +160,7 @@ def _main(
     from elastic_ray.communication.bootstrap_store import BootstrapStore
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.membership.worker_side import WorkerMembership
-    from elastic_ray.run.current import set_session
-    from elastic_ray.run.dismissal import WorkerDismissed
+    from elastic_ray.run.current import WorkerDismissed, set_session
     from elastic_ray.session.session import Session
 
     torch.set_num_threads(1)

@@ -19,9 +19,8 @@ from elastic_ray.checkpoints.line_files import LineFile
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.handle import all_reports
 from elastic_ray.events import JobPhase, Report
-from elastic_ray.record.bounded_log import Backlog, BoundedLog
 from elastic_ray.record.record import JobRecord
-from elastic_ray.record.report_queue import ReportQueue
+from elastic_ray.record.report_queue import Backlog, BoundedLog, ReportQueue
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingHandler, HangingStorage

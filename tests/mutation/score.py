@@ -66,7 +66,7 @@ PARTS = {
         "tests/data/test_{order,permutation,sharding,shares,stream,unit_shards}.py",
     ),
     "batch": (
-        "elastic_ray/batch/{planner,tuner,growth,halving,limits,ramp}.py",
+        "elastic_ray/batch/{planner,tuner,growth,halving,limits}.py",
         "tests/batch/test_*.py tests/membership/test_small_parts.py tests/job/test_allocator_view.py",
     ),
     "tables": ("elastic_ray/sync/sharded/{placement,tiles}.py", "tests/sync/sharded/test_placement.py"),
@@ -127,7 +127,7 @@ PARTS = {
     "stragglers": ("elastic_ray/stragglers/*.py", "tests/stragglers/test_*.py"),
     "warm pool": ("elastic_ray/warm_pool/sizing.py", "tests/job/test_pool_sizing.py"),
     "record": (
-        "elastic_ray/record/{outlook,usage,ended,losses,report_queue,bounded_log}.py",
+        "elastic_ray/record/{outlook,usage,ended,losses,report_queue}.py",
         "tests/job/test_{outlook,usage,ended,losses,history,worker_errors,report_queue,bounded_reports}.py",
     ),
     "tuning": ("tuning/{trials,nni/spaces,nni/results}.py", "tests/tuning/test_{trials,nni_pure}.py"),

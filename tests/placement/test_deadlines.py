@@ -11,7 +11,7 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
-from placement.planning.deadlines import minimum_satisfactory_share
+from placement.planning.constraints import minimum_satisfactory_share
 from placement.planning.plan import make_plan
 from placement.policies import POLICIES, make_policy
 from tests.placement.dated import HALFWAY, dated

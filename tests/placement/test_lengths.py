@@ -101,9 +101,37 @@ def test_who_declared_wrongly_is_not_believed_others_are() -> None:
     assert likely_left(scattered) == likely_left(stranger)
 
 
+def test_until_one_has_ended_the_longest_of_a_model_counts() -> None:
+    knowledge = Knowledge()
+    for job, done in (("old", 600.0), ("young", 20.0)):
+        knowledge.learn(running(job, done, epochs=40.0), 0.0)
+    new = dataclasses.replace(running("new", 10.0, epochs=3.0), user="stranger")
+    knowledge.learn(new, 1.0)
+    known = knowledge.complete(new, 1.0).progress
+    assert known is not None and known.usual_ends == (1200.0,) and likely_left(known) == 1190.0
+    longest = knowledge.complete(running("old", 600.0, epochs=40.0), 1.0).progress
+    assert longest is not None and longest.usual_ends == (), "nobody is ahead of it"
+    undeclared = knowledge.complete(running("other", 10.0), 1.0).progress
+    assert undeclared is not None and likely_left(undeclared) is None, "nothing has ended yet"
+
+
+def test_who_went_beyond_elsewhere_counts_by_the_longer() -> None:
+    liar = Progress(done=10.0, epoch_ends=(10.0,), epochs=1.5, usual_parts=(4.0,) * 8, usual_ends=(900.0,))
+    assert likely_left(liar) == 890.0
+    assert likely_left(dataclasses.replace(liar, usual_parts=(1.0,) * 8)) == 5.0
+    beyond = dataclasses.replace(liar, done=30.0, epoch_ends=(10.0, 20.0, 30.0), epochs=1.5)
+    assert likely_left(beyond) == 870.0
+
+
 @given(lengths, st.floats(1.0, 1e5), st.floats(0.1, 100.0))
 def test_a_declaration_without_record_never_advances(ends: list[float], done: float, epochs: float) -> None:
     told = Progress(done=done, epoch_ends=(done,), epochs=epochs, usual_ends=tuple(ends))
+    assert (likely_left(told) or 0.0) >= gittins_left(done, ends) * (1 - 1e-9)
+
+
+@given(lengths, st.lists(st.floats(1.1, 50.0), min_size=1), st.floats(0.1, 100.0), st.floats(1.0, 1e5))
+def test_who_goes_beyond_never_advances(ends: list[float], parts: list[float], epochs: float, done: float) -> None:
+    told = Progress(done=done, epoch_ends=(done,), epochs=epochs, usual_ends=tuple(ends), usual_parts=tuple(parts))
     assert (likely_left(told) or 0.0) >= gittins_left(done, ends) * (1 - 1e-9)
 
 

@@ -14,8 +14,7 @@ from placement.cluster.sizes import AllowedSizes
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.planning.constraints import Constraints, in_allowed_sizes, in_whole_nodes, without_idle_spot
-from placement.planning.deadlines import guarantee
+from placement.planning.constraints import Constraints, guarantee, in_allowed_sizes, in_whole_nodes, without_idle_spot
 from placement.planning.multi_node import held_up
 from placement.planning.problem import Plan, Problem
 from placement.planning.spot import on_demand_workers

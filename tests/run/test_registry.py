@@ -18,8 +18,7 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.run.current import set_session
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed, set_session
 from elastic_ray.run.registry import HookPoint, Registry
 from elastic_ray.run.run import Group
 from elastic_ray.session.group_changes import CollectiveResults, GroupChanges

@@ -10,8 +10,8 @@ from typing import Any
 from elastic_ray.data.sharding import Shares, by_weight
 from elastic_ray.membership.messages import Member
 from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.stragglers.detection import Response, StragglerConfig
 from elastic_ray.stragglers.gpu_types import TypeShares
-from elastic_ray.stragglers.slow_workers import Response, StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchLimits
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.stragglers.slow_workers import Response
+from elastic_ray.stragglers.detection import Response
 from tests.stragglers.group import Times, TypedGroup
 
 

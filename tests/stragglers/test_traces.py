@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from elastic_ray.monitoring.measures import WorkerMeasures
-from elastic_ray.stragglers.detection import SendTrace, SpeedTrace, lower_median
-from elastic_ray.stragglers.slow_workers import RESPONSES, SlowWorker, StragglerCause, StragglerConfig
+from elastic_ray.stragglers.detection import (
+    RESPONSES,
+    SendTrace,
+    SlowWorker,
+    SpeedTrace,
+    StragglerCause,
+    StragglerConfig,
+    lower_median,
+)
 from elastic_ray.stragglers.watch import MemoryTrace, RecentSteps, _measured_again
 from tests.stragglers.group import Group, Times, TypedGroup
 

@@ -45,10 +45,7 @@ class StoredPiece:
 
     Attributes:
         start: place of the first one in the flattened tensor.
-        length: elements.
         offset: where their bytes begin in the file.
-        nbytes: how many these are.
-        offsets, sizes: the rectangle that they are in the tensor.
         archive: where torch's archive around them begins in the file, and how many bytes it has.
     """
 

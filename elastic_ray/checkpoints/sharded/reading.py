@@ -196,7 +196,6 @@ class PartFile:
         """Read bytes of the file into `target`, after it was read through, with no more memory than a few blocks.
 
         Args:
-            offset: where they begin in the file.
             target: where they go; they lie within the file.
 
         Raises CorruptStateError: they are other ones than then. OSError: they cannot be read.

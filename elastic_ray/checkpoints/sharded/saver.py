@@ -123,8 +123,6 @@ class PartSaver:
     """Saver of this rank's part of a checkpoint; a ``PartWriter``.
 
     Args:
-        storage: where the run's files are.
-        calls: the run's calls on storage.
         workers: gives those of the present group by rank; none while it changes.
         busy: whether something is being written.
         timeout_s: longest time without news of a part that the first rank waits for [s].
@@ -228,7 +226,6 @@ class PartSaver:
 
         Args:
             order: what the ranks have agreed on; None where this rank writes all that there is, alone.
-            resume_point: where the run stands.
             copy: whether training continues while it is written.
 
         Raises MemoryError: there is no memory for a copy.
@@ -324,7 +321,6 @@ def write_state(
 
     Args:
         trees: states by name; their tensors do not change meanwhile.
-        resume_point: where they stand.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
     Raises UnsafeStateError: one of them holds more than tensors and plain values; the message names it.

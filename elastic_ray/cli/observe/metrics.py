@@ -1,4 +1,4 @@
-"""``elastic-ray metrics``: what Prometheus and Grafana need to show jobs and cluster."""
+"""``elastic-ray metrics``: prints the configuration that Prometheus and Grafana need to show jobs and cluster."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ _RENAMED = "exported_job"
 
 
 def read_dashboard(*, honor_labels: bool = False) -> str:
-    """Return the dashboard as JSON.
+    """Return the Grafana dashboard as JSON.
 
-    Prometheus names the job of its own configuration ``job``, and the metrics' label of that name ``exported_job``
-    then; where it is configured with ``honor_labels: true``, it leaves the metrics' label as it is.
-
-    Args:
-        honor_labels: for a Prometheus that is configured so.
+    By default Prometheus uses the label ``job`` for its own scrape job and renames the metrics' label to
+    ``exported_job``. With ``honor_labels: true`` in its configuration, it keeps the metrics' label ``job``.
     """
     text = (files("elastic_ray.observe.metrics") / ASSET).read_text(encoding="utf-8")
     return text.replace(_RENAMED, "job") if honor_labels else text
@@ -25,14 +22,14 @@ def read_dashboard(*, honor_labels: bool = False) -> str:
 
 @click.group(short_help="For Prometheus and Grafana.")
 def metrics() -> None:
-    """Print what Prometheus and Grafana need to show jobs and cluster (docs/metrics.md)."""
+    """Print the files that Prometheus and Grafana need to show jobs and cluster (docs/metrics.md)."""
 
 
 @metrics.command(short_help="Print the Grafana dashboard as JSON.")
 @click.option("--honor-labels", is_flag=True, help="For a Prometheus that scrapes Ray with `honor_labels: true`.")
 def dashboard(honor_labels: bool) -> None:
-    """Print the Grafana dashboard as JSON, to be imported: elastic-ray metrics dashboard > dashboard.json
+    """Print the Grafana dashboard as JSON, to import it (elastic-ray metrics dashboard > dashboard.json).
 
-    Ray's own Grafana finds it by itself once a job has run.
+    Ray's own Grafana finds the dashboard automatically once a job has run.
     """
     click.echo(read_dashboard(honor_labels=honor_labels), nl=False)

@@ -170,7 +170,6 @@ def consider(
 
     Args:
         profile: the model, with the touched rows of its tables.
-        present: the strategy in force.
         exact: only strategies whose step is that of plain data-parallel training.
         most: how many there may be, two or more.
         works: whether a plan can be carried out.

@@ -39,12 +39,8 @@ class StrategyTable:
     """Explanation of how a model is synchronised; ``str()`` formats it for people.
 
     Attributes:
-        strategy: its name.
-        workers: of the present group.
-        rows: by class of parameters.
         candidates: what was considered, in the order of trials; none for a strategy by hand.
         measured_s: of a step [s], the median of the latest; None before there is one.
-        invariant: what holds after each step.
         reason: of the choice; empty where there was none.
     """
 

@@ -299,7 +299,6 @@ class OwedGradients:
 
         Args:
             places: of each bucket's parameters in ``params``.
-            params: those of the model.
         """
         owed: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}

@@ -20,8 +20,7 @@ from elastic_ray.sync.operations.partitioned_reduce import (
 )
 from elastic_ray.sync.operations.topologies import RoutedReduceOperation
 from elastic_ray.sync.plan import BucketPlan
-from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
-from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+from elastic_ray.sync.sliced_gradients.operation import SlicedBucket, SlicedOperation
 from elastic_ray.sync.spec import Owner, Reduce, Rows
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.rows_operation import RowsOperation

@@ -47,12 +47,10 @@ class GradientEngine(Participant):
     keep from step to step.
 
     Args:
-        optimizer: steps them.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
         scaler: AMP's ``GradScaler``; None without AMP.
-        tables: the model's sharded tables.
         divided: the optimizer's state, as far as it lies with several ranks.
 
     Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
@@ -173,9 +171,6 @@ class GradientEngine(Participant):
     def set_strategy(self, strategy: object) -> None:
         """Continue with another strategy from the next step on. Every rank must ask for the same in the same step.
 
-        Args:
-            strategy: as of ``AdaptiveDataParallel(strategy=...)``.
-
         Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
         self._in_force.ask(strategy)
@@ -190,9 +185,6 @@ class GradientEngine(Participant):
 
     def require_statistics(self, user: str) -> None:
         """Refuse strategies that give no gradient statistics, from here on.
-
-        Args:
-            user: what needs them, for the error.
 
         Raises StrategyError: the present one gives none.
         """
@@ -353,6 +345,11 @@ class GradientEngine(Participant):
     def period(self) -> int:
         """Steps from one average of the model to the next; 1 where its gradients are reduced."""
         return self._drift.average.period if self._drift.average is not None and self._drift.on else 1
+
+    @property
+    def gives_back(self) -> bool:
+        """True if ranks that are late between two averages give steps to others."""
+        return self._drift.average is not None and self._drift.average.give_back
 
     @property
     def steps_to_average(self) -> int:

@@ -19,9 +19,6 @@ class JointOptimizer(torch.optim.Optimizer):
     """The optimizers of one model: their parameter groups one after the other, and the states of all of them.
 
     It is read and written as one optimizer, but it never steps: each of them does by itself.
-
-    Args:
-        optimizers: two or more.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

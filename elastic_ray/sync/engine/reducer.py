@@ -49,10 +49,7 @@ class GradientReducer:
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each of them as it always does.
 
     Args:
-        trainable: the model's trainable parameters.
-        lay_out: makes buckets for them.
         carried: what user code adds up over several steps.
-        group: whose gradients are added up.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.

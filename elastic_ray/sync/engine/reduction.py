@@ -17,7 +17,7 @@ from elastic_ray.sync.operations.bucket_operation import BucketOperation, Gradie
 from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
 from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+from elastic_ray.sync.sliced_gradients.operation import SlicedBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:
@@ -39,21 +39,13 @@ class BucketLayout:
 
     Args:
         groups: parameters of each parameter group, in the model's order.
-        plan: of them, one after the other.
-        control_size: number of control values.
-        sequel: what follows the reductions.
-        statistics: what rides of the gradients' statistics.
-        owners: of the optimizer state.
 
     Attributes:
-        buckets: in the order of reduction.
         sliced: those of which each rank receives a part of the mean.
         tail_rides: whether the last bucket holds it.
         strategy: what a user calls the plan's.
-        norms, shared, step_tag: where these lie in the tail.
         own_sum: where the sum of what ranks have put in lies, by which all know whether that is finite; flags of used
             parameters follow.
-        no_norms, nothing_to_share: values for them.
     """
 
     def __init__(
@@ -193,7 +185,6 @@ class Reduction:
 
     Args:
         group: ranks whose gradients are added up.
-        consensus: waits.
         grad_scale: AMP's present loss scale, 1 without AMP.
     """
 
@@ -387,8 +378,6 @@ class StepWeights:
     Counts of all ranks are exchanged once a step, before its first bucket is filled.
 
     Args:
-        group: whose gradients are added up.
-        consensus: waits.
         statistics: of the gradients, which count with their shares.
     """
 

@@ -221,11 +221,7 @@ class TrainedState(OptimizerState):
 
 
 class LocalParameter:
-    """Stands for a parameter where buckets take gradients and put them back.
-
-    Args:
-        param: a DTensor.
-    """
+    """Stands for a parameter where buckets take gradients and put them back."""
 
     def __init__(self, param: Any) -> None:
         self._param = param
@@ -326,7 +322,6 @@ def profile_of(
 
     Args:
         groups: its trainable parameters by parameter group of the optimizer, in the model's order.
-        optimizer: steps them.
     """
     for layer in module.modules():
         switch_off(layer)

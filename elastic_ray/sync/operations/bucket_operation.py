@@ -8,48 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
     from elastic_ray.sync.operations.buckets import Bucket
-    from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+    from elastic_ray.sync.sliced_gradients.operation import SlicedBucket
     from elastic_ray.sync.tables.row_bucket import RowBucket
-
-
-class GradientCollectives(Protocol):
-    """Collectives of the present group among gradients. All start an operation, and return its work to be waited for.
-
-    The order in which they are started must be the same on all ranks.
-    """
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sum the tensor over all ranks, in place."""
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] = (),
-        input_splits: Sequence[int] = (),
-    ) -> Any:
-        """Send piece ``i`` of ``tensor`` to rank ``i``; what arrives lies in ``output`` in rank order.
-
-        Without splits all pieces are equal; splits count along the first dimension.
-        """
-
-    def reduce(self, tensor: torch.Tensor, root: int) -> Any:
-        """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Rank ``root``'s tensor, in place."""
 
 
 class MeasuredGradient(Protocol):
@@ -86,10 +48,10 @@ class BucketOperation(Protocol):
     phases: a step's outcome counts from :meth:`commit` on, and never where :meth:`void` comes first.
     """
 
-    def launch(self, bucket: Any, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:
         """Start the first round; returns its works."""
 
-    def go_on(self, bucket: Any, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Start the round after the first ``finished`` ones; none once the bucket holds the sum."""
 
     def commit(self) -> None:

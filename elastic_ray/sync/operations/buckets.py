@@ -9,14 +9,17 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import FlatPreconditioner, preconditioner, squared_norm
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.gradient_checks import check_gradients
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 _LARGE = 1 << 14
 """Elements of a tensor from which a pass over memory takes longer than a call."""
@@ -34,12 +37,9 @@ class Bucket:
         index: position in the order of reduction.
         group: parameter group that the parameters belong to.
         params: the parameters, in the order of their ``views``.
-        tail: extra elements after them.
         shows: whether gradients may lie in the buffer, for nothing but a plain all-reduce uses it.
 
     Attributes:
-        index, group, params: as given.
-        size: elements of the parameters.
         complete: whether the pass has reached all parameters, so that all have a gradient.
         is_summed_up: whether :meth:`put` has told whether what this rank has put in is finite.
         has_gradient: which parameters had one on this rank when the buffer was filled.
@@ -342,8 +342,6 @@ class BucketMemory:
     """A buffer, and views of it.
 
     Attributes:
-        body: its part for gradients.
-        tail, tail_numbers: the rest.
         views: one for each parameter, each with a count of changes of its own.
         storage, users: of the memory, and how many hold it while user code does not.
     """
@@ -377,11 +375,11 @@ def _uses_of_free_gradients() -> tuple[int, int]:
 class AllReduceOperation:
     """Stateless all-reduce of a flat bucket, together with the control values that travel with it."""
 
-    def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the all-reduce of the whole buffer with its tail."""
         return (group.all_reduce(bucket.flat),)
 
-    def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch nothing more: the sum is there."""
         return ()
 

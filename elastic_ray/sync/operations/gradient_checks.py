@@ -77,7 +77,6 @@ def check_gradients(
     """Raise the reason why gradients could not be put into a bucket, if it is the user's error.
 
     Args:
-        params: the bucket's parameters.
         complete: whether backward has reached all of them.
 
     Raises RuntimeError: a gradient is sparse, or a hook has taken it away.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 BLOCK = 2048
 """Elements that have one scale."""
@@ -34,7 +36,7 @@ class Int8Compression:
         self._sent = self._received = self._mine = torch.empty(0, dtype=torch.uint8)
         self._rank = 0
 
-    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
         """Launch the exchange of every rank's share."""
         world, self._rank = group.world_size, group.rank
         blocks = -(-vector.numel() // (BLOCK * world))
@@ -49,7 +51,7 @@ class Int8Compression:
         return (group.all_to_all(self._received, self._sent),)
 
     def go_on(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Launch the sum of this rank's share to all of them; then everything is there."""
         blocks = self._work.shape[1]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import real_count
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 # Less of a column than this share, after the columns before it, is their rounding errors.
 _SMALLEST = 1e-9
@@ -18,13 +21,7 @@ _AT_ONCE = 1 << 16  # elements, which with what is made of them stay in a core's
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrix:
-    """A parameter that travels as two factors.
-
-    Attributes:
-        place: among the bucket's parameters.
-        first: its first element in the bucket.
-        rows, columns: of it.
-    """
+    """A parameter that travels as two factors."""
 
     place: int
     first: int
@@ -57,7 +54,7 @@ class LowRankCompression:
         self._laid_out = 0
         self._first = self._second = torch.empty(0, dtype=torch.float32)
 
-    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
         """Launch P of all matrices, and what travels whole."""
         if self._laid_out != vector.numel():
             self._lay_out(params, vector)
@@ -71,7 +68,7 @@ class LowRankCompression:
         return (group.all_reduce(self._first),)
 
     def go_on(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Launch Q of all matrices; then everything is there."""
         if finished == 1 and self._matrices:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from elastic_ray.batch.device_numbers import real_count, shaped_like
-from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,16 +121,15 @@ class OwingOperation(abc.ABC):
 
         Args:
             plain: send its gradients as they are, for statistics; what is owed waits.
-            scale: AMP's loss scale in them.
         """
         self._plain, self._scale = plain, scale
 
     @abc.abstractmethod
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the operation; see ``BucketOperation``."""
 
     @abc.abstractmethod
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Continue the operation; see ``BucketOperation``."""
 
     def settle(self, bucket: GradientBucket, scale: float) -> None:
@@ -169,7 +171,7 @@ class SettlingOperation(OwingOperation):
         super().__init__()
         self._operation = operation
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         if not self._plain:
             owed = self.residual.take(self._scale)
             if owed is not None:
@@ -177,7 +179,7 @@ class SettlingOperation(OwingOperation):
             self.residual.leave(None, self._scale)
         return self._operation.launch(bucket, group)
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         return self._operation.go_on(bucket, group, finished)
 
     def commit(self) -> None:
@@ -192,11 +194,11 @@ class SettlingOperation(OwingOperation):
 class Compression(Protocol):
     """Protocol of an approximate, compressed sum of vectors over all ranks."""
 
-    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
         """Start the first round; ``params`` have the shapes of what lies in the vector. Returns its works."""
 
     def go_on(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
         """Start the round after the first ``finished``.
 
@@ -236,7 +238,7 @@ class CompressedOperation(OwingOperation):
         self._vector: torch.Tensor | None = None
         self._left_out: torch.Tensor | None = None
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         vector = bucket.flat_gradient()
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
@@ -248,7 +250,7 @@ class CompressedOperation(OwingOperation):
             self._left_out = self.residual.room(vector)
         return self.compression.launch(bucket.params, vector, group)
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         vector = self._vector
         assert vector is not None, "no pass was launched"
         if not self._plain:

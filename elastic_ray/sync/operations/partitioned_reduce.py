@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import real_shape
-from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives, WireForm
+from elastic_ray.sync.operations.bucket_operation import GradientBucket, WireForm
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
 
 
 class PartitionedReduceOperation:
@@ -23,7 +26,6 @@ class PartitionedReduceOperation:
         axis: see ``Reduce``.
         seed: see ``Reduce``.
         places: the position of each of the bucket's parameters in the model.
-        form: of the gradients on their way.
     """
 
     def __init__(self, parts: int, axis: int, seed: int, places: Sequence[int], form: WireForm) -> None:
@@ -34,7 +36,7 @@ class PartitionedReduceOperation:
         self._pieces: list[torch.Tensor] = []
         self._cut_from: torch.Tensor | None = None
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch an all-reduce of each part."""
         flat = bucket.flat_gradient()
         if self._axis == 0:
@@ -45,7 +47,7 @@ class PartitionedReduceOperation:
             pieces = tuple(self._pieces)
         return [group.all_reduce(piece) for piece in pieces if piece.numel()]
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Copy the sums back to their places."""
         if self._axis == 0:
             self._form.unpack(bucket.flat_gradient())
@@ -103,19 +105,18 @@ class OwnerOperation:
 
     Args:
         owner: the rank that collects the bucket.
-        form: of the gradients on their way.
     """
 
     def __init__(self, owner: int, form: WireForm) -> None:
         self._owner, self._form = owner, form
         self._sent: torch.Tensor | None = None
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the reduction to the owner."""
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch the way back to all ranks."""
         if finished == 1 and self._sent is not None:
             return (group.broadcast(self._sent, self._owner),)
@@ -133,20 +134,16 @@ class OwnerOperation:
 
 
 class CastReduceOperation:
-    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before the rounding.
-
-    Args:
-        form: of the gradients on their way.
-    """
+    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before the rounding."""
 
     def __init__(self, form: WireForm) -> None:
         self._form = form
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the reduction of the rounded gradients."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Copy the sum back in the bucket's own form."""
         self._form.unpack(bucket.flat_gradient())
         return ()

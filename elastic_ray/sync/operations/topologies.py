@@ -12,12 +12,15 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.buckets import Bucket
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 Span = tuple[int, int]
 """Part of a vector: its first element, and the one after its last."""
@@ -127,7 +130,6 @@ class RoutedReduceOperation:
 
     Args:
         topology: a name of :data:`SCHEDULES`.
-        nodes: the node of each rank, as a number.
     """
 
     def __init__(self, topology: str, nodes: Sequence[int]) -> None:
@@ -136,14 +138,14 @@ class RoutedReduceOperation:
         self._size = -1
         self._coming: list[tuple[Span, torch.Tensor]] = []
 
-    def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """The first round."""
         if self._size != bucket.flat.numel():
             self._size = bucket.flat.numel()
             self._rounds = self._schedule(self._nodes, self._size)
         return self._start(0, bucket, group)
 
-    def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Put what the last round has brought in its place, and start the next round."""
         for (begin, end), part in self._coming:
             mine = bucket.flat[begin:end]
@@ -151,7 +153,7 @@ class RoutedReduceOperation:
         self._coming = []
         return self._start(finished, bucket, group) if finished < len(self._rounds) else ()
 
-    def _start(self, number: int, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
+    def _start(self, number: int, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """Start a round; returns its only work."""
         flat, moved = bucket.flat, self._rounds[number].transfers
         out = [moved.get((group.rank, peer), (0, 0)) for peer in range(group.world_size)]

@@ -58,8 +58,6 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
     """Return the moves after the next step: each rank receives one tile, or more while they are small.
 
     Args:
-        target: owners by tile.
-        present: the same, at present.
         most: that a rank receives of more than one tile, in the unit of the sizes.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -154,7 +152,6 @@ class TileHolder:
         """Place each tile on ``copies`` ranks.
 
         Args:
-            everyone: what its ranks hold.
             gradually: only what the next step needs moves now, and the rest by :meth:`restore_some`.
         """
         communicator, world = group.communicator, group.world_size
@@ -343,8 +340,6 @@ def written_states(
 
     Args:
         held: the tiles that this rank holds.
-        owners: ranks that own each tile.
-        rank: of this worker.
     """
     found: dict[Parameter, State] = {}
     for tile, writer in enumerate(writers(held.tiling, owners)):

@@ -64,12 +64,7 @@ class PendingUpdate:
         self._by_scaler = {name: getattr(optimizer, name) for name in _BY_SCALER if hasattr(optimizer, name)}
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
-        """Make the update.
-
-        Args:
-            apply: the optimizer's own step.
-            rates: learning rates that others have made it with.
-        """
+        """Make the update."""
         states: dict[Parameter, State] = {}
         shown: list[tuple[str, Parameter]] = []
         made: list[tuple[Parameter, Parameter]] = []

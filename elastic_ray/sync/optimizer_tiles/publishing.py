@@ -35,7 +35,6 @@ class Publisher:
 
     Args:
         senders: the rank that has what is right, by tile.
-        tensors: by the names in the tiling.
     """
 
     def __init__(

@@ -186,7 +186,6 @@ def assemble(
     """Return the state of all parameters, by name, from that of all tiles; without those that have none yet.
 
     Args:
-        states: of each tile's spans.
         device: where large tensors go; by default where they are.
     """
     parts: dict[str, list[tuple[Span, State]]] = {}

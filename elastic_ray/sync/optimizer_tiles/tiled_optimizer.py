@@ -45,8 +45,6 @@ class TiledOptimizer:
     Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
-        run: that the model is trained in.
-        optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
         groups: places of its parameter groups among those of the model's optimizers; None where it is the only one.
 
@@ -393,11 +391,7 @@ _NONE = -1.0
 
 
 class Denominators:
-    """Denominators of an optimizer for statistics: from its own state, or from what was gathered of it.
-
-    Args:
-        divided: whether its state is.
-    """
+    """Denominators of an optimizer for statistics: from its own state, or from what was gathered of it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, divided: Callable[[], bool]) -> None:
         self._optimizer, self._divided = optimizer, divided
@@ -447,7 +441,6 @@ class Denominators:
         """Send the denominators from their first owners to all ranks; called on every rank.
 
         Args:
-            held: the tiles of this rank.
             senders: the first owner of each tile.
         """
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}

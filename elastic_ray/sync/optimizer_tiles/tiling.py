@@ -71,8 +71,6 @@ def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
 
     Args:
         profile: of the model; whole tensors stay together where its optimizer is not element-wise.
-        params: positions of the parameters in it.
-        owner: says how.
     """
     tiles: list[tuple[Span, ...]] = []
     chosen = [profile.params[i] for i in params]

@@ -25,11 +25,8 @@ def update_rows(
     """Update some rows in place.
 
     Args:
-        rule: how.
         tensors: the table's ``weight`` and the rule's state, each [places, width].
-        places: which rows, each once.
         gradient: theirs, [len(places), width].
-        lr: learning rate.
         step: number of the update, from 1.
     """
     rows = {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
@@ -93,7 +90,6 @@ class TableShard:
     Args:
         copies: owners of each tile, in a group of so many ranks or more.
         like: ``weight`` and the rule's state as empty tensors, [0, width].
-        name: of the table, for errors.
     """
 
     def __init__(self, tiling: RowTiling, copies: int, like: Mapping[str, Tensor], name: str) -> None:
@@ -184,11 +180,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank.
-
-        Args:
-            stays: whether each of its ranks does.
-        """
+        """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -216,7 +208,6 @@ class TableShard:
         """Sum all ranks' gradients of the rows that this rank owns, in rank order; called on every rank.
 
         Args:
-            ids: of this rank's rows, each once.
             gradient: theirs, weighted by samples.
         """
         if communicator.world_size == 1:
@@ -228,7 +219,6 @@ class TableShard:
 
         Args:
             communicator: the group; None before the first.
-            names: which of its tensors.
         """
         store = self.store
         assert store is not None
@@ -245,7 +235,6 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
     """Fetch rows of a table from those that answer for them; all ranks call it, also with no ids.
 
     Args:
-        store: what this rank holds.
         readers: the rank to ask, by tile.
         ids: of the rows, [n].
 
@@ -289,13 +278,7 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Move tiles between ranks; all ranks call it with the same moves.
-
-    Args:
-        stores: what this rank holds.
-        into: what it receives is written there.
-        height: places of a tile.
-    """
+    """Move tiles between ranks; all ranks call it with the same moves."""
     rank, world = communicator.rank, communicator.world_size
     matrix = [[0] * world for _ in range(world)]
     for move in moves:

@@ -61,11 +61,6 @@ class ShardedTable:
     made on each rank that lives: a rank that has voted and not updated takes over the others' state, in which is what
     its own update still lacks, the learning rate. So no rank needs rows of another one's after a loss but its second
     owner's.
-
-    Args:
-        seed: of the rows at the beginning.
-        number: of the model, and of the table in it.
-        run: that it is trained in.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class NoiseTracker:
         held_factors: of the latest step's learning rates, by parameter group of each of the model's optimizers; empty
             where they do not follow the noise.
         adam_steps: steps that each optimizer has made, and as many at the initial batch, where its second moments
-            follow the batch.
+            follow the batch; and what these remember of the noise, see ``remembered``.
         adam_like: whether the optimizer is of Adam's kind; None before it has a state that shows it.
         counted_elsewhere: names of parameters that other workers of the unit count; None before that is known.
         looks: whether that is to be found out, once more where a parameter had no gradient yet.
@@ -91,7 +91,7 @@ class NoiseTracker:
         self._step = 0
         self.progress = 0.0
         self.held_factors: list[list[float]] = [[] for _ in range(optimizers)]
-        self.adam_steps: list[list[float]] = [[0.0, 0.0] for _ in range(optimizers)]
+        self.adam_steps: list[list[float]] = [[0.0, 0.0, 1.0] for _ in range(optimizers)]
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
 

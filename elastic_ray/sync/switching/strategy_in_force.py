@@ -46,8 +46,6 @@ class StrategyTuner:
 
     Args:
         auto: how the choice is made.
-        model: whose strategy is chosen.
-        strategy: that training begins with.
         number: of the model, in the order in which the loop wraps them.
     """
 
@@ -215,8 +213,6 @@ class StrategyInForce:
     """Strategy of one model with its plan, and the change to another strategy or tuner.
 
     Args:
-        model: what it is planned for.
-        builder: of the first strategy.
         number: of the model, in the order in which the loop wraps them.
 
     Raises StrategyError: the strategy cannot be carried out for this model and optimizer.

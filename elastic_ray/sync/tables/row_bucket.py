@@ -26,13 +26,10 @@ class RowBucket:
 
     Args:
         index: position in the order of reduction.
-        group: parameter group of the table.
         table: the table's ``.grad``.
 
     Attributes:
-        index, group: as given.
         complete: whether the pass has reached it.
-        held: what the bucket holds.
         is_sparse: whether ``.grad`` is to be sparse; None while no rank and no micro-step had a gradient.
         touched: rows that this rank's gradient had when it was taken in last.
     """
