@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,9 +191,24 @@ def drawn(modules: list[Path], count: int, seed: str) -> list[MutationSpec]:
     ]
 
 
+class _Contexts:
+    """Plugin that tells a test's lines apart from another's."""
+
+    def __init__(self, coverage: Coverage) -> None:
+        self._coverage = coverage
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Count what runs from here on for this test."""
+        self._coverage.switch_context(item.nodeid)
+        try:
+            return (yield)
+        finally:
+            self._coverage.switch_context("")
+
+
 def _pytest(tests: Iterable[str], most: Most, covered: list[Path] | None = None) -> tuple[int, str]:
     """Run tests in a fork of this process, which has imported what is slow to import; return its code and output.
-
 
     With ``covered`` the tests that run each line of these modules are written to the file ``COVERED``.
     """
@@ -204,14 +219,13 @@ def _pytest(tests: Iterable[str], most: Most, covered: list[Path] | None = None)
             resource.setrlimit(resource.RLIMIT_CPU, (most.cpu_s, most.cpu_s))
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-            coverage = Coverage(data_file=COVERED, config_file=False, include=[f"{path}" for path in covered or ()])
-            coverage.set_option("run:dynamic_context", "test_function")
-            if covered:
-                coverage.start()
-            code = pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", *tests])
-            if covered:
-                coverage.stop()
-                coverage.save()
+            args = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", *tests]
+            if not covered:
+                os._exit(pytest.main(args))
+            coverage = Coverage(data_file=COVERED, config_file=False, include=[str(path) for path in covered])
+            with coverage.collect():
+                code = pytest.main(args, plugins=[_Contexts(coverage)])
+            coverage.save()
             os._exit(code)
         end_s = time.monotonic() + most.wall_s
         while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end_s:
@@ -236,12 +250,12 @@ def _tests_of(spec: MutationSpec) -> list[str]:
     data = CoverageData(COVERED)
     data.read()
     contexts = data.contexts_by_lineno(str(spec.module_path.resolve()))
-    found = {name for line in range(first, last + 1) for name in contexts.get(line, ())}
-    names = [] if "" in found else [name.rpartition(".") for name in sorted(found)]
-    files = [(Path(f"{module.replace('.', '/')}.py"), name) for module, _, name in names]
+    found = {test for line in range(first, last + 1) for test in contexts.get(line, ())}
+    if "" in found:
+        return []
     # Those of modules that name it are likely to notice, and come first.
-    files.sort(key=lambda each: f".{spec.module_path.stem} import" not in each[0].read_text())
-    return [f"{path}::{name}" for path, name in files]
+    names = f".{spec.module_path.stem} import"
+    return sorted(found, key=lambda test: (names not in Path(test.partition("::")[0]).read_text(), test))
 
 
 def _noticed(spec: MutationSpec, tests: list[str], most: Most) -> tuple[bool, str]:

@@ -16,6 +16,7 @@ from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.constraints import Constraints, guarantee, in_allowed_sizes, in_whole_nodes, without_idle_spot
 from placement.planning.multi_node import held_up
+from placement.planning.plan import unsatisfiable
 from placement.planning.problem import Plan, Problem
 from placement.planning.spot import on_demand_workers
 from placement.planning.tenants import Tenant, within
@@ -184,7 +185,8 @@ def test_wishes_get_free_slots_on_own_nodes_first() -> None:
     assert granted(wishes, {"n0": 2}, (view("b", tenant="t"), {"n1": 1}), quota=4.0) == {"n0": 1}
     assert granted(wishes, {"n0": 2}, (view("b", tenant="u"), {"n1": 1}), quota=4.0) == {"n0": 2}
     there = dataclasses.replace(wishes, allocation={"n0": 2, "n1": 1})
-    assert granted(there, {"n0": 2}) == {"n1": 1, "n0": 2}, "what it was granted stays where it is"
+    assert granted(dataclasses.replace(there, wished=3), {"n0": 2}) == {"n1": 1}, "what was granted stays where it is"
+    assert granted(there, {"n0": 2}) == {"n1": 1, "n0": 2}
     types = Cluster(nodes=tuple(node(f"n{i}", 4, labels={GPU_TYPE_LABEL: f"t{i}"}) for i in range(2)))
     assert granted(wishes, {"n0": 2}, nodes=types) == {"n0": 2}, "not on another type"
 
@@ -237,3 +239,27 @@ def test_constraints_concern_jobs_that_differ(facts: dict[str, Any], concerns: b
     assert not Constraints().concern([])
     assert Constraints(tenants=(Tenant(name="t", quota={"CPU": 1}),)).concern([view("a")])
     assert not Constraints(tenants=(Tenant(name="t", weight=2.0),)).concern([view("a")])
+
+
+def two(**total: float) -> Cluster:
+    """Two nodes: one has only CPUs, the other what is named."""
+    return Cluster(nodes=(node("n0", 4), dataclasses.replace(node("n1", 0), total=total)))
+
+
+@pytest.mark.parametrize(
+    ("job", "nodes", "why"),
+    [
+        (view("a", min_workers=8), cluster(4, 4), None),
+        (view("a", min_workers=8), Cluster(nodes=()), None),
+        (view("a", min_workers=8), Cluster(nodes=(node("n0", 4, free=0.0), node("n1", 4, free=0.0))), None),
+        (view("a", min_workers=9, max_workers=9), cluster(4, 4), "it needs 9 x 1 CPU, but the empty cluster holds 8"),
+        (view("a", bundle={"CPU": 5.0}), cluster(4, 4), "one worker needs 5 CPU, but the largest node has 4"),
+        (view("a", bundle={"CPU": 4.0}), cluster(4, 1), None),
+        (view("a", bundle={"CPU": 1.0, "GPU": 2.0}), two(CPU=0.0, GPU=2.0), "no single node has"),
+        (view("a", bundle={"CPU": 1.0, "GPU": 2.0}), two(CPU=1.0, GPU=2.0), None),
+        (view("a", label_selector={"zone": "b"}), cluster(4), "no node has the labels {'zone': 'b'}"),
+    ],
+)
+def test_why_a_job_could_never_run(job: JobView, nodes: Cluster, why: str | None) -> None:
+    found = unsatisfiable(job, nodes)
+    assert found is None if why is None else found is not None and why in found.words

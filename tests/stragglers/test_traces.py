@@ -287,6 +287,22 @@ def test_types_are_compared_as_if_equally_fast() -> None:
     assert group.types.comparable_measures() is group.measured
 
 
+def test_a_type_without_a_time_is_compared_as_it_is() -> None:
+    group = TypedGroup(["a", "b", "c"], {"a": 1.0, "b": 3.0, "c": 1.0})
+    group.measured = [WorkerMeasures(compute_s=s) for s in (1.0, 0.0, 2.0)]
+    assert [each.compute_s for each in group.types.comparable_measures()] == [1.0, 0.0, 1.0]
+
+
+def test_shares_that_waver_rest_twice_as_long_each_time() -> None:
+    group, rests = Group(StragglerConfig(response="share"), batch=100), list[int]()
+    for turn in range(80):
+        group.slow = {"w4": (3.0, 1.7)[turn % 2]}
+        group.step(25)
+        if (rest := group.watch.capture()["rest"]) not in rests:
+            rests.append(rest)
+    assert rests == [10 * 2**n for n in range(len(rests))] and len(rests) >= 3 and rests[-1] <= 320
+
+
 def test_types_measures_are_told_for_a_micro_batch() -> None:
     group = TypedGroup(["a", "b"], {"a": 1.0, "b": 3.0})
     group.measured = [WorkerMeasures(compute_s=4.0, data_s=1.0), WorkerMeasures(compute_s=8.0)]

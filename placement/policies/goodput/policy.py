@@ -376,7 +376,7 @@ class MixedTypes:
             open_nodes.sort(key=lambda n: (-present.get(n, 0), -free[n], n))
             most = min(useful(view, gpu), useful(view, other)) - sum(own.values())
             total = min(sum(free[n] for n in open_nodes), most)
-            sizes = {1 << bit for bit in range(max(total, 0).bit_length()) if 1 << bit <= total} | {max(total, 0)}
+            sizes = {1 << bit for bit in range(max(total, 0).bit_length())} | {max(total, 0)}
             alone = sum(own.values())
             for size in sorted({view.sizes.at_most(alone + size) - alone for size in sizes}):
                 if size > 0:
