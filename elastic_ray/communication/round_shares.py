@@ -79,6 +79,7 @@ class RoundShares:
         self._number = self._steps = 0
         self._own = 0  # the own step that this rank makes, or was the last to make; as many as there are for no more
         self._counted: Future[int] | None = None  # the next one, which is being counted
+        self._leaves = False  # what is left of the round to ranks that have it done sooner
         self._due, self._lock = threading.Event(), threading.Lock()
         self._since_s = self._answer_s = self._step_s = 0.0
 
@@ -128,7 +129,7 @@ class RoundShares:
     def begin_round(self, number: int, steps: int) -> None:
         """Start a round of as many steps for each rank; ``number`` is larger than those before in the group."""
         self.active, self._number, self._steps = True, number, steps
-        self._counted, self._own, self._since_s = None, 0, time.monotonic()
+        self._counted, self._own, self._leaves, self._since_s = None, 0, False, time.monotonic()
         self._count_ahead()
 
     def end_round(self) -> None:
@@ -153,7 +154,7 @@ class RoundShares:
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
-        while True:
+        while not self._leaves:
             begun = self._ask(0, self._ranks, adds=False)
             rank = min(range(self._ranks), key=lambda each: begun[each])
             if begun[rank] >= self._steps:
@@ -161,6 +162,7 @@ class RoundShares:
             (step,) = self._ask(rank, 1, adds=True)
             if step < self._steps:
                 return rank, step
+        return None
 
     def _count_ahead(self) -> None:
         """Count the next own step shortly before it is due, where an answer is not cheap beside a step."""
@@ -178,8 +180,9 @@ class RoundShares:
         asked_s = time.monotonic()
         (begun,) = self._ask(self._rank, 1, adds=False)
         taken = begun - before
-        if taken and self._steps - begun <= taken:
-            return self._steps  # while this rank has made one step they have made as many as are left
+        if taken and self._steps - begun <= taken:  # while this rank has made one step they have begun so many
+            self._leaves = True
+            return self._steps
         (step,) = self._ask(self._rank, 1, adds=True)
         self._answer_s = 0.5 * (self._answer_s + time.monotonic() - asked_s)
         return min(step, self._steps)

@@ -143,9 +143,10 @@ def _epoch_s(name: str, scene: str) -> float:
         return time.monotonic() - began_s
     strategy = name if name == "all_reduce" else LocalSGD(period=8, give_back=name == "local_sgd")
     wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=strategy, scaling_rule="none")
+    loader = er.AdaptiveDataLoader(data, batch_size=RANKS * BATCH, seed=0)
     ends: list[float] = []
     for _ in er.remaining_epochs_until(EPOCHS):
-        for x in er.AdaptiveDataLoader(data, batch_size=RANKS * BATCH, seed=0):
+        for x in loader:
             step(wrapped, x)
         ends.append(time.monotonic())
     return (ends[-1] - ends[0]) / (EPOCHS - 1)
