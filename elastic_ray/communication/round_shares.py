@@ -79,6 +79,7 @@ class RoundShares:
         self._number = self._steps = 0
         self._own = 0  # the own step that this rank makes, or was the last to make; as many as there are for no more
         self._counted: Future[int] | None = None  # the next one, which is being counted
+        self._looked: Future[bool] | None = None  # whether all steps have been begun
         self._leaves = False  # what is left of the round to ranks that have it done sooner
         self._due, self._lock = threading.Event(), threading.Lock()
         self._since_s = self._answer_s = self._step_s = 0.0
@@ -118,7 +119,7 @@ class RoundShares:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-        self._server = self._socket = self._thread = self._counted = None
+        self._server = self._socket = self._thread = self._counted = self._looked = None
         self.active = False
 
     @property
@@ -129,7 +130,8 @@ class RoundShares:
     def begin_round(self, number: int, steps: int) -> None:
         """Start a round of as many steps for each rank; ``number`` is larger than those before in the group."""
         self.active, self._number, self._steps = True, number, steps
-        self._counted, self._own, self._leaves, self._since_s = None, 0, False, time.monotonic()
+        self._counted = self._looked = None
+        self._own, self._leaves, self._since_s = 0, False, time.monotonic()
         self._count_ahead()
 
     def end_round(self) -> None:
@@ -154,6 +156,11 @@ class RoundShares:
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
+        looked, self._looked = self._looked, None
+        if looked is not None:
+            self._due.set()
+            if self._answered(looked):
+                return None
         while not self._leaves:
             begun = self._ask(0, self._ranks, adds=False)
             rank = min(range(self._ranks), key=lambda each: begun[each])
@@ -165,9 +172,17 @@ class RoundShares:
         return None
 
     def _count_ahead(self) -> None:
-        """Count the next own step shortly before it is due, where an answer is not cheap beside a step."""
-        if self._own + 1 < self._steps and self._answer_s > _CHEAP * self._step_s:
-            self._counted = self._submit(max(0.0, self._step_s - _EARLY * self._answer_s))
+        """Ask shortly before an answer is due where it is not cheap beside a step: count the next own step, or look.
+
+        What is looked at is whether all steps have been begun, as they have where no rank is late.
+        """
+        if self._own < self._steps and self._answer_s > _CHEAP * self._step_s:
+            wait_s = max(0.0, self._step_s - _EARLY * self._answer_s)
+            if self._own + 1 < self._steps:
+                self._counted = self._submit(wait_s)
+            elif self._thread is not None:
+                self._due.clear()
+                self._looked = self._thread.submit(self._all_begun, wait_s)
 
     def _submit(self, wait_s: float) -> Future[int]:
         """Count the next own step after so long, unless others are so much faster that it is left to them."""
@@ -186,6 +201,10 @@ class RoundShares:
         (step,) = self._ask(self._rank, 1, adds=True)
         self._answer_s = 0.5 * (self._answer_s + time.monotonic() - asked_s)
         return min(step, self._steps)
+
+    def _all_begun(self, wait_s: float) -> bool:
+        self._due.wait(wait_s)
+        return min(self._ask(0, self._ranks, adds=False)) >= self._steps
 
     def _answered(self, counted: Future[int]) -> int:
         try:

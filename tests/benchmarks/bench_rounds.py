@@ -103,13 +103,22 @@ def _move_apart() -> None:
 
     connect = socket.create_connection
     round_shares.socket.create_connection = lambda *args, **kwargs: _Far(connect(*args, **kwargs))  # type: ignore[assignment]
+    comes_s: dict[int, float] = {}
     for group in (communicator.Communicator, communicator.GradientGroup):
 
         def far(self: Any, *args: Any, near: Any = group.all_reduce, **options: Any) -> Any:
-            time.sleep(2 * (RANKS - 1) * LATENCY_S)  # the latency
-            return near(self, *args, **options)
+            work = near(self, *args, **options)
+            comes_s[id(work)] = time.monotonic() + 2 * (RANKS - 1) * LATENCY_S
+            return work
 
         group.all_reduce = far  # type: ignore[method-assign,assignment]
+    ends = communicator.Communicator.wait
+
+    def wait(self: Any, work: Any, **options: Any) -> Any:
+        time.sleep(max(0.0, comes_s.pop(id(work), 0.0) - time.monotonic()))  # the latency
+        return ends(self, work, **options)
+
+    communicator.Communicator.wait = wait  # type: ignore[method-assign]
 
 
 def _epoch_s(name: str, scene: str) -> float:
@@ -129,11 +138,9 @@ def _epoch_s(name: str, scene: str) -> float:
     data = torch.ones(RANKS * BATCH * STEPS, 16)
 
     def step(wrapped: Any, x: Any) -> None:
-        began_s = time.monotonic()
         optimizer.zero_grad()
+        time.sleep(step_s * (STALL if dice.random() < stalls else 1.0))  # the scene's speed
         wrapped(x).square().mean().backward()
-        lasts_s = step_s * (STALL if dice.random() < stalls else 1.0)
-        time.sleep(max(0.0, lasts_s - (time.monotonic() - began_s)))  # the scene's speed
         optimizer.step()
 
     if name == "none":

@@ -30,6 +30,9 @@ class Averager(Protocol):
         Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
 
+    def prepare(self, model: Replica) -> None:
+        """Start what :meth:`run` waits for, while the ranks vote on the steps before it."""
+
     def begin(self, model: Replica) -> None:
         """Start the first step of the algorithm, or of new parameters, which are equal on all ranks."""
 
@@ -72,6 +75,10 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
 
 class Stateless:
     """An algorithm that keeps nothing from one average to the next."""
+
+    def prepare(self, model: Replica) -> None:
+        """Start to add up the ranks' models."""
+        model.begin_mean()
 
     def begin(self, model: Replica) -> None:
         """Do nothing: the algorithm has no state."""
@@ -122,6 +129,9 @@ class PairAverager(Stateless):
     def __init__(self, period: int) -> None:
         self._period = period
 
+    def prepare(self, model: Replica) -> None:
+        """Do nothing: a model goes to one rank, and none is added up."""
+
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
         """Average the model with that of a partner, if there is one."""
@@ -156,6 +166,10 @@ class DiLoCoAverager:
             else:
                 self._anchor[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
+
+    def prepare(self, model: Replica) -> None:
+        """Start to add up the ranks' models."""
+        model.begin_mean()
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
