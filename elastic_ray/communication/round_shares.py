@@ -14,8 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+
+_Answer = TypeVar("_Answer")
 
 _TOKEN_BYTES = 16
 # round, first rank, ranks, and whether the first one's step is to be counted; as many counts come back
@@ -206,7 +209,7 @@ class RoundShares:
         self._due.wait(wait_s)
         return min(self._ask(0, self._ranks, adds=False)) >= self._steps
 
-    def _answered(self, counted: Future[int]) -> int:
+    def _answered(self, counted: Future[_Answer]) -> _Answer:
         try:
             return counted.result()
         except CancelledError as error:

@@ -52,7 +52,7 @@ def main() -> None:
         {"scene": scene, "strategy": name, "epoch [s]": took, "of the ideal time": took / ideal[scene]}
         for (scene, name), took in found.items()
     ]
-    ratio = {(row["scene"], row["strategy"]): float(row["of the ideal time"]) for row in rows}  # type: ignore[arg-type]
+    ratio = {(row["scene"], row["strategy"]): float(row["of the ideal time"]) for row in rows}
     slow = ratio.get(("one rank 3 x slower", "local_sgd"))
     claims = [
         ("time under 5 ms of latency / without communication", ratio.get((FAR, "local_sgd")), 1.1, False),
@@ -99,10 +99,10 @@ class _Far:
 
 def _move_apart() -> None:
     """Have this rank's collectives and questions take as long as over a slow network."""
-    from elastic_ray.communication import communicator, round_shares
+    from elastic_ray.communication import communicator
 
     connect = socket.create_connection
-    round_shares.socket.create_connection = lambda *args, **kwargs: _Far(connect(*args, **kwargs))  # type: ignore[assignment]
+    setattr(socket, "create_connection", lambda *args, **kwargs: _Far(connect(*args, **kwargs)))  # noqa: B010
     comes_s: dict[int, float] = {}
     for group in (communicator.Communicator, communicator.GradientGroup):
 
@@ -111,14 +111,14 @@ def _move_apart() -> None:
             comes_s[id(work)] = time.monotonic() + 2 * (RANKS - 1) * LATENCY_S
             return work
 
-        group.all_reduce = far  # type: ignore[method-assign,assignment]
+        group.all_reduce = far
     ends = communicator.Communicator.wait
 
     def wait(self: Any, work: Any, **options: Any) -> Any:
         time.sleep(max(0.0, comes_s.pop(id(work), 0.0) - time.monotonic()))  # the latency
         return ends(self, work, **options)
 
-    communicator.Communicator.wait = wait  # type: ignore[method-assign]
+    communicator.Communicator.wait = wait
 
 
 def _epoch_s(name: str, scene: str) -> float:
