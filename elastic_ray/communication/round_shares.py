@@ -155,7 +155,7 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Begin a step of the rank that has the most to begin: the rank and the step's number; None if none is left.
+        """Take a step over from the rank that has begun the fewest: its rank and the step's number; None if none is left.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
@@ -194,6 +194,7 @@ class RoundShares:
         return self._thread.submit(self._count, self._own + 1, wait_s)
 
     def _count(self, before: int, wait_s: float) -> int:
+        """Return the number of the own step that is begun; as many as there are for none."""
         self._due.wait(wait_s)
         asked_s = time.monotonic()
         (begun,) = self._ask(self._rank, 1, adds=False)

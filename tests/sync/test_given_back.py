@@ -90,14 +90,14 @@ def test_none_is_given_back_where_it_is_not_wanted() -> None:
     assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
 
 
-def test_a_late_ranks_worker_processes_leave_out_what_is_given() -> None:
+def test_worker_processes_leave_out_what_is_given() -> None:
     outcome = run_job(Late(LocalSGD(period=PERIOD), workers=1), [], first=(1, 2))
     check(outcome)
     used = sorted(sample for _, seen, *_ in outcome.results.values() for step in seen for sample in step)
     assert used == sorted(list(range(SAMPLES)) * EPOCHS)
 
 
-def test_a_loop_that_breaks_within_a_round_ends_on_all_ranks() -> None:
+def test_a_break_within_a_round_ends_all_ranks() -> None:
     def train() -> tuple[int, Tensor]:
         model = line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
