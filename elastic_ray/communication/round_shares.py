@@ -155,7 +155,7 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Take a step over from the rank that has begun the fewest: its rank and the step's number; None if none is left.
+        """Return rank and number of a step that this rank begins for a late one; None if none is left.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
