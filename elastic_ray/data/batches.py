@@ -10,8 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared_items import item_facts
@@ -360,12 +358,12 @@ class MapBatches:
     def _load(self, batch: EpochBatch) -> Any:
         """Load a batch in this process, without prefetching."""
         assert self._loader is not None, "begin() comes first"
-        before = Generators()
-        fetcher = _MapDatasetFetcher(self._loader.dataset, True, self._loader.collate_fn, False)
-        found = fetcher.fetch(batch)  # type: ignore[no-untyped-call]
+        before, dataset = Generators(), self._loader.dataset
+        whole = getattr(dataset, "__getitems__", None)
+        found = self._loader.collate_fn(whole(batch) if whole else [dataset[index] for index in batch])
         if self._loader.num_workers:
             before.restore()  # worker processes have generators of their own
-        return pin_memory(found) if self._loader.pin_memory else found  # type: ignore[no-untyped-call]
+        return found
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
         """Return the sum of the sample hashes of the epoch's order from ``position`` to its end."""

@@ -483,6 +483,7 @@ class AdaptiveDataLoader(ResumableLoader):
             session.passes.edge(loader_pass)
 
     def _begun(self, step: StepBatches, loader_pass: PassProgress, setting: _Setting, *, taken: bool) -> LoaderStep:
+        """Return what the ledger knows of a step that begins; with ``taken`` of another rank's."""
         shape, cut, leads = setting
         return LoaderStep(
             loader_pass=loader_pass,

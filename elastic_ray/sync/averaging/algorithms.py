@@ -30,6 +30,9 @@ class Averager(Protocol):
         Raises CommunicationFailedError: the group broke; this rank's model and averager are unchanged.
         """
 
+    def prepare(self, model: Replica) -> None:
+        """Start what :meth:`run` waits for, while the ranks vote on the steps before it."""
+
     def begin(self, model: Replica) -> None:
         """Initialise the algorithm, or its state for new parameters; the parameters are equal on all ranks."""
 
@@ -73,6 +76,10 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
 
 class Stateless:
     """Base class of averaging algorithms that keep no state between averages."""
+
+    def prepare(self, model: Replica) -> None:
+        """Start to add up the ranks' models."""
+        model.begin_mean()
 
     def begin(self, model: Replica) -> None:
         """Do nothing: the algorithm has no state."""
@@ -125,6 +132,9 @@ class PairAverager(Stateless):
     def __init__(self, period: int) -> None:
         self._period = period
 
+    def prepare(self, model: Replica) -> None:
+        """Do nothing: a model goes to one rank, and none is added up."""
+
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
         """Average this rank's model with its partner's model, if the rank has a partner."""
@@ -159,6 +169,10 @@ class DiLoCoAverager:
             else:
                 self._anchor[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
+
+    def prepare(self, model: Replica) -> None:
+        """Start to add up the ranks' models."""
+        model.begin_mean()
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:

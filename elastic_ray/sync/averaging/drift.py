@@ -121,6 +121,12 @@ class Drift:
             self._warned = True
             self._context.tell("warning", _OUTSIDE)
 
+    def prepare(self) -> None:
+        """Start the average that follows if the ranks vote for the round; raises as :meth:`after_step`."""
+        average, steps = self.average, self._context.states.progress.steps
+        if average is not None and self._averager is not None and steps != average.until and not steps % average.period:
+            self._averager.prepare(self._replica)
+
     def after_step(self, *, ends: bool) -> None:
         """Average the replicas if the committed step ends a period; make them identical if the strategy ``ends``."""
         average, steps = self.average, self._context.states.progress.steps
@@ -178,6 +184,7 @@ class Drift:
 
     def entered(self) -> None:
         """Record that a group was entered in which all ranks are identical."""
+        self._replica.drop()
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
@@ -272,6 +279,7 @@ class Replica:
         self._laid_out: list[torch.nn.Parameter] = []
         self._flats: list[_Flat] = []
         self._received: list[_Flat] = []
+        self._works: list[Any] | None = None  # of a mean that was begun
 
     @property
     def world_size(self) -> int:
@@ -288,17 +296,34 @@ class Replica:
     def _communicator(self) -> Communicator:
         return self._context.group.communicator
 
-    def mean(self) -> list[torch.Tensor]:
-        """Return the mean of all ranks' parameters, in float32 or wider; the next call overwrites it."""
+    def begin_mean(self) -> None:
+        """Start to add up all ranks' present parameters; :meth:`mean` waits for that."""
         self._fill()
         group = self._communicator
-        if group.world_size > 1:
+        try:
+            self._works = [group.gradients.all_reduce(each.flat) for each in self._flats]
+        except CommunicationFailedError:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Leave buffers to collectives that have failed or were given up."""
+        self._laid_out, self._works = [], None
+
+    def mean(self) -> list[torch.Tensor]:
+        """Return the mean of all ranks' parameters, in float32 or wider; the next call overwrites it."""
+        group = self._communicator
+        if group.world_size == 1:
+            self._fill()
+        else:
+            if self._works is None:
+                self.begin_mean()
+            works, self._works = self._works, None
             try:
-                works = [group.gradients.all_reduce(each.flat) for each in self._flats]
-                for work in works:
+                for work in works or ():
                     group.wait(work)
             except CommunicationFailedError:
-                self._laid_out = []
+                self.drop()
                 raise
             for each in self._flats:
                 each.flat.div_(group.world_size)
@@ -323,7 +348,7 @@ class Replica:
             for work in works:
                 group.wait(work)
         except CommunicationFailedError:
-            self._laid_out = []
+            self.drop()
             raise
         return None if partner is None else _in_order(self._received)
 

@@ -381,6 +381,11 @@ class GradientEngine(Participant):
         """AMP's ``GradScaler``; None without AMP."""
         return self._drift.scaler
 
+    def prepare_average(self) -> None:
+        """Start the average of a round that has ended, while the ranks vote on it."""
+        if not self._in_force.pending:
+            self._drift.prepare()
+
     def after_step(self, *, agree_on_scale: bool) -> None:
         """Average the replicas if an average is due, after all ranks have committed a training step."""
         self._reducer.drop_halves()
