@@ -101,7 +101,7 @@ def test_who_declared_wrongly_is_not_believed_others_are() -> None:
     assert likely_left(scattered) == likely_left(stranger)
 
 
-def test_until_one_has_ended_the_longest_of_a_model_counts_for_liars() -> None:
+def test_the_longest_running_job_counts_for_who_lies() -> None:
     knowledge = Knowledge()
     for job, done in (("old", 600.0), ("young", 20.0)):
         knowledge.learn(running(job, done, epochs=40.0), 0.0)
