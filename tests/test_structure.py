@@ -46,14 +46,14 @@ PRIVATE_NAMES = {
     "waits that a test makes short": "_FORM_TIMEOUT_S _HEARING_S _KEPT _PATIENCE_S",
     "tables of what is refused, each entry of which is tried": """_ARGUMENTS _ElasticArguments _HOMES _OF_ACCELERATOR
         _REFUSED _missing_fields""",
-    "formulas that are compared with another computation": """_Regression _demand _error _fit _group_used _host_used
-        _lanes _masked _set_state _signal _state_of""",
+    "formulas that are compared with another computation": """_Regression _climb _demand _error _exact _exchange _fit
+        _forecast _group_used _host_used _hull _lanes _masked _measured_again _set_state _signal _state_of""",
     "sizes in memory and counts, which must stay bounded": """_ahead _bytes _buckets _buffers _cache _count_costs _held
         _left_out _pending _policies _promise _records _tables""",
     "what lies with each rank, which no rank shows another": """_debtors _divided _gathered _gradients _holder _owed
         _reducer _shard _states _steps _sync _table _tracker""",
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind
-        _meet _module _nccl _session _speak""",
+        _meet _module _nccl _session _speak _vote""",
     "the background work of a saver or a notifier, which a test waits for": "_background _busy _looking _making _parts",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
         _streams _tell _waiting""",

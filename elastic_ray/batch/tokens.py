@@ -16,6 +16,12 @@ from elastic_ray.batch.limits import BatchLimits
 WEIGH = "weigh"
 """Value of ``tokens_per_sample`` where the loop counts tokens by ``loader.weigh(n)``."""
 
+NOT_COUNTED = (
+    f"tokens_per_sample={WEIGH!r} means that the loop counts tokens, but a step has trained without loader.weigh(n): "
+    "call it with the tokens of each micro-batch before backward(), or give tokens_per_sample as a number (strategies "
+    "that average models exchange no counts)"
+)
+
 MOVED = 0.05
 """Relative change of the counted tokens of a sample from which on a batch has another number of samples."""
 
@@ -28,10 +34,6 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
 
     >>> token_count("batch_tokens", "0.25B")
     250000000
-
-    Args:
-        name: of the field, for errors.
-        least: what it must be at least.
 
     Raises:
         TypeError: it is neither a whole number nor such a text.

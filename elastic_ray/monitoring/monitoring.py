@@ -90,6 +90,7 @@ class StepMeter:
         self.on = False  # whether it measures
         # of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
         self.workers: tuple[WorkerMeasures, ...] = ()
+        self._of = 1  # steps that are committed together
         self._began_s: float | None = None
         self._ended_s: float | None = None
         self._data_s = self._sync_s = self._step_s = 0.0
@@ -105,10 +106,21 @@ class StepMeter:
         """Measure from now on. Before the first epoch, on all ranks alike."""
         self.on = True
 
-    def begin_step(self) -> None:
-        """Start a training step, before its first micro-batch is fetched."""
-        if self.on:
+    def begin_step(self, *, goes_on: bool = False) -> None:
+        """Start a training step, before its first micro-batch is fetched.
+
+        Args:
+            goes_on: it is committed together with the step before; the means of both are told.
+        """
+        if goes_on:
+            self._of += 1
+        elif self.on:
+            self._of = 1
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
+
+    def leave_out(self) -> None:
+        """Leave out a step that was begun, and that another worker makes."""
+        self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
         """Add the time that the loader took for a micro-batch of the step [s]."""
@@ -119,8 +131,8 @@ class StepMeter:
         if not self.on:
             return
         now_s = self._clock()
-        self._step_s = now_s - self._ended_s if self._ended_s is not None else 0.0
-        self._sync_s, self._waited_s = self._waited_s, 0.0
+        self._step_s = (now_s - self._ended_s) / self._of if self._ended_s is not None else 0.0
+        self._sync_s, self._waited_s = self._waited_s / self._of, 0.0
         counted = dict(self._traffic())
         if now_s - self._used_at_s >= _MEMORY_S:
             self._used, self._used_at_s = memory_used(), now_s
@@ -158,8 +170,8 @@ class StepMeter:
         if self._ready_s is None and self._began_s is not None:
             self._ready_s = now_s
             self._own = WorkerMeasures(
-                compute_s=max(0.0, self._ready_s - self._began_s - self._data_s),
-                data_s=self._data_s,
+                compute_s=max(0.0, self._ready_s - self._began_s - self._data_s) / self._of,
+                data_s=self._data_s / self._of,
                 sync_s=self._sync_s,
                 step_s=self._step_s,
                 passed_s=self._ready_s - self._committed_s if self._committed_s is not None else 0.0,

@@ -1,4 +1,4 @@
-"""Methods of the user's optimizer, scheduler and scaler, routed through ours (torch)."""
+"""Methods of the user's optimizer, scheduler and scaler, and the backward pass, routed through ours (torch)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_ray.batch.device_numbers import local
+from elastic_ray.run.current import session_of_thread
+from elastic_ray.run.registry import HookPoint
+from elastic_ray.steps.out_of_memory import free_caches, is_out_of_memory
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
@@ -29,8 +32,33 @@ class DividedOptimizer(Protocol):
         """Accept the whole states that were loaded into the optimizer."""
 
 
+_installed = False  # the watch of backward passes
 SEESAW = "seesaw"
 SCHEDULES = ("progress", "steps", SEESAW)
+
+
+def watch_backward() -> None:
+    """Have a backward pass of a wrapped model that runs out of memory lose its step, instead of raising."""
+    global _installed
+    if _installed:
+        return
+    _installed, original = True, torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            session = session_of_thread() if is_out_of_memory(error) else None
+            if session is None or not session.run.run_out_of_memory():
+                raise
+            error.__traceback__ = None
+        else:
+            return
+        free_caches()
+        session.registry.call(HookPoint.BACKWARD_LOST)
+
+    setattr(torch.autograd, "backward", backward)  # noqa: B010
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
@@ -99,11 +127,15 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
     if not hasattr(scheduler, "step"):
         return
     original = type(scheduler).step
+    counted: list[Any] = [None, 0]  # the latest step of this rank's own in which it stepped, and how often
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if ledger.accumulating:
+        now = ledger.outermost
+        if ledger.accumulating or (now is not None and now.taken):
             return None
+        if now is not None and not (now.given or args or kwargs):
+            counted[:] = now, counted[1] + 1 if counted[0] is now else 1
         if schedule == SEESAW and (args or kwargs):
             raise ValueError(
                 f"schedule={SEESAW!r} cannot read a scheduler that is stepped with arguments (a metric, an epoch), but "
@@ -116,6 +148,12 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
         return None
 
     _override(scheduler, step=step)
+
+    def move_on() -> None:
+        for _ in range(counted[1]):
+            scheduler.step()
+
+    ledger.on_given.append(move_on)
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:

@@ -84,6 +84,21 @@ class Participant:
         return False
 
     @property
+    def period(self) -> int:
+        """Steps from one average of the model to the next; 1 where its gradients are reduced."""
+        return 1
+
+    @property
+    def gives_back(self) -> bool:
+        """True if ranks that are late between two averages give steps to others."""
+        return False
+
+    @property
+    def steps_to_average(self) -> int:
+        """Steps up to the next average of the model."""
+        return 1
+
+    @property
     def settled(self) -> bool:
         """True if replicas are identical after the committed steps, and this rank holds everything to be saved."""
         return True
@@ -169,7 +184,6 @@ class Participant:
         """Make models one in a new group, before its ranks exchange state, among those that hold a trained one.
 
         Args:
-            marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.
         """

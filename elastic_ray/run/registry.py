@@ -190,6 +190,7 @@ class Registry:
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[BufferSync] = []
         self._gradients: list[Participant] = []
+        self.drifting: set[int] = set()  # models that are averaged, by their numbers
         self._efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()  # what the ranks agree on of checkpoints that all of them write
         self._least_share = 1
@@ -379,6 +380,25 @@ class Registry:
         return any(each.drifts for each in self._gradients)
 
     @property
+    def round_period(self) -> int:
+        """Most steps of a round, which ranks make by themselves; 1 where a model's gradients are reduced in each."""
+        if len(self.drifting) < len(self._gradients):
+            return 1
+        return min((each.period for each in self._gradients), default=1)
+
+    @property
+    def gives_back(self) -> bool:
+        """True if ranks that are late in a round give steps to others."""
+        return self.round_period > 1 and all(each.gives_back for each in self._gradients)
+
+    @property
+    def round_steps(self) -> int:
+        """Steps of the round that begins now: up to the next average."""
+        if self.round_period == 1:
+            return 1
+        return min(each.steps_to_average for each in self._gradients)
+
+    @property
     def in_parts(self) -> bool:
         """True if state is divided among ranks that can each write their part; the same on all of them."""
         gradients = self._gradients
@@ -401,10 +421,13 @@ class Registry:
         """Marker of the last average that ended on this rank: larger is later, 0 before the first."""
         return max((each.marker for each in self._gradients), default=0)
 
-    def drift_layout(self, *, trained: bool) -> int:
+    def drift_layout(self, *, trained: int) -> int:
         """Return a digest of what the ranks must have in common to average models after a step.
 
         0 where none is averaged.
+
+        Args:
+            trained: steps that have trained; or whether this one has.
         """
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self._gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0

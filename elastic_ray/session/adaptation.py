@@ -18,8 +18,7 @@ from elastic_ray.adaptation.requests import (
     SetTopology,
     Stop,
 )
-from elastic_ray.adaptation.runner import PolicyRunner
-from elastic_ray.adaptation.shared_values import SharedValues
+from elastic_ray.adaptation.runner import PolicyRunner, SharedValues
 from elastic_ray.adaptation.view import PolicyView
 from elastic_ray.batch.limits import BatchChoice, cut_within
 from elastic_ray.run.registry import HookPoint
@@ -123,14 +122,17 @@ class Adaptation:
             self._coming = None
         self._call("before_step")
 
-    def after_step(self, step: LoaderStep) -> None:
+    def after_step(self, step: LoaderStep, samples: int) -> None:
         """Apply what all ranks agreed on with a committed training step, and ask the policies again.
+
+        Args:
+            samples: that were committed with it.
 
         Raises PolicyError: of a strict policy, on every rank.
         """
         values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:
-            values.advance(workers[0].passed_s, len(workers), step.count)
+            values.advance(workers[0].passed_s, len(workers), samples)
         values.take_metrics(watched.latest, watched.reports)
         self._step, wish = step, self.wish
         self.runner.settle(self._progress.steps)

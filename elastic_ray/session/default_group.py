@@ -312,6 +312,7 @@ class Transfer(EndedWork):
     def __init__(self, start: Callable[[Communicator], Any], come: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._run, self._come = _session().run, come
+        self._run.refuse_in_round("nothing may be sent from one rank to another", "do so after the pass")
         self._work = self._tried(lambda: start(self._run.group.communicator))
         self._communicator = self._run.group.communicator
 
@@ -359,7 +360,6 @@ def _call(
     Args:
         detail: what all ranks must have in common.
         perform: carries it out in a group of several, with tensors on a device.
-        alone: its result for this rank alone.
     """
     session = session_of_thread()
     if session is None:

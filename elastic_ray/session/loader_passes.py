@@ -16,6 +16,7 @@ from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.out_of_memory import free_caches
+from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
 
 _LOST = (
@@ -32,7 +33,6 @@ class LoaderPasses:
     """Passes of a run's loaders, and their steps.
 
     Args:
-        changes: of group and batch.
         adaptation: policies of the user's, asked between steps.
     """
 
@@ -57,7 +57,10 @@ class LoaderPasses:
         run = self._run
         known = run.membership if run.wishes is None else run.wishes  # what all workers of a unit know
         if known.voided and run.ledger.depth == 0:
-            self._changes.regroup("the group was called off")
+            if run.ledger.round is not None:
+                self._lose_round("the group was called off")
+            else:
+                self._changes.regroup("the group was called off")
         if self._changes.furthest_passes > self._run.states.progress.ended_passes:
             self._follow(loader_pass)
 
@@ -116,12 +119,53 @@ class LoaderPasses:
 
     def begin_step(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
-        self._run.ledger.begin(step)
-        if self._run.ledger.depth == 1:
-            if self._run.meter.on:
-                self._run.meter.begin_step()
-            if self._adaptation.active:
+        run = self._run
+        within = run.ledger.round is not None
+        if run.registry.drifting and not within and step.leads and run.ledger.depth == 0:
+            self._begin_round(step)
+        run.ledger.begin(step)
+        if run.ledger.depth == 1:
+            if run.meter.on:
+                run.meter.begin_step(goes_on=within)
+            if self._adaptation.active and not within:
                 self._adaptation.before_step(step)
+
+    def _begin_round(self, step: LoaderStep) -> None:
+        """Start a round with this step, where models of several ranks differ by design."""
+        run = self._run
+        if run.group.world_size > 1 and run.registry.drifts:
+            steps = run.registry.round_steps
+            counts = step.to_come(steps) if step.to_come is not None else ()
+            run.ledger.begin_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
+            if run.shares.stands and run.ledger.trains_in_rounds and len(counts) > 1:
+                run.shares.begin_round(run.states.progress.loader_steps, len(counts))
+
+    def makes_step(self, step: LoaderStep) -> bool:
+        """True if this rank makes the step that has begun; False if another rank does, or the round is lost."""
+        run = self._run
+        if not run.shares.active or step.taken or run.ledger.round is None:
+            return True
+        try:
+            if run.shares.is_own(run.ledger.round.steps):
+                return True
+        except CommunicationFailedError as error:
+            run.ledger.fail(str(error))
+            return False
+        step.give_away()
+        run.meter.leave_out()
+        for move_on in run.ledger.on_given:
+            move_on()
+        return False
+
+    def step_of_another(self) -> tuple[int, int] | None:
+        """Rank and number of a step of the round that this rank makes for another; None if all have begun."""
+        if not self._run.shares.active:
+            return None
+        try:
+            return self._run.shares.of_another()
+        except CommunicationFailedError as error:
+            self._lose_round(str(error))
+            return None
 
     def end_after_step(self) -> None:
         """Let the innermost pass end with its step in progress, once that is committed.
@@ -164,6 +208,7 @@ class LoaderPasses:
         Raises RuntimeError: a pass over whole batches is in progress.
         """
         self.settle()
+        self._run.refuse_in_round("no loader may be iterated", "evaluate after the pass, or between epochs")
         ordinal = self._run.ledger.begin_pass()
         self._catch_up()
         return self._run.states.progress.passes[ordinal]
@@ -206,13 +251,15 @@ class LoaderPasses:
         if run.faults is not None:
             run.moment("edge")
         nested = ledger.step is not None
+        if ledger.round is not None and not nested:
+            return self._edge_in_round(step, failure, ends_early, ends_pass=ends_pass, abandoned=abandoned)
         try:
             known = failure == RAN_OUT and run.agreed.ran_out  # on all ranks, by the step's own reductions
             if failure is not None and not known:
                 raise CommunicationFailedError(failure)
             plan = self._due[1] if not nested and self._due[0] == run.group.generation else None
             if not known and (ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch)):
-                averaged = 0 if nested else run.registry.drift_layout(trained=ledger.trains)
+                averaged = 0 if nested else run.registry.drift_layout(trained=int(ledger.trains))
                 if not nested:
                     run.tally.end(step)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
@@ -238,8 +285,84 @@ class LoaderPasses:
                 self._changes.between_steps(step.can_switch)
         return True
 
-    def _conclude(self, step: LoaderStep, *, trained: bool) -> bool:
-        """Average models after a committed step, and measure it; False if another group was entered meanwhile."""
+    def _edge_in_round(
+        self, step: LoaderStep, failure: str | None, ends_early: bool, *, ends_pass: bool, abandoned: bool
+    ) -> bool:
+        """Count a step on this rank alone; the last one of its round ends that. As :meth:`edge`."""
+        run, ledger = self._run, self._run.ledger
+        if failure is not None:
+            return self._lose_round(failure, abandoned=abandoned)
+        hashes = step.hashed() if step.hashed is not None else None
+        ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
+        assert ledger.round is not None, "the step was in it"
+        if run.shares.active and (ends_early or abandoned):
+            ledger.leave_rest(step, run.group.generation, run.registry.models.gain)
+        if (ledger.round.left or run.shares.active) and not (ends_pass or ends_early or abandoned):
+            return True
+        if not self.end_round(ends_pass=ends_pass or ends_early, abandoned=abandoned):
+            return False
+        if ends_early:
+            self._ended_early = step.loader_pass
+        return True
+
+    def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
+        """End the round in progress, if there is one, with a vote of all ranks, and average models.
+
+        Args:
+            ends_pass, abandoned: as of :meth:`edge`.
+
+        Returns True if its steps are committed; else they are to be drawn again.
+        """
+        run, ledger = self._run, self._run.ledger
+        ended = ledger.round
+        if ended is None or ended.last is None:
+            return True
+        run.shares.end_round()
+        try:
+            plan = self._due[1] if self._due[0] == run.group.generation else None
+            if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
+                run.tally.end(ended)
+                averaged = run.registry.drift_layout(trained=run.states.progress.steps if ended.trained else 0)
+                self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan)
+                self._due = 0, None
+        except CommunicationFailedError as error:
+            return self._lose_round(str(error), abandoned=abandoned)
+        ledger.end_round(run.tally.take(ended))
+        if ended.trained:
+            run.states.progress.note_fit(max(map(max, ended.last.sizes)))
+        self._stepped_in = run.group.generation
+        if self._conclude(ended.last, trained=ended.trained, ended=ended) and not ends_pass:
+            self._changes.between_steps(ended.last.can_switch)
+        return True
+
+    def _lose_round(self, cause: str, *, abandoned: bool = False) -> bool:
+        """Continue with the remaining workers after a round was lost; True if others have committed it."""
+        run, ledger = self._run, self._run.ledger
+        lost = ledger.round
+        assert lost is not None, "a round is in progress"
+        run.sums.undo_beyond(0)
+        run.shares.end_round()
+        if abandoned:  # code that has continued cannot draw it again: the steps count as they are
+            ledger.end_round(None)
+            self._end_alone(lost.loader_pass)
+            self._changes.regroup(cause)
+            run.tell_once("warning", _LOST_SUMS.format(count=lost.samples), run.group.generation)
+            return True
+        ledger.lose_round()
+        try:
+            self._changes.regroup(cause)
+        except BaseException:
+            run.states.roll_back()
+            raise
+        return run.states.progress.loader_steps > lost.loader_steps
+
+    def _conclude(self, step: LoaderStep, *, trained: bool, ended: StepRound | None = None) -> bool:
+        """Average models after a committed step, and measure it; False if another group was entered meanwhile.
+
+        Args:
+            ended: the round that ends with it; None where it is committed by itself.
+        """
+        steps, samples = (1, step.count) if ended is None else (ended.steps, ended.samples)
         run = self._run
         if trained:
             try:
@@ -249,7 +372,7 @@ class LoaderPasses:
                 return False
         uneven = run.group.mixed or (bool(run.stragglers.slow) and run.stragglers.uneven)
         shape = step.shape if trained else None
-        run.clock.edge(shape, step.micro_steps, step.count, run.registry.strategy_key, uneven=uneven)
+        run.clock.edge(shape, step.micro_steps, step.count, run.registry.strategy_key, uneven=uneven, steps=steps)
         if run.meter.on:
             run.meter.end_step()
             if trained:
@@ -257,7 +380,7 @@ class LoaderPasses:
         if trained and run.group.mixed:
             run.gpu_types.after_step(step.sizes)
         if trained and self._adaptation.active:
-            self._adaptation.after_step(step)
+            self._adaptation.after_step(step, samples)
         return True
 
     def end_pass(
@@ -272,7 +395,6 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            total: its samples.
             put_off: the user's code after the loop has run already. What happens between two steps waits until the
                 progress says so; a joiner, or the job when it continues later, does not run that code again.
             abandoned: its loop was left before its end.
@@ -293,7 +415,9 @@ class LoaderPasses:
                 plan = described[2] if described is not None and described[0] is loader_pass else None
                 self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
                 self._run.states.progress.end_pass()
+                loader_pass.end()  # now, for a joiner that is sent this state: it would wait at the end that is over
                 self._prove(loader_pass, total, rest)
+                run.moment("end_of_pass")
                 run.registry.sync_buffers(run.group.communicator)
                 if self._run.ledger.depth == 0:
                     run.registry.collapse()

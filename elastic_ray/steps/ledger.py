@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.state.proof import BITS
+from elastic_ray.state.progress import BITS, PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ class Replay:
     """Replay of user code up to where the others are; its effects on the received state are undone.
 
     Args:
-        state: it, fresh.
         between_epochs: the code comes by passes of earlier epochs first.
     """
 
@@ -87,11 +86,15 @@ class StepLedger:
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
         self.state, self._moment = state, moment
         self.step: LoaderStep | None = None  # the innermost step in progress, None between steps
+        self.round: StepRound | None = None  # that the outermost step is in; None where each step is voted on
         # the training step in progress, also while an evaluation pass runs inside it
         self.outermost: LoaderStep | None = None
         self.depth = 0  # loader passes that are in the middle of a step (a nested evaluation makes it 2)
         self.failure: str | None = None  # why the step in progress is lost; None where it is not
         self.failed = False  # whether the step in progress is lost and will be drawn again
+        self.trains_in_rounds = False  # the last round in this group has trained
+        # called for each own step of a round that another rank makes: what the loop's code would have moved on
+        self.on_given: list[Callable[[], None]] = []
         self._outer: list[LoaderStep] = []
         self.next_ordinal = 0  # ordinal that the next loader pass of this epoch would get
         self._in_epoch = False
@@ -215,6 +218,43 @@ class StepLedger:
         self.abandoned -= 1
         return self.step
 
+    def begin_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
+        """Start a round of so many steps, before the first of them.
+
+        Args:
+            counts: samples of each; none where they are not known.
+            copies: what it takes to undo it is kept; a group that cannot change needs none.
+        """
+        if copies:
+            self.state.begin_round()
+        self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps)
+
+    def leave_rest(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> None:
+        """Count the steps of the round that are still to come after the loop was left: others may make them, or none.
+
+        So all ranks leave the round at one place. Which samples were used is not known.
+        """
+        if self.round is not None:
+            for count in self.round.counts[self.round.steps :]:
+                self.round.loader_pass.advance(count, None)
+                self.state.progress.commit(generation)
+                if self.round.trained:
+                    self.state.progress.commit_training(gain(step.scale))
+            self.round.leave()
+
+    def end_round(self, hashes: int | None) -> None:
+        """Count the round that all ranks have voted for; ``hashes`` of the samples that they have used in it."""
+        if self.round is not None:
+            self.round.loader_pass.advance(0, hashes)
+            self.trains_in_rounds = self.round.trained
+            self.round = None
+            self.state.end_round()
+
+    def lose_round(self) -> None:
+        """Return to where the round began; the model follows when a new group knows that no rank has committed it."""
+        self.round = None
+        self.state.lose_round()
+
     def begin(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
         if self.step is not None:
@@ -281,19 +321,23 @@ class StepLedger:
 
         Args:
             gain: statistical progress of a step at a scale.
-            hashes: sum of the hashes of its samples' indices; None where that is not known.
+            hashes: sum of the hashes of its samples' indices, in a round of this rank's; None where that is not known.
 
         Returns whether it trained; never, if it was nested in another.
         """
-        step.loader_pass.advance(step.count, hashes)
-        self.state.progress.commit(generation)
+        within = self.round if self.step is None else None
+        if not step.taken:
+            step.loader_pass.advance(step.count, hashes if within is None or hashes is None else 0)
+            self.state.progress.commit(generation)
         if self.step is not None:
             return False
         # Passes nested in the step are over with it: every step counts them from the same number again.
         self._forget_nested(step)
+        trained = self._updates_asked > 0 or self._trains or (step.given and self.trains_in_rounds)
         self.state.forget_snapshot()
-        trained = self._updates_asked > 0 or self._trains
-        if trained:
+        if within is not None:
+            within.add(step, hashes, trained=trained)
+        if trained and not step.taken:
             self.state.progress.commit_training(gain(step.scale))
             if step.weighed and (weight := step.counted) is not None:
                 self.state.progress.count_weights(weight, step.count)
@@ -361,7 +405,8 @@ class StepLedger:
             self._follow()
 
     def clear_failure(self) -> None:
-        """Clear the failure of another group in a new one."""
+        """Clear the failure of another group in a new one, whose ranks share steps once all have trained in it."""
+        self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         self._follow()
 
@@ -468,7 +513,7 @@ class SampleTally:
     def __init__(self, ledger: StepLedger) -> None:
         self._ledger = ledger
         self._heard: int | None = None
-        self._ended: LoaderStep | None = None
+        self._ended: LoaderStep | StepRound | None = None
 
     def begin(self) -> None:
         """A group was entered."""
@@ -478,8 +523,8 @@ class SampleTally:
         """Number of values; the same for a rank alone, whose buckets stay as they are when others come."""
         return _PARTS
 
-    def end(self, step: LoaderStep) -> None:
-        """The step has ended, and its vote follows."""
+    def end(self, step: LoaderStep | StepRound) -> None:
+        """The step or round has ended, and its vote follows."""
         self._ended = step
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
@@ -493,7 +538,7 @@ class SampleTally:
         low, middle, high = sums
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 
-    def take(self, step: LoaderStep) -> int | None:
-        """Return the sum of the hashes of a committed step's samples, modulo 2^32; None where it is not known."""
+    def take(self, step: LoaderStep | StepRound) -> int | None:
+        """Return the sum of the hashes of the samples of what was committed, modulo 2^32; None if unknown."""
         heard, self._heard, self._ended = self._heard, None, None
         return heard if step.hashed is not None else None

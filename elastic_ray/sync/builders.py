@@ -10,7 +10,7 @@ import re
 from typing import ClassVar, Protocol
 
 from elastic_ray.sync.checks import StrategyError, check_count, check_flag
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import ModelProfile, Topology
 from elastic_ray.sync.spec import NATIVE, Average, Owner, Reduce, Rows, Rule, Strategy, Wire
 from placement.checks import check_whole
 
@@ -189,21 +189,23 @@ class LocalSGD:
 
     Attributes:
         period: steps between two averages.
+        give_back: as of ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import LocalSGD
         >>> LocalSGD(period=8)
-        LocalSGD(period=8)
+        LocalSGD(period=8, give_back=True)
     """
 
     period: int = 4
+    give_back: bool = True
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range
 
     @property
     def _average(self) -> Average:
-        return Average(algorithm="local_sgd", period=self.period)
+        return Average(algorithm="local_sgd", period=self.period, give_back=self.give_back)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -218,16 +220,18 @@ class DiLoCo:
         period: steps between two outer ones.
         outer_lr: its learning rate.
         outer_momentum: its momentum.
+        give_back: as of ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import DiLoCo
         >>> DiLoCo(period=32)
-        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9)
+        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=True)
     """
 
     period: int = 16
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    give_back: bool = True
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range
@@ -235,7 +239,11 @@ class DiLoCo:
     @property
     def _average(self) -> Average:
         return Average(
-            algorithm="diloco", period=self.period, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum
+            algorithm="diloco",
+            period=self.period,
+            outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum,
+            give_back=self.give_back,
         )
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
@@ -250,22 +258,24 @@ class SMA:
     Attributes:
         alpha: share of the way.
         period: steps between two pulls.
+        give_back: as of ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import SMA
         >>> SMA(alpha=0.2)
-        SMA(alpha=0.2, period=1)
+        SMA(alpha=0.2, period=1, give_back=True)
     """
 
     alpha: float = 0.1
     period: int = 1
+    give_back: bool = True
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range
 
     @property
     def _average(self) -> Average:
-        return Average(algorithm="sma", alpha=self.alpha, period=self.period)
+        return Average(algorithm="sma", alpha=self.alpha, period=self.period, give_back=self.give_back)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -281,21 +291,23 @@ class PairAveraging:
 
     Attributes:
         period: steps between two.
+        give_back: as of ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
         >>> PairAveraging()
-        PairAveraging(period=1)
+        PairAveraging(period=1, give_back=True)
     """
 
     period: int = 1
+    give_back: bool = True
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range
 
     @property
     def _average(self) -> Average:
-        return Average(algorithm="pair", period=self.period)
+        return Average(algorithm="pair", period=self.period, give_back=self.give_back)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""

@@ -220,11 +220,13 @@ class Average:
         algorithm: ``"local_sgd"`` (the mean every ``period`` steps), ``"diloco"`` (an outer Nesterov step towards it),
             ``"sma"`` (KungFu's synchronous model averaging: every rank moves by ``alpha`` to the mean, each
             ``period`` steps), ``"pair"`` (the mean with one other rank, another one each time).
-        period: steps between two averages.
+        period: steps between two averages, which ranks make by themselves and commit together.
         alpha: share of the way to the mean [0 to 1], of ``"sma"``.
         outer_lr: outer learning rate, of ``"diloco"``.
         outer_momentum: outer momentum [0 to 1), of ``"diloco"``.
         until: optimizer steps after which gradients are all-reduced instead (KungFu's AdaptiveSGD); None for never.
+        give_back: a rank that is late gives steps of a period to those that wait for it. Which rank makes which step
+            then follows from their speeds; False for the same steps in each run.
     """
 
     algorithm: str = "local_sgd"
@@ -233,6 +235,7 @@ class Average:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     until: int | None = None
+    give_back: bool = True
 
     def __post_init__(self) -> None:
         check_one_of("algorithm", self.algorithm, AVERAGES)
@@ -240,6 +243,7 @@ class Average:
         check_range("alpha", self.alpha, above=0.0, up_to=1.0)
         check_range("outer_lr", self.outer_lr, above=0.0, up_to=10.0)
         check_range("outer_momentum", self.outer_momentum, above=-1e-9, up_to=0.9999)
+        check_flag("give_back", self.give_back)
         if self.until is not None:
             check_count("until", self.until, least=1, most=1 << 53)
 

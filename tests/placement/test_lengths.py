@@ -214,6 +214,18 @@ def test_jobs_learn_from_ended_ones_in_own_iterations() -> None:
     assert late is not None and late.usual_ends == (100.0,)
 
 
+def test_a_length_is_worth_keeping_once() -> None:
+    knowledge = Knowledge()
+    for job in (running("a", 0.0), dataclasses.replace(running("c", 5.0), progress=None)):
+        knowledge.learn(job, 0.0)
+        knowledge.ended(job.job, 1.0)
+    assert knowledge.version == 0 and knowledge.measurements(["resnet"], 1.0).lengths == ()
+    knowledge.learn(running("d", 5.0), 2.0)
+    for _ in range(2):
+        knowledge.ended("d", 3.0)
+    assert knowledge.version == 1 and len(knowledge.measurements(["resnet"], 3.0).lengths) == 1
+
+
 def test_shorter_jobs_come_first_though_undeclared() -> None:
     core = AllocatorCore(GoodputPolicy(), AT_ONCE, knowledge=Knowledge())
     core.handle(NodesChanged(cluster=Cluster(nodes=(node("n0", 8),))), 0.0)

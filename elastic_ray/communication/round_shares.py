@@ -1,0 +1,212 @@
+"""SHELL over TCP: which rank makes which steps of a round; who has made its own takes what others have not begun.
+
+Each rank's steps of a round are counted where rank 0 lives. Who makes a step counts it first, so each is made once.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+
+_TOKEN_BYTES = 16
+# round, first rank, ranks, and whether the first one's step is to be counted; as many counts come back
+_QUESTION = struct.Struct("!QHHB")
+_LOOK_S = 1.0  # between two looks whether the group is still wanted
+_CHEAP = 0.01  # part of a step that an answer may take, to be asked for when it is needed and not before
+_EARLY = 4.0  # answers' times before a step's end at which the next one is counted otherwise
+
+
+class _Counts(socketserver.ThreadingTCPServer):
+    """Counts of the steps that ranks have begun in the present round."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, token: bytes, ranks: int) -> None:
+        self.token, self._ranks = token, ranks
+        self._lock = threading.Lock()
+        self._round, self._counts = -1, list[int]()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, 0), _Caller)
+
+    def count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
+        """Return how many steps each of these ranks had begun; with ``adds`` the first one begins another."""
+        with self._lock:
+            if number > self._round:
+                self._round, self._counts = number, [1] * self._ranks  # each has begun its first
+            found = self._counts[first : first + ranks]
+            if adds:
+                self._counts[first] += 1
+            return found
+
+
+class _Caller(socketserver.BaseRequestHandler):
+    """Answers one rank."""
+
+    server: _Counts
+
+    def handle(self) -> None:
+        """Answer until the rank has gone."""
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream = self.request.makefile("rb")
+        if not secrets.compare_digest(stream.read(_TOKEN_BYTES), self.server.token):
+            return
+        while len(question := stream.read(_QUESTION.size)) == _QUESTION.size:
+            number, first, ranks, adds = _QUESTION.unpack(question)
+            counts = self.server.count(number, first, ranks, adds=bool(adds))
+            self.request.sendall(struct.pack(f"!{len(counts)}I", *counts))
+
+
+class RoundShares:
+    """Steps of rounds that this rank makes: its own, and those of ranks that are late."""
+
+    def __init__(self) -> None:
+        self._server: _Counts | None = None
+        self._socket: socket.socket | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._called_off: Callable[[], bool] = lambda: False
+        self._rank, self._ranks = 0, 1
+        self.active = False  # in the present round
+        self._number = self._steps = 0
+        self._own = 0  # the own step that this rank makes, or was the last to make; as many as there are for no more
+        self._counted: Future[int] | None = None  # the next one, which is being counted
+        self._due, self._lock = threading.Event(), threading.Lock()
+        self._since_s = self._answer_s = self._step_s = 0.0
+
+    def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
+        """Enter a group; all ranks call it, with the same ``wanted``.
+
+        Raises CommunicationFailedError: the group broke, or rank 0 cannot be reached.
+        """
+        self.close()
+        if not wanted:
+            return
+        self._rank, self._ranks, self._called_off = communicator.rank, communicator.world_size, called_off
+        told, token = b"", secrets.token_bytes(_TOKEN_BYTES)
+        try:
+            if self._rank == 0:
+                self._server = _Counts(communicator.host, token, self._ranks)
+                threading.Thread(target=self._server.serve_forever, daemon=True, name="round-shares").start()
+                told = json.dumps([communicator.host, self._server.server_address[1], token.hex()]).encode()
+            host, port, token_text = json.loads(communicator.broadcast_bytes(told, 0))
+            self._socket = socket.create_connection((host, port), timeout=communicator.timeout_s)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.settimeout(_LOOK_S)
+            self._socket.sendall(bytes.fromhex(token_text))
+        except OSError as error:
+            communicator.mark_broken()
+            raise CommunicationFailedError(f"rank {self._rank} does not reach rank 0's counts: {error}") from error
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="round-shares")
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._due.set()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._socket is not None:
+            self._socket.close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        self._server = self._socket = self._thread = self._counted = None
+        self.active = False
+
+    @property
+    def stands(self) -> bool:
+        """True if the ranks of the present group can share out their steps."""
+        return self._thread is not None
+
+    def begin_round(self, number: int, steps: int) -> None:
+        """Start a round of as many steps for each rank; ``number`` is larger than those before in the group."""
+        self.active, self._number, self._steps = True, number, steps
+        self._counted, self._own, self._since_s = None, 0, time.monotonic()
+        self._count_ahead()
+
+    def end_round(self) -> None:
+        """End the round on this rank."""
+        self.active = False
+
+    def is_own(self, step: int) -> bool:
+        """True if this rank makes its own step of this number; False if another has begun it, or will.
+
+        Raises CommunicationFailedError: rank 0 is gone.
+        """
+        if step > self._own:
+            self._step_s = time.monotonic() - self._since_s
+            self._due.set()
+            counted, self._counted = self._counted or self._submit(0.0), None
+            self._own, self._since_s = self._answered(counted), time.monotonic()
+            self._count_ahead()
+        return step == self._own
+
+    def of_another(self) -> tuple[int, int] | None:
+        """Begin a step of the rank that has the most to begin: the rank and the step's number; None if none is left.
+
+        Raises CommunicationFailedError: rank 0 is gone.
+        """
+        while True:
+            begun = self._ask(0, self._ranks, adds=False)
+            rank = min(range(self._ranks), key=lambda each: begun[each])
+            if begun[rank] >= self._steps:
+                return None
+            (step,) = self._ask(rank, 1, adds=True)
+            if step < self._steps:
+                return rank, step
+
+    def _count_ahead(self) -> None:
+        """Count the next own step shortly before it is due, where an answer is not cheap beside a step."""
+        if self._own + 1 < self._steps and self._answer_s > _CHEAP * self._step_s:
+            self._counted = self._submit(max(0.0, self._step_s - _EARLY * self._answer_s))
+
+    def _submit(self, wait_s: float) -> Future[int]:
+        """Count the next own step after so long, unless others are so much faster that it is left to them."""
+        assert self._thread is not None, "a round is in progress"
+        self._due.clear()
+        return self._thread.submit(self._count, self._own + 1, wait_s)
+
+    def _count(self, before: int, wait_s: float) -> int:
+        self._due.wait(wait_s)
+        asked_s = time.monotonic()
+        (begun,) = self._ask(self._rank, 1, adds=False)
+        taken = begun - before
+        if taken and self._steps - begun <= taken:
+            return self._steps  # while this rank has made one step they have made as many as are left
+        (step,) = self._ask(self._rank, 1, adds=True)
+        self._answer_s = 0.5 * (self._answer_s + time.monotonic() - asked_s)
+        return min(step, self._steps)
+
+    def _answered(self, counted: Future[int]) -> int:
+        try:
+            return counted.result()
+        except CancelledError as error:
+            raise CommunicationFailedError("the group was left") from error
+
+    def _ask(self, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
+        """Ask rank 0, and wait for its answer for as long as the group is wanted."""
+        answer, wanted = bytearray(), 4 * ranks
+        try:
+            with self._lock:
+                assert self._socket is not None, "the group stands"
+                self._socket.sendall(_QUESTION.pack(self._number, first, ranks, adds))
+                while len(answer) < wanted:
+                    try:
+                        piece = self._socket.recv(wanted - len(answer))
+                    except TimeoutError:
+                        if self._called_off():
+                            raise CommunicationFailedError("the group was called off") from None
+                        continue
+                    if not piece:
+                        raise CommunicationFailedError("rank 0, which counts the steps of a round, is gone")
+                    answer += piece
+        except OSError as error:
+            raise CommunicationFailedError(f"rank 0, which counts the steps of a round, is gone: {error}") from error
+        return struct.unpack(f"!{ranks}I", answer)

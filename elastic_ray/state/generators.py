@@ -1,0 +1,24 @@
+"""States of the generators that a program draws random numbers from by default (torch, NumPy, Python)."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+class Generators:
+    """States of torch's generators on the CPU and the present GPU, of NumPy's and Python's, as they are now."""
+
+    def __init__(self) -> None:
+        self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Draw the same numbers once more."""
+        torch.set_rng_state(self._cpu)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        random.setstate(self._python)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)

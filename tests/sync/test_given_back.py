@@ -1,0 +1,128 @@
+"""Rounds in which ranks are late: others make their steps, each sample is used once, and schedules stay together."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elastic_ray as er
+from elastic_ray.data.order import IndexOrder
+from elastic_ray.loop.api import current_session
+from elastic_ray.state.proof import BITS, sample_hashes
+from elastic_ray.sync import DiLoCo, LocalSGD, PairAveraging
+from tests.loop.changing import Change, Kill, Outcome, run_job
+from tests.sync.drifting import weights
+
+SAMPLES, BATCH, EPOCHS, PERIOD = 144, 6, 2, 8
+
+
+def line() -> nn.Linear:
+    """The same model on each worker; torch's own generator belongs to all threads."""
+    model = nn.Linear(3, 2)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def rows() -> Tensor:
+    return torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(7))
+
+
+class Late:
+    """A train loop in which one worker's steps take longer."""
+
+    def __init__(self, strategy: Any, late: str = "w2", late_s: float = 0.03, workers: int = 0) -> None:
+        self._strategy, self._late, self._late_s, self._workers = strategy, late, late_s, workers
+
+    def __call__(self) -> tuple[Tensor, list[list[int]], list[float], int]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.99)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=schedule, strategy=self._strategy)
+        data = torch.utils.data.TensorDataset(rows(), torch.arange(SAMPLES))
+        loader = er.AdaptiveDataLoader(data, batch_size=BATCH, seed=3, num_workers=self._workers)
+        seen: list[list[int]] = []
+        rates: list[float] = []
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for x, numbers in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                schedule.step()
+                # the speeds of the workers
+                time.sleep(self._late_s if current_session().worker == self._late else self._late_s / 10)
+                seen.append(numbers.tolist())
+            rates.append(schedule.get_last_lr()[0])
+        return weights(model), seen, rates, current_session().progress.steps
+
+
+def check(outcome: Outcome) -> None:
+    """One model, one schedule, and each sample once an epoch."""
+    found = list(outcome.results.values())
+    assert all(torch.equal(model, found[0][0]) for model, *_ in found)
+    assert {steps for *_, steps in found} == {SAMPLES // BATCH * EPOCHS}
+    wanted = [0.1 * 0.99 ** (SAMPLES // BATCH * epoch) for epoch in range(1, EPOCHS + 1)]
+    for *_, rates, _ in found:
+        assert rates[-len(wanted) :] == pytest.approx(wanted[-len(rates) :])
+    for epoch, (_, _, detail) in enumerate(outcome.passes):
+        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
+        assert detail["proof"]["hash"] == int(sample_hashes(order[:]).sum()) & BITS
+    assert len(outcome.passes) == EPOCHS and outcome.told == []
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(period=PERIOD), DiLoCo(period=PERIOD), PairAveraging(period=PERIOD)])
+def test_others_make_the_steps_of_a_late_rank(strategy: Any) -> None:
+    outcome = run_job(Late(strategy), [], first=(1, 2, 3))
+    check(outcome)
+    made = {worker: len(seen) for worker, (_, seen, *_) in outcome.results.items()}
+    assert made[2] < SAMPLES // BATCH * EPOCHS * 0.7 < min(made[1], made[3]), made
+    used = sorted(sample for _, seen, *_ in outcome.results.values() for step in seen for sample in step)
+    assert used == sorted(list(range(SAMPLES)) * EPOCHS)
+
+
+def test_none_is_given_back_where_it_is_not_wanted() -> None:
+    outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=False)), [], first=(1, 2, 3))
+    check(outcome)
+    assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
+
+
+def test_a_late_ranks_worker_processes_leave_out_what_is_given() -> None:
+    outcome = run_job(Late(LocalSGD(period=PERIOD), workers=1), [], first=(1, 2))
+    check(outcome)
+    used = sorted(sample for _, seen, *_ in outcome.results.values() for step in seen for sample in step)
+    assert used == sorted(list(range(SAMPLES)) * EPOCHS)
+
+
+def test_a_loop_that_breaks_within_a_round_ends_on_all_ranks() -> None:
+    def train() -> tuple[int, Tensor]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD))
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+        for _ in er.remaining_epochs_until(1):
+            for x in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                # one worker is late
+                time.sleep(0.03 if current_session().worker == "w2" else 0.003)
+                if er.get_context().get_global_step() >= PERIOD + 3:
+                    break
+        return current_session().progress.steps, model.weight.detach()
+
+    outcome = run_job(train, [], first=(1, 2, 3))
+    assert {steps for steps, _ in outcome.results.values()} == {2 * PERIOD}
+    assert outcome.passes == [], "which samples were used is not known"
+    assert outcome.told == []
+
+
+@pytest.mark.slow  # a scripted kill leaves gloo threads behind in this process
+@pytest.mark.parametrize("dies", [1, 2, 3])
+@pytest.mark.parametrize("moment", ["backward", "after_step", "edge"])
+def test_workers_come_leave_and_die(dies: int, moment: str) -> None:
+    script = [Change(5, (1, 2, 3, 4)), Kill(19, dies, moment)]
+    check(run_job(Late(LocalSGD(period=PERIOD)), script, first=(1, 2, 3)))
