@@ -45,7 +45,8 @@ IMPOSSIBLE_S = 3.0
 _UNFORCED = frozenset({Trigger.MODEL, Trigger.REFRESH})
 """Triggers that measured speeds alone bring about."""
 
-_SETTLES_S = 60.0
+_SETTLES_S = 60.0  # twice as long after each further time without another cause, up to ``_MOST_DOUBLED`` doublings
+_MOST_DOUBLED = 2
 _SURE = 0.05  # a speed that varies by this much or more is not followed more often than once in ``_SETTLES_S``
 
 
@@ -345,7 +346,7 @@ class AllocatorCore:
         kept = self._kept(views, steady_s) if trigger in _UNFORCED else {}
         views = [dataclasses.replace(v, held_at=v.workers) if v.job in kept else v for v in views]
         for job in self._jobs.values():
-            job.decided()
+            job.decided(forced=trigger not in _UNFORCED)
         try:
             plan = self._plan(views, self._cluster, now_s)
             units = {view.job: view.unit for view in views}
@@ -367,7 +368,8 @@ class AllocatorCore:
         kept = {}
         for view in views:
             job, varies = self._jobs[view.job], spread(view)
-            settled_s = job.swayed_s + _SETTLES_S * min(varies / _SURE, 1.0)
+            waits_s = _SETTLES_S * 2 ** min(max(job.sways - 1, 0), _MOST_DOUBLED)
+            settled_s = job.swayed_s + waits_s * min(varies / _SURE, 1.0)
             if steady_s < settled_s and view.held_at is None and view.min_workers <= view.workers <= view.max_workers:
                 kept[view.job] = Reason(Cause.NOISE, (varies,))
         return kept

@@ -84,6 +84,7 @@ class KnownJob:
     reason: Reason  # why
     heard_s: float  # when it was last heard of [s], by the clock for intervals, as all times here
     swayed_s: float = -math.inf  # when measured speeds alone changed its size last [s]
+    sways: int = 0  # times that they did since something else was decided about
     impossible_since_s: float | None = None  # since when no node could hold it [s]; None if some could
     told_impossible: bool = False  # whether it was told so
 
@@ -106,9 +107,10 @@ class KnownJob:
         """Excuse the job's silence until `now_s`."""
         self.heard_s = now_s
 
-    def decided(self) -> None:
-        """Record that a decision has considered the job's current view."""
+    def decided(self, *, forced: bool) -> None:
+        """Record that a decision, ``forced`` by more than measured speeds, has considered the job's current view."""
         self.decided_on = self.view
+        self.sways = 0 if forced else self.sways
 
     def give(self, target: Mapping[str, int]) -> None:
         """Set the planned workers of the job."""
@@ -116,7 +118,7 @@ class KnownJob:
 
     def swayed(self, now_s: float) -> None:
         """Record that measured speeds alone have changed the job's size."""
-        self.swayed_s = now_s
+        self.swayed_s, self.sways = now_s, self.sways + 1
 
     def explain(self, reason: Reason) -> None:
         """Set the reason for the job's current workers."""
