@@ -316,7 +316,7 @@ class Autoscaler:
         self._targets.append((now_s, target))
         while self._targets[0][0] < now_s - self._config.linger_s:
             self._targets.popleft()
-        return {name: min(n, max(past.get(name, 0) for _, past in self._targets)) for name, n in present.items()}
+        return {name: min(n, max(past[name] for _, past in self._targets)) for name, n in present.items()}
 
     def _give_up(
         self,
