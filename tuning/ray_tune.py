@@ -65,7 +65,7 @@ class _InTune(PickledTrainLoop):
 
 
 class _Session:
-    """Session behind ``ray.tune``'s functions. Without a session they would warn once and lose every report."""
+    """Session used by ``ray.tune``'s functions. Without a session they would warn once and lose every report."""
 
     world_rank = None  # by this Ray knows a session of Tune from one of Ray Train
 
@@ -169,7 +169,7 @@ def elastic(
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
 
     Raises:
-        TypeError: and ValueError: As for ``ElasticTrainer``.
+        TypeError, ValueError: As for ``ElasticTrainer``.
     """
     template = make_template(
         train_loop_or_trainer,
@@ -247,7 +247,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Return the next report of the train loop."""
+        """Start the job if necessary, and return the next report of the train loop."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -416,7 +416,7 @@ def _claim_sweeps() -> None:
 
 
 def _keep_submission(name: str, storage: StorageContext) -> None:
-    """Save the command that resubmits the sweep's script in the experiment's directory; log storage errors."""
+    """Save the sweep's submit command in the experiment's directory for a later resume; log storage errors."""
     told, path = read_overrides(os.environ), storage.experiment_fs_path
     named = not _FRESH_NAME.search(storage.experiment_dir_name)
     kept = kept_submission(name, path, told.submission, told.command, told.user or login_name(), named=named)
@@ -429,7 +429,8 @@ def _keep_submission(name: str, storage: StorageContext) -> None:
 def _resume_sweeps() -> None:
     """Patch Tune's loop, which will run in this process, to restore experiments during `elastic-ray resume --all`.
 
-    The resumed script is the original one, so its ``Tuner(...).fit()`` would otherwise start the experiment anew.
+    The resumed script is the original one, so its ``Tuner(...).fit()`` would otherwise start the experiment from
+    scratch.
     """
     start: Any = TuneController.__init__
     if start.__module__ == __name__ or not read_overrides(os.environ).resume:

@@ -70,7 +70,7 @@ class Sweep(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Remaining training up to one rung."""
+    """Training that remains up to one rung, summed over all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them

@@ -170,7 +170,7 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Non-blocking check if sweeps driven by this process were stopped."""
+    """Non-blocking check for a stop of the sweeps that this process drives."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
@@ -410,7 +410,7 @@ class SweepActor:
         self._processes.take_back(run, actor, fit=fit)
 
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:
-        """Close a run's processes; ``fit`` maps each that another trial may use to whether it has answered."""
+        """Close a run's processes; ``fit`` maps each process fit for another trial to whether it has answered."""
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:

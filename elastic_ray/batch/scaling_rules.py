@@ -129,7 +129,7 @@ def remembered(held: float, beta2: float, initial_steps: float, scale: float, fa
         held: before this step; 1 at first.
         initial_steps: as of :func:`bias_correction`, this step included.
     """
-    kept = beta2**scale
+    kept = math.exp(scale * math.log(beta2))
     weight = -math.expm1(initial_steps * math.log(beta2))
     return ((weight - (1.0 - kept)) * held + (1.0 - kept) / factor**2) / weight
 

@@ -1,7 +1,8 @@
-"""Interval of automatic checkpoints (pure): the cost of a checkpoint against the cost of a loss.
+"""Interval of automatic checkpoints (pure): balances the cost of a checkpoint against the cost of a loss.
 
-With M the mean time between losses of the whole job and C what one checkpoint costs, the interval that wastes least is
-about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). Below C = M / 2 only; beyond that, M.
+With M the mean time between losses of the whole job and C the cost of one checkpoint, the interval that wastes least is
+about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). This holds for C < M / 2; otherwise the
+interval is M.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """Return m, from what the job has seen and a prior of one loss a day.
+    """Return M [s], estimated from the observed losses and a prior of one loss a day.
 
     Args:
-        losses: losses of the whole job so far; a member that was lost counts as its part of the job, for what takes one
-            (a node's end, a spot market) often takes the others as well.
-        observed_s: for how long they were counted [s].
+        losses: losses of the whole job so far. A lost member counts as its fraction of the job, because the cause (a
+            node failure, a spot market) often affects other members too.
+        observed_s: duration of the observation [s].
     """
     if not (losses >= 0 and observed_s >= 0):
         raise ValueError(f"losses and observed_s must be 0 or more, but got {losses} and {observed_s}")
@@ -33,13 +34,13 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
 
 
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
-    """Time from one automatic checkpoint to the next [s], between 10 s and an hour.
+    """Return the time from one automatic checkpoint to the next [s], between 10 s and an hour.
 
-    Never so short that checkpoints take more than half a percent of the time, however often the job is lost.
+    The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
 
     Args:
-        cost_s: C, what one checkpoint takes from the training [s].
-        mean_time_s: M [s].
+        cost_s: C, training time that one checkpoint costs [s].
+        mean_time_s: M, mean time between losses of the whole job [s].
     """
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
@@ -51,21 +52,20 @@ Kept = tuple[str, Mapping[str, Any]]
 
 
 class CheckpointRetention:
-    """The checkpoints of a run, oldest first, and which of them a new one displaces.
+    """Policy for a run's checkpoints: which to keep, and which a new one displaces.
 
-    Without a score the newest ``num_to_keep`` are kept. With one, the best ``num_to_keep`` are kept, and the
-    latest in addition where it is not among them: a run must always be able to continue from where it was. A
-    checkpoint whose metrics lack the score, or whose score is no number, ranks below all others; among equals
-    the newer one stays.
+    Without a score, the newest ``num_to_keep`` are kept. With a score, the best ``num_to_keep`` are kept, plus the
+    latest if it is not among them, because a run must always be able to continue from its latest state. A checkpoint
+    whose score is missing or not a number ranks below all others. Among equals, the newer one is kept.
     """
 
     def __init__(
         self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
     ) -> None:
-        """Check the rules; no checkpoint is kept yet.
+        """Check the rules and start without checkpoints.
 
         Args:
-            num_to_keep: how many to keep, at least 1; None keeps all.
+            num_to_keep: number of checkpoints to keep, at least 1; None keeps all.
             score_attribute: metric that ranks checkpoints; None ranks by age.
             score_order: "max" if a larger score is better, "min" otherwise.
         """
@@ -78,9 +78,9 @@ class CheckpointRetention:
         self._kept: list[Kept] = []
 
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Enter a new checkpoint.
+        """Add a new checkpoint.
 
-        Returns paths of the checkpoints that are no longer kept, oldest first; the caller deletes them.
+        Returns the paths of checkpoints that are no longer kept, oldest first; the caller deletes them.
         """
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))
@@ -93,21 +93,21 @@ class CheckpointRetention:
         return dropped
 
     def clear(self) -> None:
-        """Discard all entries: those in storage are entered again."""
+        """Remove all entries, before the checkpoints found in storage are added again."""
         self._kept = []
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Path and metrics of the checkpoints that are kept, oldest first."""
+        """Path and metrics of each kept checkpoint, oldest first."""
         return tuple(self._kept)
 
     @property
     def latest(self) -> Kept | None:
-        """The newest checkpoint."""
+        """The newest checkpoint; None if there is none."""
         return self._kept[-1] if self._kept else None
 
     def _rank(self, index: int) -> tuple[float, int]:
-        """Return the sorting key: worse first, older first among equals."""
+        """Return the sort key of a checkpoint: worse ones first, then older ones."""
         if self._score_attribute is None:
             return 0.0, index
         score = self._kept[index][1].get(self._score_attribute)

@@ -14,15 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 
+_Answer = TypeVar("_Answer")
+
 _TOKEN_BYTES = 16
+_TOKEN_S = 10.0  # in which a rank shows that it is one
 # round, first rank, ranks, and whether the first one's step is to be counted; as many counts come back
 _QUESTION = struct.Struct("!QHHB")
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 _CHEAP = 0.01  # part of a step that an answer may take, to be asked for when it is needed and not before
-_EARLY = 4.0  # answers' times before a step's end at which the next one is counted otherwise
+_EARLY = 1.5  # answers' times before a step's end at which the next one is counted otherwise
 
 
 class _Counts(socketserver.ThreadingTCPServer):
@@ -37,6 +41,11 @@ class _Counts(socketserver.ThreadingTCPServer):
         self._round, self._counts = -1, list[int]()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, 0), _Caller)
+
+    def end(self) -> None:
+        """Stop to answer, and release the port."""
+        self.shutdown()
+        self.server_close()
 
     def count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
         """Return how many steps each of these ranks had begun; with ``adds`` the first one begins another."""
@@ -57,9 +66,15 @@ class _Caller(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         """Answer until the rank has gone."""
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = self.request.makefile("rb")
-        if not secrets.compare_digest(stream.read(_TOKEN_BYTES), self.server.token):
+        self.request.settimeout(_TOKEN_S)
+        try:
+            token = self.request.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+        except OSError:
             return
+        if not secrets.compare_digest(token, self.server.token):
+            return
+        self.request.settimeout(None)
+        stream = self.request.makefile("rb")
         while len(question := stream.read(_QUESTION.size)) == _QUESTION.size:
             number, first, ranks, adds = _QUESTION.unpack(question)
             counts = self.server.count(number, first, ranks, adds=bool(adds))
@@ -79,6 +94,8 @@ class RoundShares:
         self._number = self._steps = 0
         self._own = 0  # the own step that this rank makes, or was the last to make; as many as there are for no more
         self._counted: Future[int] | None = None  # the next one, which is being counted
+        self._looked: Future[bool] | None = None  # whether all steps have been begun
+        self._leaves = False  # what is left of the round to ranks that have it done sooner
         self._due, self._lock = threading.Event(), threading.Lock()
         self._since_s = self._answer_s = self._step_s = 0.0
 
@@ -114,10 +131,9 @@ class RoundShares:
             self._thread.shutdown(wait=False, cancel_futures=True)
         if self._socket is not None:
             self._socket.close()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-        self._server = self._socket = self._thread = self._counted = None
+        if self._server is not None:  # whose end takes up to half a second
+            threading.Thread(target=self._server.end, daemon=True).start()
+        self._server = self._socket = self._thread = self._counted = self._looked = None
         self.active = False
 
     @property
@@ -128,7 +144,8 @@ class RoundShares:
     def begin_round(self, number: int, steps: int) -> None:
         """Start a round of as many steps for each rank; ``number`` is larger than those before in the group."""
         self.active, self._number, self._steps = True, number, steps
-        self._counted, self._own, self._since_s = None, 0, time.monotonic()
+        self._counted = self._looked = None
+        self._own, self._leaves, self._since_s = 0, False, time.monotonic()
         self._count_ahead()
 
     def end_round(self) -> None:
@@ -149,11 +166,16 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Begin a step of the rank that has the most to begin: the rank and the step's number; None if none is left.
+        """Return rank and number of a step that this rank begins for a late one; None if none is left.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
-        while True:
+        looked, self._looked = self._looked, None
+        if looked is not None:
+            self._due.set()
+            if self._answered(looked):
+                return None
+        while not self._leaves:
             begun = self._ask(0, self._ranks, adds=False)
             rank = min(range(self._ranks), key=lambda each: begun[each])
             if begun[rank] >= self._steps:
@@ -161,11 +183,20 @@ class RoundShares:
             (step,) = self._ask(rank, 1, adds=True)
             if step < self._steps:
                 return rank, step
+        return None
 
     def _count_ahead(self) -> None:
-        """Count the next own step shortly before it is due, where an answer is not cheap beside a step."""
-        if self._own + 1 < self._steps and self._answer_s > _CHEAP * self._step_s:
-            self._counted = self._submit(max(0.0, self._step_s - _EARLY * self._answer_s))
+        """Ask shortly before an answer is due where it is not cheap beside a step: count the next own step, or look.
+
+        What is looked at is whether all steps have been begun, as they have where no rank is late.
+        """
+        if self._own < self._steps and self._answer_s > _CHEAP * self._step_s:
+            wait_s = max(0.0, self._step_s - _EARLY * self._answer_s)
+            if self._own + 1 < self._steps:
+                self._counted = self._submit(wait_s)
+            elif self._thread is not None:
+                self._due.clear()
+                self._looked = self._thread.submit(self._all_begun, wait_s)
 
     def _submit(self, wait_s: float) -> Future[int]:
         """Count the next own step after so long, unless others are so much faster that it is left to them."""
@@ -174,17 +205,23 @@ class RoundShares:
         return self._thread.submit(self._count, self._own + 1, wait_s)
 
     def _count(self, before: int, wait_s: float) -> int:
+        """Return the number of the own step that is begun; as many as there are for none."""
         self._due.wait(wait_s)
         asked_s = time.monotonic()
         (begun,) = self._ask(self._rank, 1, adds=False)
         taken = begun - before
-        if taken and self._steps - begun <= taken:
-            return self._steps  # while this rank has made one step they have made as many as are left
+        if taken and self._steps - begun <= taken:  # while this rank has made one step they have begun so many
+            self._leaves = True
+            return self._steps
         (step,) = self._ask(self._rank, 1, adds=True)
         self._answer_s = 0.5 * (self._answer_s + time.monotonic() - asked_s)
         return min(step, self._steps)
 
-    def _answered(self, counted: Future[int]) -> int:
+    def _all_begun(self, wait_s: float) -> bool:
+        self._due.wait(wait_s)
+        return min(self._ask(0, self._ranks, adds=False)) >= self._steps
+
+    def _answered(self, counted: Future[_Answer]) -> _Answer:
         try:
             return counted.result()
         except CancelledError as error:

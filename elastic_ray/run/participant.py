@@ -40,6 +40,9 @@ class Participant:
     def applied(self) -> None:
         """The optimizer steps."""
 
+    def prepare_average(self) -> None:
+        """A round has ended, and the ranks are about to vote on it: start what :meth:`after_step` waits for."""
+
     def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time.
 

@@ -432,6 +432,11 @@ class Registry:
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self._gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
 
+    def prepare_averages(self) -> None:
+        """Start the averages of a round that has ended; raises CommunicationFailedError if the group breaks."""
+        for each in self._gradients:
+            each.prepare_average()
+
     def after_step(self) -> None:
         """Let the models average after a training step that all ranks have committed, where it is due."""
         if len(self._gradients) == 1:

@@ -323,6 +323,8 @@ class LoaderPasses:
             if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
                 run.tally.end(ended)
                 averaged = run.registry.drift_layout(trained=run.states.progress.steps if ended.trained else 0)
+                if ended.trained and run.registry.round_period > 1:
+                    run.registry.prepare_averages()
                 self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan)
                 self._due = 0, None
         except CommunicationFailedError as error:

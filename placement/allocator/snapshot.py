@@ -18,7 +18,7 @@ from placement.text import printable
 
 
 class Trigger(str, enum.Enum):
-    """Trigger of a decision; if there are several, the first is named."""
+    """Trigger of a decision; if there are several, the first one is recorded."""
 
     ARRIVAL = "arrival"
     """A job has come."""
@@ -64,7 +64,7 @@ class DecisionRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """State of one job in the allocator."""
+    """State of one job in the allocator: its last view, planned workers and reason."""
 
     view: JobView
     target: Mapping[str, int]
@@ -74,7 +74,7 @@ class JobState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSnapshot:
-    """The allocator at one moment, for the CLI, dashboards and tests."""
+    """State of the allocator at one moment, for the CLI, dashboards and tests."""
 
     policy: str
     settled: bool
@@ -87,7 +87,7 @@ class CoreSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorLook:
-    """The allocator as the page looks at it, again and again: of the log only what is new."""
+    """State of the allocator as the page polls it, with only the new part of the log."""
 
     core: CoreSnapshot  # its ``log`` holds the records that are new, oldest first
     recorded: int  # decision records so far, those that are kept no more included: the number of the last one
@@ -103,7 +103,7 @@ EVERY_S = 5.0
 
 
 class StartTimes:
-    """Start times of many jobs from one look at the cluster."""
+    """Cache of the estimated start times of waiting jobs."""
 
     def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
         self._look = look
@@ -111,12 +111,12 @@ class StartTimes:
         self._looked_s: float | None = None
 
     def of(self, job: str, now_s: float) -> float | None:
-        """Return seconds until the job has its smallest size, of one that has no workers.
+        """Return the time until a job without workers gets its smallest size [s].
 
-        None where that cannot be told.
+        None if that cannot be estimated.
 
         Args:
-            now_s: present time [s since the epoch]; a clock that went back makes the last look an old one.
+            now_s: Current time [s since the epoch]; if the clock went back, the estimate is renewed.
         """
         if self._looked_s is None or not 0.0 <= now_s - self._looked_s < EVERY_S:
             self._starts, self._looked_s = self._estimate(), now_s

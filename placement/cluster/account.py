@@ -1,4 +1,4 @@
-"""Cost of the cluster over time, kept apart from objectives so that other processes need not import those."""
+"""Cost of the cluster over time; a separate module, so that other processes need not import the objectives."""
 
 from __future__ import annotations
 

@@ -224,14 +224,14 @@ class JobView:
         self._check_history(where)
 
     def _check_history(self, where: str) -> None:
-        """Raise unless the growth limit is at least 1, and restarts and seconds are at least 0; None is accepted."""
+        """Raise ValueError unless the growth limit is at least 1, and restarts and seconds are at least 0, or None."""
         for name, least in (("growth_limit", 1), ("attained_s", 0), ("restarts", 0), ("stop_cost_s", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=least)
 
     def _check_batch(self, where: str) -> None:
-        """Raise unless batch sizes are at least 1 and the atomic bounds are ordered; None means no limit."""
+        """Raise ValueError unless batch sizes are at least 1 and the atomic bounds are ordered; None means no limit."""
         for name in ("init_batch_size", "max_batch_size", "held_batch"):
             value = getattr(self, name)
             if value is not None:

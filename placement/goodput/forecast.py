@@ -76,4 +76,4 @@ class NoiseTrend:
         points = [tuple(statistics.median(column) for column in zip(*part, strict=True)) for part in parts]
         slope = min((b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points))
         powers = min(max(slope * min(ahead_s, length_s) / math.log(2.0), 0.0), math.log2(MOST_GROWTH))
-        return 2.0 ** (math.floor(4.0 * powers + 1e-9) / 4.0)
+        return math.pow(2.0, math.floor(4.0 * powers + 1e-9) / 4.0)

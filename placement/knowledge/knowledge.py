@@ -448,7 +448,7 @@ class EndedJobs:
     def complete(self, view: JobView, now_s: float) -> JobView:
         """Return the view with where earlier jobs of its model ended, in its own iterations.
 
-        As long as none has, and the job declares a length, the one that runs longest counts, as half done.
+        As long as none has, the one that runs longest counts as half done for who goes beyond his declarations.
         """
         known = [each for each in self._ended.get(view.fingerprint or "", ()) if now_s - each.seen_s < self._forget_s]
         if view.progress is None or not view.init_batch_size:
@@ -462,7 +462,7 @@ class EndedJobs:
             own = [min(max(part, 1.0), _MOST_BORROWED) for part in other]
         samples = [each.samples for each in known]
         job, most = self._longest.get(view.fingerprint or "", (view.job, 0.0))
-        if not known and told is not None and job != view.job:
+        if not known and job != view.job and max(own, default=0.0) > BEYOND:
             samples = [2.0 * most]
         progress = dataclasses.replace(
             view.progress,

@@ -115,7 +115,7 @@ def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[st
 
 
 def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
-    """Return the most workers that are worth their cost by the job's utility; None if the utility cannot tell.
+    """Return the most workers that are worth their cost by the job's utility; None if that is unknown.
 
     The price is that of the job's bill. Without known prices workers cost nothing, and the result is the number that
     ends the job before its value falls.
@@ -131,7 +131,7 @@ def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
 
 
 def limit_by_utility(problem: Problem, now_s: float) -> Problem:
-    """Return the problem with jobs limited to the workers that are worth their cost."""
+    """Return the problem with each job limited to the workers that are worth their cost to it."""
     if all(view.utility is None for view in problem.views):
         return problem
     empty, views = FreeResources(problem.cluster), []

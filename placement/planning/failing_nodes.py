@@ -148,7 +148,7 @@ def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = Fal
 
 
 def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
-    """Reserve what the job's minimum lacks on these nodes; return False, reserving none, if too little fits."""
+    """Reserve the missing part of the job's minimum on these nodes; return False, reserving none, if too large."""
     there = [node.node_id for node in nodes if not node.draining]
     lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)
     taken = dict[str, int]()

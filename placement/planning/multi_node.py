@@ -18,7 +18,7 @@ WorkersByNode = Mapping[str, int]
 
 
 def held_up(views: Sequence[JobView]) -> bool:
-    """True if at least two jobs have measured that the links between nodes limit them.
+    """True if at least two jobs have measured that the links between nodes slow them down.
 
     Such a job has trained on several nodes, and its model says that synchronisation then takes longer than
     computation even with its largest batch per worker: alpha_n + beta_n (R - 2) > alpha_c + beta_c m. R is the most
@@ -29,7 +29,7 @@ def held_up(views: Sequence[JobView]) -> bool:
 
 
 def _is_held_up(view: JobView) -> bool:
-    """True if this job has trained on several nodes and is limited by the links between them; see ``held_up``."""
+    """True if this job has trained on several nodes and is slowed down by the links between them; see ``held_up``."""
     if view.goodput is None or view.atomic_bsz_range is None:
         return False
     measured = [seen.replicas for several in view.observations.values() for seen in several if seen.nodes > 1]
@@ -95,7 +95,7 @@ def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
 
 
 class _Placer:
-    """Placement of multi-node jobs apart from each other: best fit on one node, else worst fit on quiet nodes.
+    """Placement of multi-node jobs on separate nodes: best fit on one node, else worst fit on several.
 
     Args:
         multi_node_nodes: Nodes that already hold workers of another multi-node job.
@@ -128,7 +128,7 @@ class _Placer:
             self._occupied.put_all(view, self._find(view, wanted[view.job], view.allocation or places[view.job]))
 
     def place_all(self, jobs: Sequence[JobView]) -> None:
-        """Place all jobs again, minimums first."""
+        """Place all jobs again from scratch, minimums first."""
         largest = {view.job: int(self._free.slots(view).max(initial=0)) for view in jobs}
         # Jobs that cannot but span come first: for them few nodes will do.
         order = sorted(jobs, key=lambda v: (v.min_workers <= largest[v.job], -v.min_workers, v.arrival))

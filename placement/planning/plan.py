@@ -79,7 +79,7 @@ def _with_wishes(
     guaranteed: Collection[str],
     granted: Allocation | None,
 ) -> Plan:
-    """Return a plan for the given nodes; jobs' wishes are served from what the policy leaves free."""
+    """Return a plan for the given nodes; jobs' wishes are served from slots that the policy leaves free."""
     whole = Problem(views=views, cluster=cluster, apart=bool(constraints.one_multi_node_job_per_node))
     granted = granted or {}
     if not granted and all(view.wished is None for view in views):
@@ -95,7 +95,7 @@ def _with_wishes(
 def _plan_without_wishes(
     policy: Policy, problem: Problem, now_s: float, constraints: Constraints, guaranteed: Collection[str]
 ) -> Plan:
-    """Return the policy's decision under all constraints."""
+    """Return the policy's decision under all constraints, ignoring the wishes of jobs' own policies."""
 
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)

@@ -212,7 +212,7 @@ def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str
 
 
 def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, float]]:
-    """Return each tenant's share of a part of the cluster, by resource."""
+    """Return each tenant's entitlement to a part of the cluster, as amounts by resource."""
     totals = _totals(part.cluster)
     demands = {name: _demand(part, tenant) for name, tenant in tenants.items()}
     share = entitlements(demands, {name: tenant.weight for name, tenant in tenants.items()}, totals)

@@ -1,4 +1,4 @@
-"""Sizes requested by jobs' own policies, served from what the allocation policy leaves unused.
+"""Sizes requested by jobs' own policies, served from slots that the allocation policy leaves unused.
 
 The allocation policy sees neither the wishes nor the workers granted for them: it decides about other jobs as if these
 slots were free. A wish therefore takes no worker from another job, and granted workers are withdrawn as soon as the

@@ -1,8 +1,8 @@
-"""SHELL: hands samples to ``ray.util.metrics``, from which Ray's agent on this node serves them to Prometheus.
+"""SHELL: sends samples to ``ray.util.metrics``, from which Ray's agent on this node serves them to Prometheus.
 
-Ray sends a gauge once after it was set, and its agent drops one that was not sent again for two report intervals (Ray
-2.60, measured). So gauges are written again and again while they hold, and go by themselves once they are not: nothing
-has to delete them, whether a value is not known any more or its process is gone.
+Ray sends a gauge once after it was set, and its agent drops a gauge not sent again within two report intervals (Ray
+2.60, measured). Gauges are therefore rewritten while they are valid, and disappear by themselves afterwards: nothing
+has to delete them if a value becomes unknown or its process ends.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger("placement.metrics")
 
 
 class MetricWriter:
-    """Writer of metrics whose errors never reach the caller: they are logged once."""
+    """Writer of metrics whose errors never reach the caller; the first error is logged."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
         self._failed = False
 
     def __call__(self, samples: Iterable[Sample]) -> None:
-        """Set gauges, add to counters, observe into histograms; microseconds each."""
+        """Set gauges, add to counters, and observe into histograms, within microseconds each."""
         for each in samples:
             try:
                 self._write(each)
@@ -57,7 +57,7 @@ _WRITE: Mapping[InstrumentKind, Any] = {
 
 
 def _make(instrument: Instrument) -> Any:
-    """Return Ray's object of a metric."""
+    """Return Ray's metric object for an instrument."""
     told: dict[str, Any] = {"description": instrument.description, "tag_keys": instrument.labels}
     if instrument.kind is InstrumentKind.GAUGE:
         return Gauge(instrument.name, **told)
@@ -74,7 +74,7 @@ FILE = "elastic_ray_grafana_dashboard.json"
 
 
 def cluster_writer(on: bool) -> MetricWriter | None:
-    """Return the writer of the allocator's samples and place the dashboard meanwhile; None if metrics are off."""
+    """Return the writer of the allocator's samples, placing the dashboard too; None if metrics are off."""
     if not on:
         return None
     threading.Thread(target=place_dashboard, name="place dashboard", daemon=True).start()  # storage may hang
@@ -82,7 +82,7 @@ def cluster_writer(on: bool) -> MetricWriter | None:
 
 
 def place_dashboard() -> None:
-    """Write the dashboard, on the head node; nothing is raised."""
+    """Write the Grafana dashboard on the head node; errors are logged, not raised."""
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def place_dashboard() -> None:
 
 
 def _folder() -> Path:
-    """Return Grafana's folder as in ``ray.dashboard.modules.metrics.metrics_head`` of Ray 2.60."""
+    """Return Grafana's folder, as computed in ``ray.dashboard.modules.metrics.metrics_head`` of Ray 2.60."""
     if os.environ.get(_FOLDER):
         return Path(os.environ[_FOLDER])
     root = os.environ.get(_ROOT)

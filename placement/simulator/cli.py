@@ -218,7 +218,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
 
 
 def add_facts(group: argparse._ArgumentGroup) -> None:
-    """Add the options for what jobs declare, which every policy sees."""
+    """Add the options for the facts that jobs declare, which every policy sees."""
     group.add_argument(
         "--declare", choices=("none", "epochs"), default="epochs", help="whether jobs declare how many epochs they run"
     )

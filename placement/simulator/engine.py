@@ -187,7 +187,7 @@ class _Simulation:
         return jobs
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: OnProgress | None) -> tuple[World, Rented | None]:
-        """Simulate until all jobs are done; return the world and, for an autoscaled cluster, what was rented."""
+        """Simulate until all jobs are done; return the world and, for an autoscaled cluster, the rented nodes."""
         rounds = self.rules.round_s is not None
         known = Knowledge() if self.knowledge else None
         nodes = self.nodes if self.autoscale is None else Cluster()

@@ -114,7 +114,7 @@ class ScalingDriver(LiveDriver):
         self._scale(now_s)
 
     def _nodes(self, away: Collection[str]) -> Cluster:
-        """Return nodes that can take workers; those in ``away`` are marked as draining."""
+        """Return the nodes that are ready for workers; those in ``away`` are marked as draining."""
         machines = self._provider.machines
         return Cluster(nodes=tuple(machines[n].node for n in sorted(self._ready))).draining(away)
 

@@ -184,7 +184,7 @@ def test_what_does_not_grow_steadily_stays(noise: Callable[[float], float]) -> N
     assert NoiseTrend().growth(1e6) == 1.0
 
 
-def test_an_adaptive_job_whose_noise_grows_is_worth_more_workers() -> None:
+def test_growing_noise_is_worth_more_workers() -> None:
     here, grows = view("a"), view("a", noise_growth=2.0)
     assert here.goodput is not None
     later = rates(grown(grows, 2.0))

@@ -101,18 +101,18 @@ def test_who_declared_wrongly_is_not_believed_others_are() -> None:
     assert likely_left(scattered) == likely_left(stranger)
 
 
-def test_until_one_has_ended_the_longest_of_a_model_counts() -> None:
+def test_the_longest_running_job_counts_for_who_lies() -> None:
     knowledge = Knowledge()
     for job, done in (("old", 600.0), ("young", 20.0)):
         knowledge.learn(running(job, done, epochs=40.0), 0.0)
-    new = dataclasses.replace(running("new", 10.0, epochs=3.0), user="stranger")
-    knowledge.learn(new, 1.0)
-    known = knowledge.complete(new, 1.0).progress
-    assert known is not None and known.usual_ends == (1200.0,) and likely_left(known) == 1190.0
-    longest = knowledge.complete(running("old", 600.0, epochs=40.0), 1.0).progress
-    assert longest is not None and longest.usual_ends == (), "nobody is ahead of it"
-    undeclared = knowledge.complete(running("other", 10.0), 1.0).progress
-    assert undeclared is not None and likely_left(undeclared) is None, "nothing has ended yet"
+    beyond = dataclasses.replace(running("bert", 90.0, epochs=0.5), user="liar", fingerprint="bert")
+    knowledge.learn(beyond, 0.5)
+    for user, ends in (("liar", (1200.0,)), ("stranger", ())):
+        new = dataclasses.replace(running(user, 10.0, epochs=3.0), user=user)
+        knowledge.learn(new, 1.0)
+        known = knowledge.complete(new, 1.0).progress
+        assert known is not None and known.usual_ends == ends
+        assert likely_left(known) == (1190.0 if ends else 20.0)
 
 
 def test_who_went_beyond_elsewhere_counts_by_the_longer() -> None:

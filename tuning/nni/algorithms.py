@@ -1,4 +1,4 @@
-"""NNI's algorithms on this stack: which ones work, what to use instead of the rest, and how they get the mode."""
+"""NNI's algorithms on this stack: the working ones, substitutes for the rest, and how each gets the mode."""
 
 from __future__ import annotations
 

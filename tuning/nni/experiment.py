@@ -79,10 +79,11 @@ class Experiment:
             NNI's directory of the experiment.
         directory: NNI's ``experiment_working_directory``; ``nnictl`` only searches NNI's default directory.
         host: Address that the web page and REST API listen on: "127.0.0.1" is reachable from this machine only,
-            "0.0.0.0" from every machine. Neither has a password, and both can start commands.
+            "0.0.0.0" from every machine. They have no password and can start commands.
 
     Raises:
-        TypeError: and ValueError: An argument is invalid. ImportError: NNI is not installed.
+        TypeError, ValueError: An argument is invalid.
+        ImportError: NNI is not installed.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Experiment:
 
     @property
     def id(self) -> str:
-        """NNI's id of the experiment."""
+        """Id that NNI has assigned to the experiment."""
         return str(self.nni.id)
 
     @property

@@ -16,4 +16,4 @@ class TextIds:
 
 
 class Hyperband(TextIds, NNIHyperband):  # type: ignore[misc]  # NNI has no types
-    """Advisor for ``tuner="Hyperband"``."""
+    """NNI's advisor for ``tuner="Hyperband"``, with text ids."""

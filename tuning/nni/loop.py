@@ -17,7 +17,7 @@ from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
 
 
 class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
-    """Channel behind NNI's trial functions. Every worker calls it; as for all reports, only rank 0's count."""
+    """Channel used by NNI's trial functions. Every worker calls it; as for all reports, only rank 0's count."""
 
     def receive_parameter(self) -> Any:
         """Return the tuner's parameters, which are the same on every worker."""

@@ -32,7 +32,7 @@ class NNISearch(Searcher):
         mode: "max" or "min", passed on to the tuner; None uses ``TuneConfig``'s.
 
     Raises:
-        TypeError: and ValueError: An argument is invalid, or the tuner needs NNI's manager or does not run here.
+        TypeError, ValueError: An argument is invalid, or the tuner needs NNI's manager or does not run here.
         ImportError: NNI is not installed.
 
     Examples:
@@ -162,7 +162,8 @@ class AssessorScheduler(FIFOScheduler):
         mode: "max" or "min", passed on to the assessor; None uses ``TuneConfig``'s.
 
     Raises:
-        TypeError: and ValueError: An argument is invalid. ImportError: NNI is not installed.
+        TypeError, ValueError: An argument is invalid.
+        ImportError: NNI is not installed.
 
     Examples:
         >>> from tuning.nni import AssessorScheduler

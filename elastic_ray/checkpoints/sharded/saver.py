@@ -1,4 +1,4 @@
-"""SHELL: this rank's part of a checkpoint, or all of it: copied between two steps, written by a thread (torch)."""
+"""SHELL: saves this rank's part of a checkpoint, or all of it: copied between steps, written in a thread (torch)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Kind = tuple[torch.Size, torch.dtype, bool]
 class CopyBuffers:
     """Preallocated buffers for copies of tensors.
 
-    Writing to fresh memory is several times slower, so it is made, and touched, before.
+    Writing to fresh memory is several times slower, so the buffers are allocated and touched in advance.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class CopyBuffers:
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a buffer for each tensor, None if one is missing.
+        """Return a buffer for each tensor; None if one is missing.
 
-        Some stay free: gradients are there at some steps only.
+        Buffers may be left over, because gradients exist at some steps only.
         """
         free = collections.defaultdict(list)
         for buffer in reversed(self._buffers):
@@ -64,7 +64,7 @@ class CopyBuffers:
         return found if len(found) == len(tensors) else None
 
     def make(self, kinds: Sequence[Kind]) -> None:
-        """Have buffers for tensors of these kinds, and no others. Raises MemoryError: there is no memory for them."""
+        """Replace all buffers by new ones of the given kinds. Raises MemoryError: there is not enough memory."""
         self.made += 1
         self._buffers = []  # old and new buffers must not take memory at the same time
         why = ""
@@ -85,7 +85,7 @@ def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
 
 
 def copy_into(buffers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors, and wait until they are."""
+    """Copy tensors into buffers, and wait until the copies are complete."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     for device in devices:  # the copies run on other streams than what computes the tensors
         torch.cuda.synchronize(device)
@@ -110,7 +110,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPart:
-    """State to be written by this rank: its part, or the whole state if ``order`` is None."""
+    """State for this rank to write: its part, or the whole state if ``order`` is None."""
 
     order: SaveOrder | None
     resume_point: ResumePoint
@@ -123,9 +123,9 @@ class PartSaver:
     """Saver of this rank's part of a checkpoint; a ``PartWriter``.
 
     Args:
-        workers: gives those of the present group by rank; none while it changes.
-        busy: whether something is being written.
-        timeout_s: longest time without news of a part that the first rank waits for [s].
+        workers: returns the workers of the current group in rank order; empty while the group changes.
+        busy: returns True while something is being written.
+        timeout_s: longest time that rank 0 waits without news of the other parts [s].
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class PartSaver:
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
     def begin(self) -> None:
-        """Enter a group, in which this rank writes another part."""
+        """Prepare for a new group, in which this rank writes another part."""
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Return this rank's readiness, as far as :meth:`readiness` has found out and started."""
+        """Return this rank's readiness as last determined by :meth:`readiness`, without starting anything."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._look(wait=False)
@@ -163,11 +163,11 @@ class PartSaver:
         return Readiness.NOT_YET if waits or not self._looking.answer.done() else Readiness.READY
 
     def refuse(self, why: str) -> None:
-        """Refuse to write parts from now on, because of `why`."""
+        """Refuse to write parts from now on; `why` is the reason."""
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return whether this rank can write its part; starts what is missing for that."""
+        """Return this rank's readiness to write its part, starting what is missing; with ``now``, without a copy."""
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)
@@ -206,7 +206,7 @@ class PartSaver:
             self._never = str(error)
 
     def _make(self, tensors: Sequence[Tensor], group: int, *, completes: bool) -> None:
-        """Make memory for copies of these: what is written in a group, or by one rank alone (-1)."""
+        """Allocate memory for copies of `tensors`, which `group` writes (-1: one rank alone)."""
         kinds = kinds_of(tensors)
 
         def make() -> None:
@@ -225,10 +225,10 @@ class PartSaver:
         """Capture this rank's state for :meth:`write`; None while memory for a copy of the whole state is allocated.
 
         Args:
-            order: what the ranks have agreed on; None where this rank writes all that there is, alone.
-            copy: whether training continues while it is written.
+            order: the ranks' agreement on this checkpoint; None if this rank alone writes the whole state.
+            copy: copy the state, because training continues while it is written.
 
-        Raises MemoryError: there is no memory for a copy.
+        Raises MemoryError: there is not enough memory for a copy.
         """
         states = self._states
         trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
@@ -244,7 +244,7 @@ class PartSaver:
         )
 
     def _copied(self, tensors: Sequence[NamedPieces]) -> list[NamedPieces]:
-        """Return the tensors with copies of their elements."""
+        """Return the tensors with their elements copied into buffers."""
         originals = _tensors(tensors)
         buffers = self._buffers.fit(originals)
         if buffers is None:  # the state has come to have other tensors since it was looked at
@@ -264,13 +264,14 @@ class PartSaver:
         ]
 
     def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
-        """Write it; on the first rank, wait for those of the others, and complete the checkpoint.
+        """Write a captured part. Rank 0 then waits for the other ranks' parts and completes the checkpoint.
 
-        Returns the checkpoint, on the first rank.
+        Returns the checkpoint on rank 0, None on other ranks.
 
         Raises:
-            InterruptedError: ``go_on`` said no. UnsafeStateError: it holds more than tensors and plain values.
-            PartsMissingError: others have not written theirs. ManifestError: what they have written does not fit.
+            InterruptedError: ``go_on`` returned False. UnsafeStateError: the state holds more than tensors and plain
+                values.
+            PartsMissingError: other ranks have not written their parts. ManifestError: the parts do not fit together.
         """
         order, steps = part.order, part.resume_point.steps
         tensors = [_on_cpu(each) for each in part.tensors]
@@ -294,18 +295,18 @@ class PartSaver:
         return finish(self._storage, directory, parts, part.resume_point, go_on)
 
     def _all_live(self, workers: tuple[str, ...]) -> bool:
-        """True if all `workers` are in the present group, which may be changing."""
+        """True if all `workers` are in the current group, or if the group is changing."""
         present = self._workers()
         return not present or set(workers) <= set(present)
 
 
 def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
-    """Return the tensors to copy, in order."""
+    """Return the tensors to be copied, in order."""
     return [tensor for each in named for _, tensor in each.pieces.held]
 
 
 def _on_cpu(named: NamedPieces) -> NamedPieces:
-    """Return the tensors in CPU memory; a preempted job has made no copy."""
+    """Return the tensors in CPU memory; those of a preempted job were not copied."""
     held = tuple((start, tensor.cpu()) for start, tensor in named.pieces.held)
     return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))
 
@@ -317,13 +318,13 @@ def write_state(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write captured states (``SharedState.capture``) as a checkpoint of one part, wholly or not at all.
+    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all.
 
     Args:
-        trees: states by name; their tensors do not change meanwhile.
-        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+        trees: states keyed by name; their tensors must not change meanwhile.
+        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
-    Raises UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
+    Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
     """
     skeleton, tensors = take_apart(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
@@ -336,7 +337,7 @@ def _write_alone(
     resume_point: ResumePoint,
     go_on: Callable[[], bool],
 ) -> StateFile:
-    """Write the whole state as the part of rank 0; an abandoned checkpoint leaves nothing behind."""
+    """Write the whole state as the part of rank 0; if writing fails, nothing is left behind."""
     steps = resume_point.steps
     directory = new_path(storage, steps, uuid.uuid4().hex[:8])
     try:
@@ -358,15 +359,15 @@ def write_part(
     tensors: Sequence[NamedPieces],
     go_on: Callable[[], bool] = lambda: True,
 ) -> Part:
-    """Write a rank's part, and then its account of it.
+    """Write a rank's part and then, for ranks other than 0, its account of the part.
 
     Args:
-        steps: optimizer steps that the state holds.
-        skeleton: of the tree that this rank has captured.
-        tensors: those that the skeleton has indices for, in CPU memory; they do not change meanwhile.
-        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+        steps: optimizer steps that the state includes.
+        skeleton: tree captured by this rank, with indices in place of tensors.
+        tensors: tensors that the indices refer to, in CPU memory; they must not change meanwhile.
+        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
-    Raises UnsafeStateError: the tree holds something else than tensors and plain values.
+    Raises UnsafeStateError: the tree holds more than tensors and plain values.
     """
     try:
         encode(skeleton)  # what cannot be told is found before anything is written
@@ -407,7 +408,7 @@ def write_part(
 
 
 def plain_values(skeleton: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of a skeleton that are no tensors, with their paths; a list without tensors is one."""
+    """Yield the leaves of a skeleton that are not tensors, with their paths; a list without tensors is one leaf."""
     if isinstance(skeleton, Mapping) and skeleton:
         for key, value in skeleton.items():
             yield from plain_values(value, (*path, key))
@@ -427,7 +428,7 @@ def _has_tensors(node: Any) -> bool:
 
 
 def _write_tensor(stream: CheckedStream, rank: int, named: NamedPieces) -> StoredTensor:
-    """Write what this rank has of a tensor, as rectangles."""
+    """Write the elements of a tensor that this rank holds, as rectangles."""
     pieces = named.pieces
     stored = []
     for start, tensor in sorted(pieces.held, key=lambda held: held[0]):
@@ -455,7 +456,7 @@ def _write_tensor(stream: CheckedStream, rank: int, named: NamedPieces) -> Store
 
 
 def _archived(stream: CheckedStream, value: Any) -> tuple[tuple[int, int], int]:
-    """Write torch's archive of a value; returns where it is, and where a tensor's bytes begin."""
+    """Write torch's archive of a value; returns its position and size, and the position of a tensor's bytes."""
     archive, begin = io.BytesIO(), stream.size
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         value = value.clone()  # a view would bring all of its storage along

@@ -1,7 +1,7 @@
-"""Choice of a strategy: a race of what may be the fastest, or what is known from earlier jobs (pure).
+"""Choice of a strategy: by a race between candidates, or from the measurements of earlier jobs (pure).
 
-A state machine on frozen states. It sees only numbers that are equal on all ranks, so all of them choose alike; it
-comes to its end after a known number of steps.
+The choice is a state machine on frozen states. Its inputs are equal on all ranks, so all ranks choose the
+same strategy, and it ends after a known number of steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FEWEST_IN_ROUND, _FEWEST_IN_LAST = 3, 4  # the first of them includes the cost 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Standing of a race: whose step comes next, or who has won."""
+    """Standing of a race: the candidate that runs the next step, or the winner."""
 
     turn: int
     over: bool = False
@@ -32,7 +32,7 @@ class Standing:
 
 
 def most_candidates(steps: int) -> int:
-    """Return how many can race in `steps` steps, two or more."""
+    """Return how many candidates can race in `steps` steps, at least 2."""
     count = 2
     while _in_round(count + 1, steps) >= _FEWEST_IN_ROUND and _in_last(count + 1, steps) >= _FEWEST_IN_LAST:
         count += 1
@@ -40,10 +40,11 @@ def most_candidates(steps: int) -> int:
 
 
 def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
-    """Return the standing of `count` candidates after the steps so far; each was the turn of who had it.
+    """Return the standing of `count` candidates after the steps so far.
 
     Args:
-        steps: that the race takes at most.
+        history: Candidate and duration of each step so far.
+        steps: Maximum length of the race [steps].
     """
     times: list[list[float]] = [[] for _ in range(count)]
     left, done, before = list(range(count)), iter(history), -1
@@ -63,7 +64,7 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
 
 
 def _turns(left: Sequence[int], count: int, steps: int) -> list[int]:
-    """Return whose steps a round consists of. Who had the last step of the round before is first, if it is left."""
+    """Return the candidate of each step of a round; the one that ran last goes first, if it is still in the race."""
     each = _in_round(count, steps)
     if len(left) > 2:
         return [one for one in left for _ in range(each)]
@@ -73,25 +74,25 @@ def _turns(left: Sequence[int], count: int, steps: int) -> list[int]:
 
 
 def _in_round(count: int, steps: int) -> int:
-    """Return the steps of each candidate in a round but the last."""
+    """Return the number of steps of each candidate in any round except the last."""
     return min(_MOST_IN_ROUND, steps // sum(_sizes(count)))
 
 
 def _in_last(count: int, steps: int) -> int:
-    """Return the steps of each of the last two."""
+    """Return the number of steps of each of the two finalists."""
     before = _in_round(count, steps) * (sum(_sizes(count)) - 2)
     return min(_MOST_IN_LAST, (steps - before) // 2)
 
 
 def _sizes(count: int) -> Iterator[int]:
-    """Yield how many are left in each round."""
+    """Yield the number of candidates in each round."""
     while count > 1:
         yield count
         count = (count + 1) // 2
 
 
 def _medians(times: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
-    """Return the lower median of each: of two steps the one that nothing else has made longer."""
+    """Return each candidate's lower median; of two steps, the one that was less disturbed."""
     return tuple(statistics.median_low(each) if each else None for each in times)
 
 
@@ -129,7 +130,7 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Step times of the options by name [s], as far as they were measured."""
+        """Measured step times of the options [s], keyed by name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 
@@ -148,7 +149,7 @@ class Choice:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
-        """Invert :meth:`to_state`."""
+        """Return the choice from the plain values of :meth:`to_state`."""
         options = tuple(map(Strategy.from_json, tree["options"]))
         return cls(**{**tree, "strategy": Strategy.from_json(tree["strategy"]), "options": options})
 
@@ -158,7 +159,7 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy to continue with in an unknown group; one on trial is not carried over."""
+    """Return the strategy to continue with in an unknown group; a strategy on trial is not kept."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 
@@ -166,8 +167,8 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
     """Return the choice after one more training step under its strategy.
 
     Args:
-        steps: that a race takes at most.
-        consider: lists what may be done.
+        steps: Maximum length of a race [steps].
+        consider: Function that returns the strategies to race.
     """
     if choice.settled:
         return _confirmed(choice, measured) if choice.known_s is not None else choice
@@ -193,10 +194,10 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
 
 
 def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
-    """Choose anew where a table's touched rows are others by a factor of two than when it was chosen; none is news.
+    """Return the choice, reset if a table's touched rows differ by more than a factor of two from those it used.
 
     Args:
-        rows: of each table, equal on all ranks.
+        rows: Touched rows, keyed by table name and equal on all ranks; an empty mapping changes nothing.
     """
     if not choice.settled or not rows:
         return choice
@@ -209,13 +210,13 @@ def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
 
 
 def _differ(before: float, now: float) -> bool:
-    """True if one is more than the other by more than a factor of two."""
+    """True if one value is more than twice the other."""
     low, high = sorted((before, now))
     return high > DRIFT * max(low, 1e-9)
 
 
 def _confirmed(choice: Choice, measured: Measured) -> Choice:
-    """Race after all if a known strategy's steps are not as long as they were: it is another link or machine."""
+    """Return the choice after a step of a known strategy: kept, or reset for a race if the step time differs."""
     assert choice.known_s is not None
     steps = (*choice.steps, (0, measured.step_s))
     if len(steps) < _CHECKED_STEPS:
@@ -228,7 +229,7 @@ def _confirmed(choice: Choice, measured: Measured) -> Choice:
 
 
 def _kept(choice: Choice) -> Choice:
-    """Return the final choice, with the reason."""
+    """Return the final choice, with the reason for it."""
     measured = choice.measured
     others = {name: took_s for name, took_s in measured.items() if name != choice.strategy.name}
     reason = f"{choice.strategy.label}: no other sends as little"

@@ -1,4 +1,4 @@
-"""Gradients kept between steps: what user code adds up over several, and residuals of compression (torch)."""
+"""Gradients kept between steps: those that user code accumulates, and compression residuals (torch)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TWICE = (
 class CarriedGradients:
     """Tracks what one model's ``.grad`` has accumulated for a future optimizer step.
 
-    A loop that applies the gradients of each step at once carries none, and this class costs it nothing. Some loops
-    leave gradients after the optimizer's step and then throw them away, as a GAN does with those of its other loss: the
-    first such step shows it.
+    A loop that applies the gradients of each step at once carries none and pays nothing for this class. Some loops
+    leave gradients after the optimizer's step and later discard them, as a GAN does with the gradients of its
+    other loss. The first such step reveals this, and such gradients are then not counted as carried.
     """
 
     def __init__(self, context: Run, optimizer: torch.optim.Optimizer) -> None:
@@ -64,7 +64,7 @@ class CarriedGradients:
         return self._local
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
-        """Record a backward pass that adds to ``.grad``; ``local`` if it is not to be reduced."""
+        """Record a backward pass that adds to ``.grad``; ``local`` if its gradients will not be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
         if step is not self._step or not self._steps:
@@ -76,18 +76,18 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """Value that ranks must share when they reduce: 1 if gradients were added to those of the last update.
+        """Value that must be equal on all ranks that reduce: 1 if gradients were added to those of the last update.
 
-        How many passes within ``no_sync`` are in them is each rank's own, as under DDP: shares that are cut by tokens
-        differ. 0 up to the first update in a group: a rank that has joined lacks what the others have done since their
-        last.
+        The value is 0 until the first update in a group, because a joiner does not have the gradients that the other
+        ranks added since their last update. It does not say how many passes within ``no_sync`` are included: as under
+        DDP, ranks may differ in that number, for example if their shares are cut by tokens.
         """
         if not self._alike:
             return 0
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """Check the watched parameter after a pass: were gradients added to those of the last update?"""
+        """Check the watched parameter after a pass: record if gradients were added to those of the last update."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -109,8 +109,8 @@ class CarriedGradients:
     def refuse_own(self) -> None:
         """Refuse an optimizer step without a backward pass that averages gradients.
 
-        Raises RuntimeError: gradients are this rank's own: neither reduced, as what is carried and what lies in slices,
-        nor zero, nor what the last update has left.
+        Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, do not lie in
+            slices, and are not left over from the last update.
         """
         ledger = self._context.ledger
         step = ledger.step
@@ -125,7 +125,7 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def note_applied(self) -> None:
-        """Record that the optimizer applies the gradients in the step in progress."""
+        """Record that the optimizer applied the gradients in the current step."""
         self._applied = True
 
     def taken(self) -> None:
@@ -151,7 +151,7 @@ class CarriedGradients:
         return self._steps, self._local, {} if self._local else self._gradients()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step; one that the optimizer has applied has left nothing to carry."""
+        """Undo a lost step; if the optimizer already applied it, nothing is carried."""
         if remembered is None or self._applied:
             self._take(0, {})
             return
@@ -166,7 +166,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return state for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
+        """Return state for joiners and checkpoints; of gradients that differ between ranks, only how many are lost."""
         if self._local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -180,7 +180,7 @@ class CarriedGradients:
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
-        """Enter a group, in which what only some ranks hold no longer counts."""
+        """Enter a group and drop gradients that only some ranks hold, with a warning."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self._local else self._lost, 0
         if self._local:
@@ -213,7 +213,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Debtor:
-    """Bucket with a residual, with parameter names that hold in every layout."""
+    """Bucket with a residual, and parameter names that stay valid when the layout changes."""
 
     bucket: GradientBucket
     names: Sequence[str]
@@ -228,16 +228,16 @@ class _Debtor:
 
     @property
     def knows(self) -> bool:
-        """True if the sum of all ranks' residuals is known, or if there is nothing to know."""
+        """True if the sum of all ranks' residuals is known, or if there is no residual."""
         return self.residual.folded is not None or (self.compression is None and not self.owes)
 
     def owed(self) -> torch.Tensor:
-        """Return a copy of the residual, without a loss scale."""
+        """Return a copy of the residual, unscaled by the loss scale; zeros if there is no residual."""
         owed = self.residual.owed
         return self.flat({}) if owed is None or owed.flat is None else owed.flat / owed.scale
 
     def by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split a flat tensor into the bucket's parameters, by name and in their shapes."""
+        """Split a flat tensor into tensors of the bucket's parameter shapes, keyed by parameter name."""
         pieces = torch.split(flat, [real_count(p) for p in self.bucket.params])
         return {
             name: piece.view(real_shape(p))
@@ -245,7 +245,7 @@ class _Debtor:
         }
 
     def flat(self, by_name: _Tensors) -> torch.Tensor:
-        """Join tensors by name into a flat one, zeros where there is none."""
+        """Join tensors keyed by name into a flat tensor, with zeros for names that are missing."""
         dtype = torch.promote_types(self.bucket.dtype, torch.float32)
         device = self.bucket.params[0].device
         pieces = []
@@ -257,7 +257,7 @@ class _Debtor:
         return torch.cat(pieces)
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Return factors of the bucket's compression, by parameter name."""
+        """Return the factors of the bucket's compression, keyed by parameter name."""
         known = self.compression.factors() if self.compression is not None else {}
         return {self.names[place]: each for place, each in known.items()}
 
@@ -266,7 +266,7 @@ class _Debtor:
         return not tensors.keys().isdisjoint(self.names)
 
     def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
-        """Continue from these."""
+        """Continue with the given residuals, sums of residuals and factors, each keyed by parameter name."""
         self.residual.become(self.flat(owed) if self.is_among(owed) else None)
         if self.is_among(folded):
             self.residual.fold(self.flat(folded))
@@ -279,10 +279,11 @@ class _Debtor:
 class OwedGradients:
     """Compression residuals of one model on this rank; see ``Residual``.
 
-    Kept is the *sum* over ranks, for contributions are weighted by samples and summed. Before a planned change all
-    ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
-    own with it, and so does one that was behind and takes over another's state: that is told. Where the next strategy
-    does not compress, each rank adds its own to the first step that counts.
+    The *sum* of residuals over ranks is preserved, because gradients are weighted by samples and summed. Before a
+    planned change all ranks sum their residuals, and each rank of the next group starts with an equal part. The
+    residual of a rank that dies is lost, and so is that of a rank that was behind and receives another rank's
+    state: both are reported. If the next strategy does not compress, each rank adds its residual to the first step
+    that counts.
     """
 
     def __init__(self, context: Run) -> None:
@@ -295,10 +296,10 @@ class OwedGradients:
         self._holds = True  # not taken over from another rank
 
     def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
-        """Move residuals and factors to other buckets, by parameter.
+        """Move residuals and factors to the buckets of a new layout, parameter by parameter.
 
         Args:
-            places: of each bucket's parameters in ``params``.
+            places: Indices of each bucket's parameters in ``params``.
         """
         owed: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}
@@ -323,7 +324,7 @@ class OwedGradients:
         return (*self._debtors, *self._settling)
 
     def _take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
-        """Continue from these."""
+        """Continue with the given residuals, sums of residuals and factors, each keyed by parameter name."""
         for index, each in list(self._plain.items()):
             if each.is_among(owed) or each.is_among(folded):
                 self._settle(index)
@@ -331,15 +332,15 @@ class OwedGradients:
             each.take(owed, folded, factors)
 
     def _settle(self, index: int) -> None:
-        """Let a bucket without compression send its residual, once that is known."""
+        """Have an uncompressed bucket send the residual that an earlier strategy left."""
         assert self._layout is not None, "buckets are laid out"
         residual = self._layout.settle_first(index).residual
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
-        """Add up over all ranks what is owed.
+        """Sum the residuals over all ranks.
 
-        Raises CommunicationFailedError: the group broke; each rank still has its own.
+        Raises CommunicationFailedError: the group broke; each rank keeps its own residual.
         """
         communicator, several = self._context.group.communicator, self._context.group.world_size > 1
         settles = int(any(each.owes for each in self._settling))
@@ -358,10 +359,11 @@ class OwedGradients:
             each.residual.fold(total)
 
     def enter_group(self) -> None:
-        """Enter a group: start with an equal part of the sum, or continue with the own residual if that is unknown.
+        """Enter a group: start with an equal part of the summed residuals if the sum is known on all ranks.
 
-        All ranks tell what they know, whether they owe or not: of those that come from another group, some may have
-        begun with a strategy that compresses, and others not yet.
+        If any rank does not know the sum, each rank continues with its own residual. All ranks report what they know,
+        even ranks without residuals: among ranks that come from another group, only some may have a strategy that
+        compresses.
 
         Raises CommunicationFailedError: the group broke again.
         """
@@ -389,7 +391,7 @@ class OwedGradients:
             )
 
     def capture(self) -> Any:
-        """Return the state shared by all ranks: factors, and the sum of residuals where it was computed."""
+        """Return the state that all ranks share: factors, and the sum of residuals if it was computed."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}
@@ -401,7 +403,7 @@ class OwedGradients:
         return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; what this rank has owed itself is part of no state any more."""
+        """Restore a captured state; this rank's own residual is discarded."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
         self._take({}, state.get("folded", {}), state.get("factors", {}))

@@ -1,4 +1,4 @@
-"""The bucket and the operation that a plan asks for (torch)."""
+"""Creation of the buckets and operations that a plan specifies (torch)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_plain(plan: BucketPlan) -> bool:
 
 
 def adds_up_alone(plan: BucketPlan) -> bool:
-    """True if each element's mean is made of that element alone, by one reduction, so that a part has its own."""
+    """True if one reduction averages each element independently, so that any part of a tensor can be averaged alone."""
     sync = plan.sync
     return isinstance(sync, Reduce) and sync.parts == 1 and sync.topology == "native" and not sync.wire.compresses
 
@@ -50,7 +50,7 @@ def adds_up_alone(plan: BucketPlan) -> bool:
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:
-    """Return the bucket of a plan, with ``tail`` extra elements; ``owners`` are those of the optimizer state."""
+    """Return the bucket of a plan, with ``tail`` extra elements; ``owners`` knows which ranks own optimizer state."""
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
@@ -59,7 +59,7 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """Return the operation that carries out a bucket's plan. Raises StrategyError: there is no such operation."""
+    """Return the operation that executes a bucket's plan. Raises StrategyError if no such operation exists."""
     sync = plan.sync
     if isinstance(sync, Reduce):
         if sync.topology != "native" and len(plan.nodes) > 1:

@@ -1,4 +1,4 @@
-"""A model's buckets as a plan lays them out, with a tail of control values, and their collectives (torch)."""
+"""Buckets of a model as its plan lays them out, with a tail of control values, and their collectives (torch)."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 class BucketLayout:
     """Buckets of one model in memory, with the control values that travel with them.
 
-    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and which
-    parameters were used. It rides on the last bucket's reduction where that adds it up exactly; else it is a buffer of
-    its own, to be reduced by itself.
+    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags
+    of used parameters. It travels with the last bucket's reduction if that reduction sums it exactly. Otherwise it
+    is a separate buffer with its own all-reduce.
 
     Args:
-        groups: parameters of each parameter group, in the model's order.
+        groups: Parameters of each parameter group, in the model's order.
 
     Attributes:
-        sliced: those of which each rank receives a part of the mean.
-        tail_rides: whether the last bucket holds it.
-        strategy: what a user calls the plan's.
-        own_sum: where the sum of what ranks have put in lies, by which all know whether that is finite; flags of used
-            parameters follow.
+        sliced: Buckets of which each rank receives only a part of the mean.
+        tail_rides: Whether the last bucket contains the tail.
+        strategy: User-visible name of the plan's strategy.
+        own_sum: Position in the tail of the sum of all ranks' contributions, which shows if they are finite. Flags
+            of used parameters follow this element.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class BucketLayout:
         return digest((*self._layout, self.sequel.takes))
 
     def settle_first(self, index: int) -> SettlingOperation:
-        """Have a bucket's next pass add what a strategy before has left owed."""
+        """Have a bucket's next pass also send the residual that an earlier strategy left."""
         settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling
 
     @property
     def tail(self) -> torch.Tensor:
-        """Tail of control values, in its present memory."""
+        """Tail of control values, in its current memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
             self._numbers = last.tail_numbers
@@ -109,19 +109,20 @@ class BucketLayout:
         return self._own_tail
 
     def release(self) -> None:
-        """Give memory for reductions back until there are any."""
+        """Free the reduction buffers until they are needed again."""
         for bucket in self.buckets:
             bucket.release()
 
     def write_tail(
         self, head: Sequence[float], norms: Sequence[Number], own_sum: Number, used: Sequence[bool] | None
     ) -> None:
-        """Write what rides on the reduction.
+        """Write the values that travel with the reduction.
 
         Args:
-            head: values up to the sum of what this rank has put in, without norms.
-            norms: of local gradients; empty for none.
-            used: which parameters have a gradient; None for all.
+            head: Values before ``own_sum``, with zeros in place of norms.
+            norms: Squared norms of local gradients; empty if not measured.
+            own_sum: Sum of this rank's contribution.
+            used: Flag per parameter: whether it has a gradient; None for all.
         """
         tail = self.tail
         if self._numbers is not None:
@@ -140,26 +141,26 @@ class BucketLayout:
                 tail[at].copy_(norm)
 
     def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-        """Read the tail's sums, as far as all steps need them, and ``numbers``; with one wait for the tail's GPU."""
+        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, with a single wait for the GPU."""
         if self._numbers is not None:
             return self._numbers[: self.own_sum + 1].tolist(), read(numbers) if numbers else []
         self._sums, found = read_with(self.tail, numbers)
         return self._sums, found
 
     def used_anywhere(self) -> list[bool]:
-        """Return which parameters have a gradient on any rank, after :meth:`read_tail`."""
+        """Return a flag per parameter: whether any rank had a gradient; valid after :meth:`read_tail`."""
         sums = self._sums if self._numbers is None else self._numbers.tolist()
         return [count > 0 for count in sums[self.own_sum + 1 :]]
 
     def replace_buffers(self) -> None:
-        """Leave all memory to reductions that were given up and may still write to it."""
+        """Allocate new buffers, because abandoned reductions may still write to the old ones."""
         for bucket in self.buckets:
             bucket.replace_buffer()
         self._own_tail = self._own_tail.clone()
 
 
 def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:
-    """Have ``hook`` called with each parameter that has got its gradient in a backward pass; returns the handles."""
+    """Register ``hook`` to run after each parameter's gradient is accumulated; return the handles."""
     handles = []
     for param in params:
         trained = param.requires_grad
@@ -176,16 +177,15 @@ PROBE_EVERY = 32
 class Reduction:
     """Runs the collectives of one backward pass.
 
-    All methods raise CommunicationFailedError if the group breaks. All methods raise CommunicationFailedError where the
-    group breaks.
+    All methods raise CommunicationFailedError if the group breaks.
 
-    What operations keep from step to step counts once the optimizer has applied what they gave, or the step is over
-    and its gradients wait for a later one. A step that is drawn again after the optimizer has applied it changes
-    nothing any more, and neither does a pass whose sum is not finite.
+    State that operations keep between steps is committed once the optimizer has applied their results, or once the
+    step has ended and its gradients wait for a later one. A step that is drawn again after the optimizer has
+    applied it does not change this state, and neither does a pass whose sum is not finite.
 
     Args:
-        group: ranks whose gradients are added up.
-        grad_scale: AMP's present loss scale, 1 without AMP.
+        group: Ranks whose gradients are summed.
+        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
     """
 
     def __init__(
@@ -210,9 +210,9 @@ class Reduction:
         """Start a step.
 
         Args:
-            steps: committed ones, the same number on all ranks.
+            steps: Number of committed steps, equal on all ranks.
 
-        Returns whether its gradients travel in a form that gives statistics.
+        Returns True if the step's gradients are sent uncompressed, so that statistics can be measured.
         """
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
@@ -230,7 +230,7 @@ class Reduction:
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
-        """Start the first round of a bucket that is full; of the last one with the tail."""
+        """Start the first round of a full bucket; the last bucket includes the tail."""
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
@@ -246,13 +246,13 @@ class Reduction:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
     def finish(self, *, checks: bool) -> None:
-        """Wait, and continue in rounds until every bucket holds the sum; as many rounds on every rank.
+        """Wait for the works and run further rounds until every bucket holds its sum; equally many on all ranks.
 
-        What one bucket takes on the CPU is done while later ones are on their way: its finite sum goes into ``.grad``.
+        While later buckets are in flight, finite sums of finished buckets are written to ``.grad``.
 
         Args:
-            checks: whether :meth:`is_finite` is asked in every pass. Of buckets that are summed up before they are
-                reduced the sum of all ranks' sums tells it.
+            checks: Whether the caller checks in every pass if the gradients are finite. For buckets that were summed
+                before their reduction, the sum of all ranks' sums shows this.
         """
         communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
@@ -297,7 +297,7 @@ class Reduction:
         self._layout.sequel.reduced(self._took_s)
 
     def _tell_sizes(self) -> bool:
-        """Exchange what all ranks must know of gradients that none of them holds; whether all are finite."""
+        """Sum the numbers of sliced gradients, which no rank holds completely; return True if all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
@@ -306,7 +306,7 @@ class Reduction:
         return all(bucket.finite for bucket in self._layout.sliced)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Function that sums numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
+        """Return the sums of the given numbers over all ranks; a collective."""
         told = torch.tensor(list(values), dtype=torch.float64)
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
@@ -319,13 +319,13 @@ class Reduction:
         return self._finite is True
 
     def take_totals(self, values: Sequence[float]) -> None:
-        """Evaluate the values of :attr:`totals`: the pass is finite if their sum is, or else all buckets are."""
+        """Evaluate the values of :attr:`totals`: the pass is finite if their sum is, or else if all buckets are."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return ranks whose own gradients in the last pass are not finite; None where its sum is."""
+        """Return the ranks whose gradients in the last pass are not finite; None if the sum of all ranks is finite."""
         if self._finite or self.is_finite():
             return None
         own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
@@ -333,10 +333,10 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
-        """Prepare residuals in a group of one rank, which reduces nothing: they go into its gradients.
+        """Add residuals to the local gradients if this rank reduces with no other.
 
-        Where ranks step by themselves, and their models are averaged, a rank's gradient counts for as little of the
-        mean as there are ranks: what it owes does so, too.
+        While replicas drift and models are averaged, a rank's gradient has a weight of 1 / ranks in the mean, so the
+        residual is multiplied by the number of ranks.
         """
         if self._group.world_size == 1:
             scale = self._grad_scale() * len(self._group.group.nodes)
@@ -349,14 +349,14 @@ class Reduction:
         self._asked = True
 
     def applied(self) -> None:
-        """Commit what the last pass has left in operations; a later loss of the step does not change it."""
+        """Commit the state that the last pass left in operations; losing the step later does not change it."""
         self._asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
-        """End the step before: commit or void its operations."""
+        """End the previous step: commit or void its operations."""
         if self._asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
@@ -365,7 +365,7 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """Discard what the last passes have left in operations."""
+        """Discard the state that the last passes left in operations."""
         self._asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
@@ -375,10 +375,10 @@ class Reduction:
 class StepWeights:
     """Computes each micro-batch's weight in the mean gradient.
 
-    Counts of all ranks are exchanged once a step, before its first bucket is filled.
+    All ranks exchange their counts once per step, before the step's first bucket is filled.
 
     Args:
-        statistics: of the gradients, which count with their shares.
+        statistics: Gradient statistics, which are scaled by the weights of carried gradients.
     """
 
     def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
@@ -388,7 +388,7 @@ class StepWeights:
     def begin_pass(self, step: LoaderStep) -> None:
         """Start a backward pass of a step whose micro-batches the loop weighs.
 
-        Raises RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
+        Raises RuntimeError: the loop weighed earlier micro-batches of the step, but not this one.
         """
         if not step.micro:
             self.factor = 1.0
@@ -402,8 +402,8 @@ class StepWeights:
         """Return the weight of the step's last micro-batch on this rank.
 
         Args:
-            step: the step; None outside of steps, where all ranks weigh alike.
-            reduces: whether gradients of several ranks are added up, all of which come here.
+            step: Current step; None outside of steps, where all ranks have equal weights.
+            reduces: Whether gradients of several ranks are summed; all of these ranks must then call this method.
         """
         if step is None:
             return 1.0 / self._group.world_size
@@ -420,9 +420,9 @@ class StepWeights:
 
     @torch.no_grad()
     def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
-        """True if this rank trains alone and the step's only micro-batch has weight 0; sets ``.grad`` to 0 then.
+        """True if this rank trains alone and the step's only micro-batch has weight 0; ``.grad`` is then set to 0.
 
-        It is what several ranks would have added up: the gradient of a mean over nothing may be no number.
+        A sum over several ranks would also be 0, whereas the gradient of a mean over no samples may be NaN.
         """
         if not step.is_last_micro or any(step.own_counts):
             return False
@@ -442,13 +442,13 @@ class StepWeights:
 
 
 class Announcements:
-    """Announcement values of a pass: with weights, a rank makes one more collective than without.
+    """Announcement values of a pass; they differ with weights, which need one more collective.
 
     Args:
-        layout: of its buckets, in the present group.
+        layout: Layout of the model's buckets in the current group.
 
     Attributes:
-        plain, weighed: what a pass announces whose micro-batches weigh as many as their samples, or as the loop says.
+        plain, weighed: Announcement of a pass whose micro-batches are weighted by samples, or by the loop.
     """
 
     def __init__(self, number: int, layout: BucketLayout) -> None:
@@ -461,7 +461,7 @@ class Announcements:
 def refuse_weights(step: LoaderStep | None) -> None:
     """Refuse weights in a step whose backward pass only adds to this rank's gradients.
 
-    Raises RuntimeError: the loop weighs its micro-batch.
+    Raises RuntimeError: the loop has set a weight for the step's micro-batch.
     """
     if step is not None:
         step.begin_backward()
@@ -476,7 +476,7 @@ def refuse_weights(step: LoaderStep | None) -> None:
 class SummingGroup:
     """Ranks whose gradients are summed: the group, or this rank alone while replicas diverge.
 
-    Where this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
+    If this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
     """
 
     def __init__(self, context: Run, model: Drift) -> None:
@@ -494,5 +494,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the weight of this rank's present micro-batch in the sum."""
+        """Return the weight of this rank's current micro-batch in the sum."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

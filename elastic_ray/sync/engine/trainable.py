@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Trainable:
-    """A model's trainable parameters, by parameter group of its optimizer.
+    """Trainable parameters of a model, by parameter group of its optimizer.
 
-    A parameter that is unfrozen after the model was wrapped is taken in; one that is frozen stays, without gradients of
-    its own, so that code which toggles ``requires_grad`` in every step costs nothing.
+    A parameter that is unfrozen after the model was wrapped is included. A parameter that is frozen later stays
+    included, without local gradients, so that toggling ``requires_grad`` in every step costs nothing.
 
-    Raises ValueError: the optimizer holds other parameters than the module's.
+    Raises ValueError: the optimizer holds parameters that are not the module's, or lacks trainable ones.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -39,9 +39,9 @@ class Trainable:
         self._lay_out(wrapped=False)
 
     def check(self) -> None:
-        """Check that the model has the parameters that it was wrapped with.
+        """Check that the model still has the parameters that it was wrapped with.
 
-        Raises ValueError: others are in their places; the message names them.
+        Raises ValueError: parameters were replaced or tied; the message names them.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         if self._known <= {id(p) for p in now.values()}:
@@ -60,20 +60,20 @@ class Trainable:
         return more or len(self._optimizer.param_groups) != len(self._sizes)
 
     def take_in(self) -> None:
-        """Adapt to what user code has unfrozen, or added to the optimizer.
+        """Include parameters that user code has unfrozen or added to the optimizer.
 
-        Raises ValueError: a parameter was unfrozen that the optimizer does not step; the message names it.
+        Raises ValueError: the optimizer does not step an unfrozen parameter; the message names it.
         """
         self._lay_out(wrapped=True)
 
     def drop_strangers(self) -> None:
-        """Drop gradients of parameters that are not synchronised yet: each rank has its own."""
+        """Drop gradients of parameters that are not synchronised yet, because they differ between ranks."""
         for p in self.left_out:
             if p.requires_grad:
                 p.grad = None
 
     def _lay_out(self, *, wrapped: bool) -> None:
-        """Sort the trainable parameters by group; raises ValueError where the optimizer holds others."""
+        """Sort the trainable parameters by group; raise ValueError if the optimizer holds different ones."""
         order = {id(p): i for i, p in enumerate(self._module.parameters())}
         trained = self._known | {id(p) for p in self._module.parameters() if p.requires_grad}
         groups = [
@@ -108,7 +108,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return by name the trainable parameters, the synchronised ones, and the optimizer's groups."""
+        """Return the names of trainable and of synchronised parameters, and of those in each optimizer group."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -117,7 +117,7 @@ class Trainable:
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Adopt what another rank's user code has unfrozen, frozen, and added, before this one came."""
+        """Adopt what another rank's user code unfroze, froze or added before this rank joined."""
         mine = dict(self._module.named_parameters())
         wanted = set(tree["requires_grad"])
         for name, p in mine.items():
@@ -129,18 +129,18 @@ class Trainable:
 
 
 class TrainedState(OptimizerState):
-    """An optimizer's state, with which of its parameters are trained; ``rebuild`` follows when others are.
+    """Optimizer state with a record of the trained parameters; buckets are rebuilt when the record changes.
 
-    Of states that are divided among the ranks, each sends and saves what all share; see ``SharedOut``.
+    For states that are divided among the ranks, each rank sends and saves only the common part; see ``SharedOut``.
 
     Args:
-        rebuild: lays buckets out anew.
-        carried: gradients that wait for an optimizer step to come; None where another optimizer's state has them.
-        divided: states of which each rank holds a part.
-        in_unit: parameters may be divided within the unit, and with them their states.
+        rebuild: Function that rebuilds the buckets.
+        carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state has them.
+        divided: States of which each rank holds a part.
+        in_unit: Whether parameters, and so their states, may be divided within the unit.
 
     Attributes:
-        takes_unread: whole states in a checkpoint are read as far as ranks need them.
+        takes_unread: Complete states in a checkpoint are read only as far as ranks need them.
     """
 
     takes_unread = True
@@ -172,7 +172,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_to_save(self) -> Any:
-        """Return the whole state, where this rank holds it."""
+        """Return the complete state, if this rank holds it."""
         captured, gathered = self.capture(), self._divided.gathered()
         if "divided" in captured and gathered is not None:
             places = {id(p): i for i, p in enumerate(self._parameters())}
@@ -181,7 +181,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return the part that this rank writes of a joint checkpoint; see ``WrittenInParts``."""
+        """Return the part of a joint checkpoint that this rank writes; see ``WrittenInParts``."""
         written = self._divided.written(rank)
         captured = self.capture_to_save() if written is None else self.capture()
         states = shared_out(captured["state"], rank, world_size)
@@ -221,7 +221,7 @@ class TrainedState(OptimizerState):
 
 
 class LocalParameter:
-    """Stands for a parameter where buckets take gradients and put them back."""
+    """Stand-in for a distributed parameter that exposes only its local part to buckets."""
 
     def __init__(self, param: Any) -> None:
         self._param = param
@@ -231,12 +231,12 @@ class LocalParameter:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Functions of torch take the local part."""
+        """Call a torch function with the local part in place of the stand-in."""
         return function(*(each.part if isinstance(each, cls) else each for each in args), **(kwargs or {}))
 
     @property
     def whole(self) -> Any:
-        """The parameter."""
+        """Parameter that the stand-in represents."""
         return self._param
 
     @property
@@ -251,16 +251,16 @@ class LocalParameter:
         return self.part.shape
 
     def numel(self) -> int:
-        """Elements of the local part."""
+        """Return the number of elements in the local part."""
         return self.part.numel()
 
     def is_contiguous(self) -> bool:
-        """True if the local part is."""
+        """True if the local part is contiguous."""
         return self.part.is_contiguous()
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The local part of the gradient, which lies in the unit as its parameter does from here on."""
+        """Local part of the gradient, which is first redistributed as the parameter is."""
         grad: Any = self._param.grad
         if grad is None:
             return None
@@ -278,12 +278,12 @@ class LocalParameter:
 
 
 def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
-    """Parameters by group, with stand-ins for those that the unit has divided."""
+    """Return the parameters by group, with stand-ins for parameters that are divided within the unit."""
     return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
 
 
 def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return an optimizer's state of a parameter as local parts, divided as the parameter is."""
+    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
     part = getattr(param, "_local_tensor", None)
     if part is None:
         return values
@@ -321,10 +321,11 @@ def profile_of(
     """Return the model's profile.
 
     Args:
-        groups: its trainable parameters by parameter group of the optimizer, in the model's order.
+        groups: Trainable parameters by parameter group of the optimizer, in the model's order.
     """
     for layer in module.modules():
-        switch_off(layer)
+        if layer._forward_pre_hooks:
+            switch_off(layer)
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -352,7 +353,7 @@ def profile_of(
 
 
 def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
-    """Return the layers that hold a parameter, by its ``id``."""
+    """Return the layers that hold each parameter, keyed by the parameter's ``id``."""
     layers: dict[int, list[torch.nn.Module]] = {}
     for layer in module.modules():
         for param in layer.parameters(recurse=False):
@@ -361,7 +362,7 @@ def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Modu
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-    """Describe the gradients that the optimizer can step; measured for torch's own with torch 2.13."""
+    """Return the kinds of gradients that the optimizer can step; for torch's own, measured with torch 2.13."""
     decays = any(group.get("weight_decay", 0) for group in optimizer.param_groups)
     takes = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and not decays
     return OptimizerInfo(

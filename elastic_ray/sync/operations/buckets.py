@@ -1,4 +1,4 @@
-"""Layout of parameters in flat buffers for reduction, equal on every rank whatever the order of hooks."""
+"""Layout of parameters in flat buffers for reduction, equal on every rank regardless of the order of hooks."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _gradient = operator.attrgetter("grad")
 
 
 class Bucket:
-    """A flat buffer that holds the gradients of some parameters of one group, dtype and device, in real numbers.
+    """Flat buffer for the gradients of parameters of one group, dtype and device, as real numbers.
 
-    Where ``shows``, ``.grad`` becomes a view of the buffer when a pass fills it, so that gradients are in memory once.
-    A gradient that user code has put there itself, or holds on to, stays the tensor that it is, and gets the sum copied
-    into it. The memory is there from the first use on, until :meth:`release`: one rank alone needs none.
+    If ``shows``, ``.grad`` becomes a view of the buffer when a pass fills it, so that gradients are in memory only
+    once. A gradient that user code has assigned or still references remains a separate tensor, and the sum is
+    copied into it. Memory is allocated at the first use and kept until :meth:`release`; a lone rank needs none.
 
     Args:
-        index: position in the order of reduction.
-        group: parameter group that the parameters belong to.
-        params: the parameters, in the order of their ``views``.
-        shows: whether gradients may lie in the buffer, for nothing but a plain all-reduce uses it.
+        index: Position in the order of reduction.
+        group: Parameter group that the parameters belong to.
+        params: Parameters in the order of ``views``.
+        shows: Whether ``.grad`` may be a view of the buffer, because only a plain all-reduce uses the buffer.
 
     Attributes:
-        complete: whether the pass has reached all parameters, so that all have a gradient.
-        is_summed_up: whether :meth:`put` has told whether what this rank has put in is finite.
-        has_gradient: which parameters had one on this rank when the buffer was filled.
-        grads: gradients that are in memory of their own, and get the sum; None in place of the others.
-        carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
-        used: which parameters had a gradient in any micro-step of an accumulation.
-        written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
-        additions: how often the pass adds to that ``.grad``.
-        counted_elsewhere: elements that statistics leave out.
+        complete: Whether the pass has reached all parameters, so that all have a gradient.
+        is_summed_up: Whether :meth:`put` has computed the sum that shows if this rank's gradients are finite.
+        has_gradient: Flag per parameter: whether it had a gradient on this rank when the buffer was filled.
+        grads: Gradients in separate memory, into which the sum is copied; None for parameters without one.
+        carried: Sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
+        used: Flag per parameter: whether it had a gradient in any micro-step of an accumulation.
+        written: A parameter, the ``.grad`` that the step's reduction wrote to, and its version at that time.
+        additions: How often the pass adds to that ``.grad``.
+        counted_elsewhere: Ranges of elements that statistics exclude.
     """
 
     sliced = False  # each rank receives the whole mean
@@ -74,37 +74,37 @@ class Bucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer, with its tail."""
+        """Flat buffer including its tail."""
         return self.memory.flat
 
     @property
     def body(self) -> torch.Tensor:
-        """The buffer without its tail."""
+        """Flat buffer without its tail."""
         return self.memory.body
 
     @property
     def tail(self) -> torch.Tensor:
-        """The extra elements."""
+        """Extra elements at the end of the buffer."""
         return self.memory.tail
 
     @property
     def tail_numbers(self) -> Any:
-        """The tail as NumPy's array, which takes a tenth of the time of torch's operations; None on a GPU."""
+        """Tail as a NumPy array, which is ten times as fast as torch operations; None on a GPU."""
         return self.memory.tail_numbers
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Views of ``body``, one for each parameter, in its shape."""
+        """Views of ``body`` in the shape of each parameter."""
         return self.memory.views
 
     @functools.cached_property
     def memory(self) -> BucketMemory:
-        """The buffer with views of it, made at the first use."""
+        """Buffer and its views, allocated at the first use."""
         flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
         return BucketMemory(flat, self.size, self.params)
 
     def release(self) -> None:
-        """Give the memory back until it is needed."""
+        """Free the memory until it is needed again."""
         self.__dict__.pop("memory", None)
         self.carried = None
         self.grads, self._there = [], []
@@ -113,11 +113,11 @@ class Bucket:
         """Start a backward pass.
 
         Args:
-            first: of a step; what an earlier step has left is discarded.
-            reduces: the pass ends in a reduction.
-            accumulates: its gradients are added to those of other micro-steps.
+            first: Whether it is the first of its step; state of earlier steps is then discarded.
+            reduces: Whether the pass ends in a reduction.
+            accumulates: Whether its gradients are added to those of other micro-steps.
 
-        Returns elements of the gradients that may be in memory of their own until :meth:`adopt` takes them in.
+        Returns the number of gradient elements that may stay in separate memory until :meth:`adopt` moves them.
         """
         self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
         if first:
@@ -137,7 +137,7 @@ class Bucket:
         return max(self.size >> 5, _LARGE)
 
     def _take_out(self) -> None:
-        """Have gradients that lie in the buffer in memory of their own."""
+        """Move gradients that lie in the buffer to separate memory."""
         if "memory" not in self.__dict__ or not self._may_show:
             return
         for param, view in zip(self.params, self.views, strict=True):
@@ -145,7 +145,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """The pass has given these parameters their gradients: take them in, so that few are in memory twice."""
+        """Move these parameters' new gradients into the buffer, so that few gradients are in memory twice."""
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
@@ -167,11 +167,11 @@ class Bucket:
             self.additions += 1
 
     def mark_incomplete(self) -> None:
-        """Mark that the backward pass has ended without having reached all parameters."""
+        """Record that the backward pass ended without reaching all parameters."""
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step and keep what earlier ones have left in the buffer."""
+        """Start another micro-step and keep the gradients of earlier ones, now in the buffer, as ``carried``."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
@@ -189,7 +189,7 @@ class Bucket:
         return self.body
 
     def add(self, share: torch.Tensor) -> None:
-        """Add a share to what it holds."""
+        """Add a share, from :meth:`share` or :meth:`carried_share`, to the buffer."""
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ class Bucket:
         return preconditioner(optimizer, [getattr(p, "whole", p) for p in self.params])
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the buffer, each element multiplied by the preconditioner's."""
+        """Return the squared norm of the buffer, each element multiplied by the preconditioner's element."""
         body = self.memory.body
         whole = preconditioner is None and self.dtype is torch.float32
         found = torch.dot(body, body) if whole else squared_norm(body, preconditioner)
@@ -211,7 +211,7 @@ class Bucket:
         return found
 
     def count_elsewhere(self, params: Collection[int]) -> None:
-        """Leave parameters, by id, out of :meth:`squared_norm`: another worker of the unit counts them."""
+        """Exclude parameters, by id, from :meth:`squared_norm`: another worker of the unit counts them."""
         stops = list(itertools.accumulate(real_count(p) for p in self.params))
         starts = [0, *stops]
         self.counted_elsewhere = [
@@ -229,7 +229,7 @@ class Bucket:
         return bool(self.body.isfinite().all())
 
     def own_is_finite(self) -> bool:
-        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
+        """True if this rank's gradients are finite, including those of earlier micro-steps."""
         if self._sum is not None:
             return math.isfinite(self._sum)
         tensors = [grad for grad in self.grads if grad is not None]
@@ -238,14 +238,14 @@ class Bucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float, *, sums: bool = False) -> torch.Tensor | None:
-        """Put weighted gradients into the buffer; zeros where there is none.
+        """Copy the weighted gradients into the buffer; zeros for parameters without a gradient.
 
         Args:
-            sums: where the reduction takes the place of what this rank has put in, remember its sum.
+            sums: Whether to keep the sum of this rank's gradients, if the reduction will overwrite them.
 
-        Returns that sum, a scalar tensor which is not finite where an element is not; None where it is not kept.
+        Returns the sum as a scalar tensor, which is not finite if an element is not; None if no sum is kept.
 
-        Raises RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
+        Raises RuntimeError: a gradient is sparse, or was removed within ``backward()``.
         """
         body, views = self.memory.body, self.memory.views
         self.grads = grads = list(map(_gradient, self.params))
@@ -286,11 +286,11 @@ class Bucket:
         return self._sum
 
     def check(self) -> None:
-        """Raise RuntimeError where :meth:`put` would."""
+        """Raise RuntimeError if :meth:`put` would."""
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
     def note_used(self) -> None:
-        """Remember for the step's later micro-steps which parameters had a gradient."""
+        """Record which parameters had a gradient, for the step's later micro-steps."""
         before = self.used or [False] * len(self.params)
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
@@ -317,9 +317,9 @@ class Bucket:
 
     @property
     def goes_on(self) -> bool:
-        """True if ``.grad`` still holds the reduced gradients: this pass has added to them and nothing zeroed them.
+        """True if this pass has added to reduced gradients in ``.grad``, which nothing has zeroed in between.
 
-        ``zero_grad`` drops the tensor, or counts as one more change of it than the pass's own.
+        ``zero_grad`` either drops the tensor, or increases its version beyond the increments of the pass.
         """
         if self.written is None:
             return False
@@ -327,7 +327,7 @@ class Bucket:
         return param.grad is not None and param.grad is grad() and param.grad._version <= version + self.additions
 
     def replace_buffer(self) -> None:
-        """Leave the buffer to a reduction that was given up and may still write to it, or to others that hold it."""
+        """Allocate a new buffer, because an abandoned reduction or user code may still use the old one."""
         before: BucketMemory | None = self.__dict__.get("memory")
         if before is None:
             return
@@ -339,11 +339,11 @@ class Bucket:
 
 
 class BucketMemory:
-    """A buffer, and views of it.
+    """Flat buffer with views of it.
 
     Attributes:
-        views: one for each parameter, each with a count of changes of its own.
-        storage, users: of the memory, and how many hold it while user code does not.
+        views: View for each parameter, each with its own version counter.
+        storage, users: Storage of the buffer, and its use count while user code does not reference it.
     """
 
     def __init__(self, flat: torch.Tensor, size: int, params: Sequence[torch.nn.Parameter]) -> None:
@@ -357,7 +357,7 @@ class BucketMemory:
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the reference counts of the tensor and of its memory."""
+    """Return the reference counts of the tensor and of its storage."""
     return sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -380,7 +380,7 @@ class AllReduceOperation:
         return (group.all_reduce(bucket.flat),)
 
     def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch nothing more: the sum is there."""
+        """Return no works: after the first round the bucket holds the sum."""
         return ()
 
     def commit(self) -> None:

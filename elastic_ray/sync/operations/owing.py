@@ -1,4 +1,4 @@
-"""Operations that owe a part of the gradients for some time: residuals, and compression with error feedback (torch)."""
+"""Operations that send part of the gradients later: residuals, and compression with error feedback (torch)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Owed:
 
 
 class Residual:
-    """Residual of one bucket: what is owed, what the pass in progress leaves, and what ranks owe together.
+    """Residual of one bucket: committed, of the current pass, and summed over ranks.
 
-    A pass adds what is owed to its gradients and then owes what it has left out itself. Several passes of one step
-    follow each other. None of that counts before :meth:`commit`, and :meth:`void` goes back to the last one.
+    A pass adds the residual to its gradients and leaves a new residual with its own error. A step may have several
+    passes. :meth:`commit` makes their outcome final, and :meth:`void` restores the last committed residual.
 
-    Before a change of group :meth:`fold` is given the sum over all ranks, which is then kept beside this rank's own
-    until a pass of the next group begins: a change that fails half-way can still continue from either.
+    Before a change of group :meth:`fold` stores the sum over all ranks, which is kept with this rank's residual
+    until the first pass in the next group. A change that fails half-way can therefore continue from either.
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,17 @@ class Residual:
 
     @property
     def in_use(self) -> bool:
-        """True if a pass has a residual to add."""
+        """True if the next pass has a residual to add."""
         return self._kept is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """Add the residual to the vector of a pass that begins."""
+        """Add the residual, times ``scale``, to the gradient vector of a new pass."""
         owed = self._begin_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
-        """Return the residual times ``scale`` for a pass whose gradients are no vector; None if nothing is owed."""
+        """Return the residual times ``scale`` for a pass without a gradient vector; None if nothing is owed."""
         owed = self._begin_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
@@ -68,16 +68,16 @@ class Residual:
         return self._latest or self._kept
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for what a pass leaves out; its content is of no meaning."""
+        """Return uninitialised memory for the residual of a pass."""
         spare, self._spare = self._spare, None
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """Leave the residual of the pass; None for nothing."""
+        """Set the residual of the pass; None if it has none."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
-        """Drop the pass."""
+        """Drop the residual of the last pass."""
         self._fresh = None
 
     def commit(self) -> None:
@@ -89,7 +89,7 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """Discard the pass: the residual stays as it was before."""
+        """Discard the step's passes and keep the residual from before them."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
@@ -97,20 +97,20 @@ class Residual:
         self.folded = total
 
     def share(self, ranks: int) -> None:
-        """Share the known sum equally among the ranks of a new group."""
+        """Set the residual to an equal part of the stored sum, for a new group of ``ranks`` ranks."""
         total = self.folded
         if total is not None:
             self.become(total / ranks)
             self.folded = total
 
     def become(self, flat: torch.Tensor | None) -> None:
-        """Replace the residual by `flat`, without a loss scale."""
+        """Replace the residual with `flat`, without a loss scale; None for no residual."""
         self._latest = self._fresh = self._spare = self.folded = None
         self._kept = None if flat is None else Owed(flat, 1.0)
 
 
 class OwingOperation(abc.ABC):
-    """Base of the operations that add a residual to a pass's gradients."""
+    """Base class of operations that add a residual to a pass's gradients."""
 
     def __init__(self) -> None:
         self.residual = Residual()
@@ -120,7 +120,8 @@ class OwingOperation(abc.ABC):
         """Prepare a pass.
 
         Args:
-            plain: send its gradients as they are, for statistics; what is owed waits.
+            plain: Whether to send the gradients uncompressed, for statistics; the residual then waits.
+            scale: AMP's loss scale in the gradients.
         """
         self._plain, self._scale = plain, scale
 
@@ -133,10 +134,10 @@ class OwingOperation(abc.ABC):
         """Continue the operation; see ``BucketOperation``."""
 
     def settle(self, bucket: GradientBucket, scale: float) -> None:
-        """Add the residual to the gradients of a group of one rank, which reduces nothing, if all of them are there.
+        """Add the residual directly to ``.grad`` of a lone rank, if all parameters have gradients.
 
         Args:
-            scale: AMP's loss scale in their gradients.
+            scale: AMP's loss scale in the gradients.
         """
         owed = self.residual.owed
         if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
@@ -156,7 +157,7 @@ class OwingOperation(abc.ABC):
         self.residual.commit()
 
     def void(self) -> None:
-        """Discard the pass: the residual stays as it was before."""
+        """Discard the step's passes and keep the residual from before them."""
         self.residual.void()
 
     def drop(self) -> None:
@@ -165,7 +166,7 @@ class OwingOperation(abc.ABC):
 
 
 class SettlingOperation(OwingOperation):
-    """Wrapper of an operation that adds once the residual left by the strategy before."""
+    """Wrapper of an operation that once adds the residual left by the previous strategy."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
@@ -195,15 +196,15 @@ class Compression(Protocol):
     """Protocol of an approximate, compressed sum of vectors over all ranks."""
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round; ``params`` have the shapes of what lies in the vector. Returns its works."""
+        """Start the first round and return its works; ``params`` have the shapes of the vector's parts."""
 
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Start the round after the first ``finished``.
+        """Start the round after ``finished`` rounds.
 
-        Returns its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this
-        rank has to send later, so that the sum over ranks of both is the exact one.
+        Returns its works; none once ``vector`` holds the sum, bitwise identical on all ranks. ``left_out`` then holds
+        this rank's residual: the sum plus the residuals of all ranks is exact.
         """
 
     def commit(self) -> None:
@@ -216,18 +217,18 @@ class Compression(Protocol):
         """Drop the last pass."""
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return the factors that are equal on all ranks, by parameter of the bucket."""
+        """Return the factors that are equal on all ranks, keyed by the parameter's position in the bucket."""
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Continue from these."""
+        """Continue from the given factors."""
 
 
 class CompressedOperation(OwingOperation):
     """Compressed all-reduce of one bucket; implements ``BucketOperation``.
 
     Args:
-        places: the position of each of the bucket's parameters in the model.
-        feeds_back: whether what it leaves out is kept for the next step.
+        places: Positions of the bucket's parameters in the model.
+        feeds_back: Whether the residual is kept for the next step (error feedback).
     """
 
     def __init__(self, compression: Compression, places: Sequence[int], *, feeds_back: bool) -> None:

@@ -275,6 +275,7 @@ class ShardStatistics:
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.states.progress.steps, self._collectives.add_up, counts=first)
+            self._statistics.noise.learn_kind()
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:

@@ -150,7 +150,7 @@ def _wide(numbers: Tensor) -> Tensor:
 
 
 class _LinearLayer(_Layer):
-    forwards = (nn.Linear.forward,)
+    forwards: ClassVar[tuple[Any, ...]] = (nn.Linear.forward,)
 
     @property
     def features(self) -> int:
@@ -530,8 +530,10 @@ class ExampleNorms:
         parts: dict[int, list[tuple[nn.Parameter, Cut]]] = {}
         for layer in self._layers:
             columns = layer.columns(self._number, layer.parts(None, preconditioned=True))
-            weight, bias = (lambda p, of=layer, at=columns: of.cut(p, at)), (lambda p: p.reshape(-1))
-            for param, cut in ((layer.weight, weight), (layer.bias, bias)):
+            for param, cut in (
+                (layer.weight, functools.partial(layer.cut, columns=columns)),
+                (layer.bias, torch.ravel),
+            ):
                 if param is None or (factors := self._factors.get(id(param))) is None:
                     continue
                 if cut(param.detach()).numel() <= BATCHED:

@@ -130,9 +130,14 @@ class NoiseTracker:
     def looks_at(self, step: int) -> bool:
         """Return True if single samples' gradients may be measured after ``step`` committed steps."""
         self._step = step
-        if self.adam_like is None and (self._source or self._optimizer).state:
-            self.adam_like = is_adam_like(self._optimizer) if self._source is None else self._source.adam_like
+        if self.adam_like is None:
+            self.learn_kind()
         return self._source is None or not self._source.outdated
+
+    def learn_kind(self) -> None:
+        """Find out the optimizer's kind, once it has a state."""
+        if (self._source or self._optimizer).state:
+            self.adam_like = is_adam_like(self._optimizer) if self._source is None else self._source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""

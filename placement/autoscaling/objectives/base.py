@@ -96,7 +96,7 @@ class Objective(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the objective in reasons."""
+        """Name of the objective, as used in reasons."""
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:

@@ -58,11 +58,11 @@ class Budget:
         return {job: dataclasses.replace(want, reason=want.reason.with_figures(said)) for job, want in wants.items()}
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
-        """Return what saving one hour is currently worth, for each job [USD/h].
+        """Return the current value of saving one hour, for each job [USD/h].
 
         Args:
             account: Past spending and number of jobs.
-            jobs: Current number of jobs, which is used while the account is empty.
+            jobs: Current number of jobs, which counts like one more hour of the account.
         """
         # The present jobs count like an hour's: a mean over the first minutes says nothing.
         mean = (account.job_hours + jobs) / (account.hours + 1.0)

@@ -1,4 +1,4 @@
-"""Cluster sizes by Or, Zhang and Freedman's rules: what a frugal policy would use of all available nodes."""
+"""Cluster sizes by Or, Zhang and Freedman's rules: the nodes that a frugal policy would use of all on offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated cloud: nodes cost money from the request on and take time to start; spot nodes get reclaimed."""
+"""A simulated cloud: nodes cost money from the request on, and start after a delay; spot nodes get reclaimed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Machine:
 
 
 class Provider:
-    """Simulated cloud that rents machines out and takes them back.
+    """Simulated cloud with machines for rent.
 
     A spot machine needs a place of the recorded market (``placement.simulator.nodes.spot``) that the record shows as
     taken at that time and that no machine here uses; it is reclaimed when the record loses the place. Without a free
@@ -117,7 +117,7 @@ class Provider:
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to these numbers per type and return the new ones; give back surplus that is starting."""
+        """Rent machines up to these numbers per type, returning the new ones; release surplus that is starting."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]

@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpotTrace:
-    """A recorded spot market."""
+    """A recorded spot market: the times at which each of its places held a machine."""
 
     source: str
     length_s: float  # when the record ends [s]; it is then played again from its start

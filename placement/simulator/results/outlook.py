@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Outlook of one job."""
+    """Predicted workers and end of one job."""
 
     job: str
     workers: int  # that it would have at first

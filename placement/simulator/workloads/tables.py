@@ -66,7 +66,7 @@ def canonical(counts: Sequence[int]) -> Counts:
 
 
 class Times(Protocol):
-    """True step times of an application on one GPU type."""
+    """Protocol of the true step times of an application on one GPU type."""
 
     @property
     def local_bsz_range(self) -> tuple[int, int]:

@@ -90,7 +90,7 @@ LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(abc.ABC):
-    """Rules that differ between simulators."""
+    """Base class of a simulator's rules: rounds, costs of changes, and pace."""
 
     name: str = ""  # as on the command line
     round_s: float | None = 60.0  # seconds between two decisions; None decides on events, as the live allocator does

@@ -74,7 +74,7 @@ class World:
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
-        """Send the job's heartbeat."""
+        """Send the job's heartbeat to the allocator core."""
         view = job.view()
         if job.rules.pace.silent_start and not job.progress:
             view = dataclasses.replace(view, progress=None, stop_cost_s=None)
@@ -203,7 +203,7 @@ class IdleWatch:
 
 
 def _grown(view: JobView, slots: Ints, room: FreeResources) -> Ints:
-    """Return (nodes, workers) of the job now and with one, two... more idle slots, as far as its size may grow."""
+    """Return (nodes, workers) of the job now and with one, two... more idle slots, up to its largest size."""
     most = view.useful_workers if view.growth_limit is None else min(view.useful_workers, view.growth_limit)
     own = {room.index(node) for node in view.allocation}
     shape, nodes, workers = [(len(own), view.workers)], len(own), view.workers
