@@ -1,7 +1,7 @@
-"""SHELL: checks that a Ray cluster is there and lets this process in, before Ray itself does.
+"""SHELL: checks that a Ray cluster is reachable and admits this process, before Ray itself connects.
 
-Ray would try for a minute, print pages from C++ or end the process, where one question over gRPC is answered at once.
-Ray takes a token from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, if RAY_AUTH_MODE=token.
+Ray may retry for a minute, print pages of C++ output or end the process. One gRPC request answers at once.
+Ray reads its token from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, if RAY_AUTH_MODE=token.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ HOW_TO_SEND = f"set {_MODE}=token, and put the token in {_SOURCES}; {_HEAD}"
 
 
 class AccessRefusedError(ConnectionError):
-    """Error raised if the Ray cluster refuses this process: a token is missing or wrong, or the cluster has none."""
+    """Error raised if the Ray cluster refuses this process: its token is missing or wrong, or the cluster uses none."""
 
 
 def join() -> None:
-    """Call ``ray.init()``, unless this process has joined a cluster already.
+    """Call ``ray.init()``, unless this process has already joined a cluster.
 
     Raises:
-        ConnectionError: the cluster that it would join does not answer.
-        AccessRefusedError: it does not let this process in.
+        ConnectionError: The cluster to join does not answer.
+        AccessRefusedError: The cluster does not admit this process.
     """
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "")
@@ -46,9 +46,9 @@ def join() -> None:
 
 
 def session_warning() -> str:
-    """Return what to do about Ray's folders where other accounts of this machine may write into them, else "".
+    """Return a warning if other accounts of this machine can write to Ray's session folders, else "".
 
-    Ray makes them for all to write. Workers import code from there, which its token does not guard.
+    Ray creates these folders world-writable. Workers import code from them, and Ray's token does not protect them.
     """
     node: Any = _ray_worker._global_node
     if node is None:
@@ -67,10 +67,10 @@ def session_warning() -> str:
 
 
 def find_address(address: str) -> str:
-    """Return HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself.
+    """Return the HOST:PORT that ``auto`` or an empty address stands for; return any other address unchanged.
 
-    Of none, as ``ray.init()`` without an address takes it: that of a cluster that ``ray start`` has noted down on this
-    machine; empty where there is none, and Ray starts one.
+    An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine. The
+    recorded cluster may be long gone. Return "" if there is no record; Ray then starts a cluster.
     """
     if address not in ("", "auto"):
         return address
@@ -83,11 +83,11 @@ def find_address(address: str) -> str:
 
 
 def check_answers(there: str, address: str) -> None:
-    """Raise ConnectionError where nobody listens: Ray itself would try for minutes.
+    """Raise ConnectionError if nothing listens at the address; Ray itself would retry for minutes.
 
     Args:
-        there: what :func:`find_address` has found.
-        address: RAY_ADDRESS, or ``auto``; empty for none.
+        there: The result of :func:`find_address`.
+        address: RAY_ADDRESS, or ``auto``; empty if not set.
     """
     if address.startswith(("http://", "https://")):
         raise ConnectionError(
@@ -110,7 +110,7 @@ def check_answers(there: str, address: str) -> None:
 def split(address: str) -> tuple[str, int] | None:
     """Return the host and port of a cluster's control store.
 
-    None for what is no such address (``auto``, ``ray://...``).
+    Return None for any other kind of address (``auto``, ``ray://...``).
     """
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
@@ -119,14 +119,16 @@ def split(address: str) -> tuple[str, int] | None:
 
 
 def check_access(address: str, *, mode_is_open: bool = False) -> None:
-    """Ask a cluster whether it lets this process in. Where no cluster answers, Ray says so.
+    """Raise AccessRefusedError if a cluster does not admit this process.
+
+    A cluster that does not answer passes the check; Ray reports it.
 
     Args:
-        address: HOST:PORT; of others nothing is known beforehand.
-        mode_is_open: RAY_AUTH_MODE is not set, and the cluster was found on this machine: Ray would send a token if
-            there is one. One that wants none is joined without.
+        address: HOST:PORT. Other kinds of address are not checked.
+        mode_is_open: RAY_AUTH_MODE is not set and the cluster was found on this machine. Ray then sends a token if
+            one exists. A cluster that requires no token is joined without one.
 
-    Raises AccessRefusedError: the token is missing or wrong, or the cluster knows none; the message tells the way out.
+    Raises AccessRefusedError: The token is missing or wrong, or the cluster uses none. The message says how to fix it.
     """
     token = _token(mode_is_open)
     if split(address) is None:
@@ -152,7 +154,7 @@ def _mode_is_open() -> bool:
 
 
 def _token(mode_is_open: bool) -> str:
-    """Return the token that Ray would send from here, as an HTTP header has it; empty where it would send none."""
+    """Return the token that Ray would send from this process, as an HTTP header value; empty if it would send none."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -171,7 +173,7 @@ def _token(mode_is_open: bool) -> str:
 
 
 def _refuses(address: str, token: str) -> bool | None:
-    """Return whether a cluster refuses a process that sends this token; None if it does not answer."""
+    """Return True if a cluster refuses a process that sends this token; None if the cluster does not answer."""
     try:
         import grpc
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -202,7 +204,7 @@ def _channel(address: str) -> Any:
 
 
 def _refused(address: str, token: str) -> str:
-    """Return why the cluster refuses this process, and the way out."""
+    """Return a message that says why the cluster refuses this process, and how to fix it."""
     if token:
         return (
             f"the Ray cluster at {address} refuses the token of this process, which is another cluster's or has "
@@ -214,5 +216,5 @@ def _refused(address: str, token: str) -> str:
 
 
 def _first(error: BaseException) -> str:
-    """Return the message without Ray's advice after it."""
+    """Return the first line of an error's message, without the advice that Ray appends."""
     return str(getattr(error, "message", "") or error).strip().splitlines()[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Message authentication: signers know a job's secret, which travels through Ray only (pure)."""
+"""Message authentication with a secret per job, which is sent through Ray only (pure)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ MAC_BYTES = 32
 
 
 def new_secret() -> str:
-    """Return a secret for one job."""
+    """Return a new random secret for one job."""
     return secrets.token_hex(32)
 
 
 def sign(secret: str, *facts: str | int | bytes) -> bytes:
-    """Return HMAC-SHA256 of these facts under the secret: who holds it can tell that somebody else does.
+    """Return the HMAC-SHA256 of the facts under the secret, as proof that the signer knows the secret.
 
     Args:
-        secret: the job's; not empty.
-        facts: what the code is for, so that it serves for nothing else.
+        secret: The job's secret; must not be empty.
+        facts: Purpose and content of the code, so that it cannot be reused for anything else.
     """
     if not secret:
         raise ValueError("secret must not be empty: anybody could prove to know it")
@@ -31,5 +31,5 @@ def sign(secret: str, *facts: str | int | bytes) -> bytes:
 
 
 def verify(mac: bytes, secret: str, *facts: str | int | bytes) -> bool:
-    """True if `mac` is the code of these facts; takes the same time for a wrong one."""
+    """True if `mac` is the HMAC of these facts, compared in constant time."""
     return hmac.compare_digest(mac, sign(secret, *facts))

@@ -1,4 +1,4 @@
-"""Background tasks beside a controller's event loop, which itself may forget a task."""
+"""Background tasks of a controller; the event loop alone keeps only weak references to its tasks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ logger = logging.getLogger("elastic_ray.job")
 
 
 class Background:
-    """Tasks of one owner."""
+    """Background tasks of one owner, held until they end."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine beside the caller."""
+        """Run a coroutine in the background."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -29,13 +29,13 @@ class Background:
             logger.error("work beside a controller's loop failed", exc_info=error)
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for all, and give up what has not ended by then."""
+        """Wait for all tasks, and cancel those that are still running after the timeout."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
             self.cancel()
             await asyncio.sleep(0)  # they end in their own turn
 
     def cancel(self) -> None:
-        """Give up what has not ended."""
+        """Cancel all tasks that are still running."""
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Configuration by users of a job's elasticity, and of its place among other jobs."""
+"""User configuration of a job's elasticity, and of its scheduling among other jobs."""
 
 from __future__ import annotations
 
@@ -30,64 +30,62 @@ _SWITCHES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig(NamesArguments):
-    """Configuration of how a job changes size and how fast it notices trouble. All times in seconds, all above 0.
+    """Configuration of how a job changes size and how fast it detects failures. Times are in seconds, above 0.
 
     Attributes:
-        warm_workers_per_node: idle processes (torch imported) that the job asks the cluster's pool to keep on each of
-            its nodes beside as many as it has workers there, for the next job to start in; 0 asks for none. The pool
-            serves all jobs; its bounds are the cluster's: environment variable ``ELASTIC_RAY_POOL`` of its nodes
-            (:func:`elastic_ray.warm_pool.sizing.read_config`). With ``ELASTIC_RAY_POOL=off`` the job keeps so many idle
-            processes of its own.
-        warm_worker_memory_bytes: a leaving worker whose resident memory is above this ends instead of going
-            back to the warm pool.
-        heartbeat_timeout_s: silence after which a member counts as hung.
-        join_timeout_s: time a new worker has from its reservation until it is ready to join; after one that was late
-            the next have twice as long each time, up to eight times, until one is ready.
-        reserve_timeout_s: time a reservation of resources may stay unfulfilled before it is given back.
-        switch_timeout_s: time a generation has to form its communicator and exchange state.
-        collective_timeout_s: longest wait in a collective, for a slow but living peer; must exceed the
-            longest step.
-        lease_s: time without a sign of life from the driver after which the job saves and ends itself.
-        restart: whether a job that has lost all of its workers starts again from its newest checkpoint where
-            ``FailureConfig(max_failures)`` is 0, Ray Train's default: for as long as it makes progress, that is until
-            three restarts in a row have brought no new checkpoint. A larger ``max_failures`` is a limit of its own.
-        controller_timeout_s: time that workers train on without the job's controller, whose process Ray restarts when
-            it dies, before they end by themselves.
-        report_interval_s: time between rank 0's step reports.
-        fixed_batch: keep batch sizes as they are even where the loader allows the job to adapt them.
-        automatic_checkpoints: save the whole elastic state (models, optimizers, schedulers, the loader's position,
-            statistics) to the run's storage now and then, so that a job that loses all of its workers, or its whole
-            cluster, continues from there. The job saves itself once more when it finishes.
-        branch_when_idle: compare larger batches by branches of the job (``JobHandle.branch``) where slots are idle that
-            no other job can use, each time that the job's steps have doubled, from the 400th on.
-        keep_last_state: keep the last automatic checkpoint of a job that has finished; ``Result.checkpoint`` is that
-            of a job that reports none, and ``load_model_state`` reads it. False deletes it.
-        checkpoint_interval_s: time between two of them; None finds the best from what one costs and how often workers
-            are lost (Young 1974, Daly 2006), and keeps their cost under half a percent.
-        stragglers: what is done about a worker that takes 1.25 times as long as the others for the same work, or more:
-            ``ignore`` it, ``tell`` of it (an event, and the status), ``share`` the samples of a step so that it takes
-            fewer, or also ``replace`` it if it stays slow. With ``share`` the others take more samples each than an
-            equal split gives them, within ``local_bsz_bounds``; a loop that takes local batches for equally large
-            should not ask for it.
-        straggler_patience_s: how long a worker is slow before ``replace`` asks for another.
-        private_files: on file systems of the nodes (NFS mounts are such) only the job's user may read its files: modes
-            0600, and 0700 for directories; a run's directory that belongs to another user is refused. False leaves it
-            to the umask, and to the directory's owner. The storage's own rules hold elsewhere.
-        storage_timeout_s: longest silence of the run's storage that is waited for. A reported checkpoint that is not
-            stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
-            event says, and training continues; a job whose earlier checkpoints cannot be read by then does not start
-            anew but fails.
-        verify_checkpoints: a job that continues from what is stored of its run reads its reported checkpoints whole and
-            compares their checksums with those that were written with them; one that differs is passed over, which an
-            event says. Sizes are compared always, and checksums of automatic checkpoints.
-        tensorboard: write the run's metrics and how it is doing as TensorBoard files into ``tensorboard`` in its
-            directory; None does so for jobs, and not for the trials of a sweep (Ray Tune writes its own).
-        metrics: tell Prometheus of the job through Ray's metrics, from the job's controller (docs/metrics.md).
-        tracker_timeout_s: time that TensorBoard and the run's callbacks have to end when the job has ended.
-        webhook: address (``http://``, ``https://``) that is sent a JSON object when the job has ended, and when it
-            waits for too long (docs/trackers.md); None for none. Nothing shows it.
-        webhook_waits_s: how long the job waits for resources before the webhook is told.
-        faults: a script of faults to try a set-up out with; None for real work.
+        warm_workers_per_node: Idle processes (torch imported) that the job requests from the cluster's pool on each of
+            its nodes, in addition to one per worker of the job on that node, so that the next job starts faster. 0
+            requests none. The pool serves all jobs, within limits that the nodes' environment variable
+            ``ELASTIC_RAY_POOL`` sets (:func:`elastic_ray.warm_pool.sizing.read_config`). With ``ELASTIC_RAY_POOL=off``
+            the job keeps this number of idle processes for itself.
+        warm_worker_memory_bytes: Resident memory above which a leaving worker exits instead of returning to the warm
+            pool.
+        heartbeat_timeout_s: Silence after which a member counts as hung.
+        join_timeout_s: Time from a new worker's reservation until it must be ready to join. After a worker was late,
+            the limit doubles for the next ones, up to eight times the setting, until one is ready.
+        reserve_timeout_s: Time after which an unfulfilled reservation of resources is given back.
+        switch_timeout_s: Time within which a generation must form its communicator and exchange state.
+        collective_timeout_s: Longest wait in a collective for a slow but living peer. It must exceed the longest step.
+        lease_s: Time without a sign of life from the driver after which the job saves its state and ends.
+        restart: Restart a job that lost all its workers from its newest checkpoint even if
+            ``FailureConfig(max_failures)`` is 0, Ray Train's default. The job fails once three restarts in a row have
+            produced no new checkpoint. A larger ``max_failures`` is applied as the limit instead.
+        controller_timeout_s: Time for which workers keep training without the job's controller before they exit. Ray
+            restarts the controller's process if it dies.
+        report_interval_s: Time between rank 0's step reports.
+        fixed_batch: Keep batch sizes constant even if the loader allows the job to adapt them.
+        automatic_checkpoints: Save the whole elastic state (models, optimizers, schedulers, the loader's position,
+            statistics) to the run's storage periodically and when the job finishes. A job that loses all its workers,
+            or its whole cluster, continues from the last of these checkpoints.
+        branch_when_idle: Compare larger batches by running branches of the job (``JobHandle.branch``) on idle slots
+            that no other job can use, each time the job's number of steps has doubled, from step 400 on.
+        keep_last_state: Keep the last automatic checkpoint of a finished job. It is ``Result.checkpoint`` if the job
+            reported no checkpoint, and ``load_model_state`` reads it. False deletes it.
+        checkpoint_interval_s: Time between two automatic checkpoints. None chooses the interval from the cost of a
+            checkpoint and the frequency of worker losses (Young 1974, Daly 2006), and keeps the cost below 0.5 %.
+        stragglers: Response to a worker that takes at least 1.25 times as long as the others for the same work:
+            ``ignore`` it, ``tell`` the user (by an event, and in the status), ``share`` a step's samples so that it
+            gets fewer, or ``replace`` it as well if it stays slow. With ``share``, the other workers get more samples
+            each than an equal split gives them, within ``local_bsz_bounds``. Do not use it with a loop that assumes
+            equal local batches.
+        straggler_patience_s: Time for which a worker must be slow before ``replace`` requests another.
+        private_files: On file systems of the nodes (including NFS mounts), make files readable by the job's user only:
+            mode 0600, and 0700 for directories. A run directory that another user owns is refused. False leaves
+            permissions to the umask and to the directory's owner. Other storage applies its own rules.
+        storage_timeout_s: Longest wait for the run's storage to respond. A reported checkpoint that is not stored in
+            time (or within half of ``collective_timeout_s``, because the other ranks wait) is dropped with an event,
+            and training continues. A job that cannot read its earlier checkpoints in time fails rather than start anew.
+        verify_checkpoints: When a job continues from its stored run, read its reported checkpoints completely and
+            compare their checksums with those stored at writing. A checkpoint that differs is skipped, with an event.
+            Sizes, and the checksums of automatic checkpoints, are always compared.
+        tensorboard: Write the run's metrics and status as TensorBoard files into ``tensorboard`` in its directory. None
+            means True for jobs and False for trials of a sweep (Ray Tune writes its own).
+        metrics: Export the job's metrics to Prometheus through Ray's metrics, from its controller (docs/metrics.md).
+        tracker_timeout_s: Time that TensorBoard and the run's callbacks have to finish after the job has ended.
+        webhook: URL (``http://``, ``https://``) to which a JSON object is posted when the job has ended, and when it
+            has waited for resources too long (docs/trackers.md). None disables it. The URL is never displayed.
+        webhook_waits_s: Time that the job waits for resources before the webhook is called.
+        faults: Script of faults to inject, for trying out a set-up; None for production.
 
     Examples:
         >>> from elastic_ray import ElasticConfig
@@ -135,11 +133,11 @@ class ElasticConfig(NamesArguments):
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """Configuration of stragglers for the workers."""
+        """The workers' configuration for handling stragglers."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:
-        """Raise unless the value has the field's type and range."""
+        """Raise TypeError or ValueError unless the value has the field's type and range."""
         if name == "faults":
             if value is not None and not isinstance(value, Faults):
                 raise TypeError(f"{name} must be a Faults script or None, but got {value!r}")
@@ -172,43 +170,45 @@ class ElasticConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig(NamesArguments):
-    """Configuration of a job beside others in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
+    """Scheduling options of a job in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
 
     Attributes:
-        priority: higher ones get their minimum of workers, and then their growth, before lower ones of their tenant.
-        tenant: whose job it is. Tenants share the cluster by their weights (``AllocatorConfig.tenants``); what one
-            does not use is lent to others until it asks for it.
-        preemptible: whether the job may be stopped, once it runs, for one that comes before it. If not, it keeps its
+        priority: Jobs of higher priority get their minimum of workers, and then grow, before lower ones of the tenant.
+        tenant: Owner of the job. Tenants share the cluster by weight (``AllocatorConfig.tenants``). Capacity that a
+            tenant does not use is lent to others until the tenant requests it.
+        preemptible: Whether the running job may be stopped for a job that ranks above it. If False, the job keeps its
             minimum of workers until it ends or its nodes are lost.
-        deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
-            is known, the allocator keeps as many workers for it as that takes, if it can.
-        whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
-        spot: how the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them wherever
-            they are to be had, or ``mixed``: its minimum of workers on on-demand nodes, the others anywhere.
-        budget_usd: what the job may cost [USD]; the autoscaler plans with it and says at once if it cannot be kept.
-        utility: what it is worth that the job is done, by seconds after ``submit()``: pairs of time and value [USD],
-            such as ``((3600, 50), (7200, 0))``; linear between, the first value before the first, and the last line
-            continues beyond the last. Once its length is known the job has no worker that costs more than it gains.
-        weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a
-            matter of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first
-            all the same.
-        tenant_weight: weight of its tenant, where ``AllocatorConfig.tenants`` does not name it; None for 1. Of the jobs
-            of a tenant, the largest counts.
-        mixed_gpu_types: whether workers may be on GPUs of different types: of its own, and of others that no other job
-            has a use for. Each type takes its share of a step's samples by its speed, within ``local_bsz_bounds``, as
-            with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` gives workers of several types on
-            purpose; others keep to their own rules.
-        sizes: the only numbers of workers that the job trains with, ascending; None for any between the least and the
-            most of ``num_workers``. After a lost worker the job continues with those that are left until the allocator
-            has decided again, which takes a second or two.
-        multiple_of: only multiples of this number of workers, as ``sizes``; None for any.
-        unit: workers that live and die together, on one node: a number, or their mesh by names (``Unit(tp=2)``). The
-            workers of a unit are a fixed group of ``torch.distributed``, in which a model is parallelised as under
-            ``torchrun``; the job's sizes are units from there on (``JobHandle.resize``, events, ``sizes``), and
-            ``ScalingConfig(num_workers)`` is a multiple of it. See docs/units.md.
-        memory: bytes that a worker needs by the number of workers, and has, of a model that is divided among them: the
-            job has no smaller group than one in which each has enough, but where workers were lost, which an event
-            says. ``elastic_ray.sharded_memory(model, ...)`` counts a model. None where any size fits.
+        deadline_s: Seconds after ``submit()`` by which the job should be done. After the first epoch, when the job's
+            length is known, the allocator reserves as many workers as the deadline requires, if it can.
+        whole_nodes: Prefer entire nodes that no other job uses, as long as that leaves no resources idle.
+        spot: How the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them whenever
+            they are available, or ``mixed``: the minimum of workers on on-demand nodes, the others anywhere.
+        budget_usd: Most that the job may cost [USD]. The autoscaler plans with it and reports at once if it will be
+            exceeded.
+        utility: Value of completing the job as a function of the seconds after ``submit()``: pairs of time and value
+            [USD], such as ``((3600, 50), (7200, 0))``. Values are interpolated linearly, constant before the first
+            pair, and extrapolated along the last segment. Once its length is known, the job gets no worker that costs
+            more than it gains.
+        weight: Importance of the job's speed relative to other jobs of its tenant and priority. When several jobs could
+            grow, a job of weight 2 gets about twice the workers of a job of weight 1. Minimums are always served first.
+        tenant_weight: Weight of the job's tenant, if ``AllocatorConfig.tenants`` does not list it; None means 1. The
+            largest value among the tenant's jobs applies.
+        mixed_gpu_types: Whether workers may run on GPUs of several types: the job's own type, and others that no other
+            job can use. Each type gets samples of a step in proportion to its speed, within ``local_bsz_bounds``, as
+            with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` mixes types deliberately; other
+            policies keep to their own rules.
+        sizes: The only numbers of workers with which the job trains, in ascending order; None allows any number within
+            ``num_workers``. After losing a worker, the job continues with the remaining ones until the allocator has
+            decided again, which takes a second or two.
+        multiple_of: Restricts the number of workers to multiples of this number, like ``sizes``; None for no
+            restriction.
+        unit: Workers that live and die together on one node: a number, or a mesh with named dimensions
+            (``Unit(tp=2)``). The workers of a unit form a fixed group of ``torch.distributed``, in which a model is
+            parallelised as under ``torchrun``. Sizes of the job then count units (``JobHandle.resize``, events,
+            ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of the unit's size. See docs/units.md.
+        memory: Bytes that each worker needs, as a function of the number of workers among which the model is divided,
+            and bytes that it has. The job gets no group in which a worker has too little, except after losing workers,
+            which an event reports. ``elastic_ray.sharded_memory(model, ...)`` computes it. None if every size fits.
 
     Examples:
         >>> from elastic_ray import SchedulingConfig
@@ -234,17 +234,17 @@ class SchedulingConfig(NamesArguments):
 
     @property
     def unit_size(self) -> int:
-        """Workers of a unit."""
+        """Number of workers per unit."""
         return self.unit.size if isinstance(self.unit, Unit) else self.unit
 
     @property
     def completion_utility(self) -> Utility | None:
-        """``utility`` as a function of time."""
+        """Value of completing the job as a function of time; None if ``utility`` is not set."""
         return None if self.utility is None else Utility(self.utility)  # type: ignore[arg-type]
 
     @property
     def allowed_sizes(self) -> AllowedSizes:
-        """``sizes``, ``multiple_of`` and ``memory`` together."""
+        """Group sizes that ``sizes``, ``multiple_of`` and ``memory`` together allow."""
         return AllowedSizes(
             sizes=() if self.sizes is None else self.sizes,
             multiple_of=1 if self.multiple_of is None else self.multiple_of,

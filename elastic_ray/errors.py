@@ -1,7 +1,7 @@
 """Failures of a job as exceptions that can be sent between actors.
 
-They derive from ``ray.train.TrainingFailedError``, and what workers have failed with from its ``WorkerGroupError``, so
-that ``except`` clauses written for Ray Train continue working.
+They derive from ``ray.train.TrainingFailedError``, and failures of workers from its subclass ``WorkerGroupError``, so
+that ``except`` clauses written for Ray Train keep working.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ __getattr__, _ = lazy_names("elastic_ray.errors", _HOMES)
 
 
 class JobNameTakenError(RuntimeError):
-    """Error raised if an active job has this name already."""
+    """Error raised if an active job already has this name."""
 
 
 class ImpossibleResourcesError(ValueError):
-    """Error raised if no node of the cluster, or not the whole cluster, could ever offer what the job asks for."""
+    """Error raised if no node, or not even the whole cluster, could ever offer the resources that the job requests."""
 
 
 class JobLostError(TrainingFailedError):
-    """Error raised if the job's controller is gone, and with it the job's workers.
+    """Error raised if the job's controller, and with it all workers, are lost.
 
     Attributes:
-        job: name of the job.
-        reason: why the controller counts as lost.
-        last: the job's last known state, as a sentence.
+        job: Name of the job.
+        reason: Why the controller is considered lost.
+        last: The job's last known state, as a sentence.
     """
 
     def __init__(self, job: str, reason: str, last: str) -> None:
@@ -103,14 +103,14 @@ class JobLostError(TrainingFailedError):
 class WorkersLostError(WorkerGroupError):
     """Error raised if all members of a job were lost more often than ``FailureConfig.max_failures`` allows.
 
-    Where that is 0, as by default: more often than a job is restarted that makes no progress.
+    If that is 0, the default, the limit is the number of restarts without progress.
 
     Attributes:
-        job: name of the job.
-        failures: how often all members were lost.
-        max_failures: the limit.
-        reason: what happened the last time.
-        worker_failures: empty: no worker has raised.
+        job: Name of the job.
+        failures: Number of times that all members were lost.
+        max_failures: The limit.
+        reason: Cause of the last loss.
+        worker_failures: Empty, because no worker raised.
     """
 
     def __init__(self, job: str, failures: int, max_failures: int, reason: str) -> None:
@@ -135,15 +135,15 @@ class WorkersLostError(WorkerGroupError):
 class TrainFunctionError(WorkerGroupError):
     """Error raised if the train function raises on several workers, or on the last one; it is not retried.
 
-    Instances come from :meth:`of` and are, wherever Python allows it, of the user's type as well:
+    Instances come from :meth:`of`. They are also of the user's exception type, unless Python does not allow it:
     both ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.
 
     Attributes:
-        cause: the user's exception; None where it could not be unpickled in this process.
-        rank: rank of the worker that raised it.
-        node: node of that worker.
-        traceback_text: the traceback as formatted on that worker.
-        worker_failures: the user's exception by the rank that raised it; this one where there is none.
+        cause: The user's exception; None if it could not be unpickled in this process.
+        rank: Rank of the worker that raised it.
+        node: Node of that worker.
+        traceback_text: The traceback as formatted on that worker.
+        worker_failures: The user's exception, keyed by the rank that raised it; this error if there is no cause.
     """
 
     def __init__(self, traceback_text: str, rank: int, node: str, cause: BaseException | None = None) -> None:
@@ -156,7 +156,7 @@ class TrainFunctionError(WorkerGroupError):
 
     @classmethod
     def of(cls, raised: Raised) -> TrainFunctionError:
-        """Build the error from a worker's report, with its cause if it can be loaded: only for the user's processes."""
+        """Build the error from a worker's report, unpickling its cause if possible. Call only in the user's processes."""
         return _train_function_error(raised.pickled, raised.traceback_text, raised.rank, raised.node)
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ class TrainFunctionError(WorkerGroupError):
 
 
 def _train_function_error(payload: bytes | None, text: str, rank: int, node: str) -> TrainFunctionError:
-    """Build the unpickled error, with its cause if this process can load it."""
+    """Return the error, with its cause if this process can unpickle it."""
     cause: BaseException | None = None
     if payload is not None:
         with contextlib.suppress(Exception):
@@ -180,7 +180,7 @@ def _train_function_error(payload: bytes | None, text: str, rank: int, node: str
 
 
 def _of_both_types(cause: Exception, text: str, rank: int, node: str) -> TrainFunctionError:
-    """Return an instance of ``TrainFunctionError`` and of the cause's type, with the cause's attributes."""
+    """Return an instance of both ``TrainFunctionError`` and the cause's type, with the cause's attributes."""
     cause_type = type(cause)
     if isinstance(cause, TrainingFailedError | StopIteration | StopAsyncIteration):
         raise TypeError("control flow exceptions would change what our own caller does")

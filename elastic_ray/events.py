@@ -1,4 +1,4 @@
-"""Facts that a job reports about itself: frozen values that cross process borders and end in logs and tests."""
+"""Facts that a job reports about itself: frozen values that cross process boundaries and end in logs and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EventKind(str, enum.Enum):
-    """Kind of an event of a job; the string is the one in the JSON log.
+    """Kind of a job event; the string is the one in the JSON log.
 
     Examples:
         >>> from elastic_ray.events import EventKind
@@ -51,7 +51,7 @@ class EventKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFacts:
-    """Facts of a job that is a trial of a sweep."""
+    """Facts about a job that is a trial of a sweep."""
 
     sweep: str  # its name, as ``elastic-ray stop`` takes it
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -62,7 +62,7 @@ class TrialFacts:
 
     @classmethod
     def read(cls, told: Any) -> TrialFacts | None:
-        """Read the facts of a trial from a file's value; None if it is unreadable."""
+        """Return a trial's facts from a value loaded from a file; None if the value is malformed."""
         try:
             found = cls(**{**told, "rungs": tuple(int(rung) for rung in told["rungs"])})
         except (TypeError, ValueError, KeyError):
@@ -72,7 +72,7 @@ class TrialFacts:
 
 
 def number_in(metrics: Any, name: str) -> float | None:
-    """Return a reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
+    """Return a reported metric, nested as in ``"eval/loss"``; None if it is missing or not a finite number."""
     with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
         if name in metrics:
             found = float(metrics[name])
@@ -89,11 +89,11 @@ MOST_METRICS = 32
 
 
 def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, float]:
-    """Finite numbers among metrics by name, the loss first; those of a mapping in them as ``"outer/inner"``.
+    """Return the finite numbers among metrics by name, the loss first; nested ones are named ``"outer/inner"``.
 
     Args:
-        metrics: as reported; what is no number is left out, and so are those beyond ``MOST_METRICS``.
-        depth: how many mappings within each other are looked into.
+        metrics: Metrics as reported. Values that are not numbers, and those beyond ``MOST_METRICS``, are left out.
+        depth: Number of levels of nested mappings that are read.
     """
     found: dict[str, float] = {}
     if not isinstance(metrics, Mapping) or depth == 0:
@@ -109,14 +109,14 @@ def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, floa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Pause of a rank's training by a change of its group, by what it waited for [s, >= 0].
+    """Pause in a rank's training at a change of its group, split by phase [s, >= 0].
 
     Attributes:
-        vote_s: from the last committed step until the ranks had agreed on the change, or its failure was noticed; the
-            step that failed is part of it.
-        group_s: until the new group stood.
-        state_s: until all of its ranks were identical, and ready for the first step.
-        first_step_s: of the first step after that, which is no part of the pause; None while it is not known.
+        vote_s: Time from the last committed step until the ranks agreed on the change, or until its failure was
+            noticed. It includes the step that failed.
+        group_s: Time from then until the new group was formed.
+        state_s: Time from then until all ranks of the group were identical and ready for the first step.
+        first_step_s: Duration of the first step after the pause, which is not part of it; None until known.
     """
 
     vote_s: float = 0.0
@@ -137,20 +137,20 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """Event: one change in a job's life.
+    """Event in a job's life: one change.
 
     Attributes:
-        kind: what happened.
-        time_s: seconds since the epoch, on the controller's clock.
-        from_workers: world size before the event.
-        to_workers: world size after it.
-        reason: the decision's reason, a sentence.
-        pause_s: seconds between the last step of the old generation and the readiness for the first of the
-            new one; the longest over the ranks that stayed. 0 where nothing paused.
-        generation: the generation that the event led to.
-        detail: further numbers of the event (batch sizes, node, rank...), JSON-serialisable. Of a change of size and of
-            a failure ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``; of a start ``start_s``, the
-            time since its processes were started; of a restart ``steps``, where it starts, and ``reached_steps``.
+        kind: Kind of the event.
+        time_s: Seconds since the Unix epoch, on the controller's clock.
+        from_workers: World size before the event.
+        to_workers: World size after the event.
+        reason: Reason for the decision, a sentence.
+        pause_s: Seconds between the last step of the old generation and readiness for the first step of the new one;
+            the longest over the ranks that stayed. 0 if nothing paused.
+        generation: The generation to which the event led.
+        detail: Further JSON-serialisable values (batch sizes, node, rank...). A change of size or a failure has
+            ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``. A start has ``start_s``, the time since
+            its processes were started. A restart has ``steps``, where it resumes, and ``reached_steps``.
 
     Examples:
         >>> from elastic_ray.events import EventKind, JobEvent
@@ -175,10 +175,10 @@ class JobEvent:
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
-        """Invert :meth:`to_json`.
+        """Return the event that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: if the line is no JSON object of these fields.
+            ValueError: The line is not a JSON object with these fields.
         """
         values = _object(line, "an event")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -198,7 +198,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """The JSON object on a line of a run's files, which anybody may have written. Raises ValueError: there is none."""
+    """Return the JSON object on a line of a run's files; raises ValueError if the line, from any writer, has none."""
     try:
         values = load(line)
     except RecursionError:
@@ -209,7 +209,7 @@ def _object(line: str, what: str) -> dict[str, Any]:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    """True if a field of an event can have this value."""
+    """True if an event's field may have this value."""
     if name in _COUNTS:
         return _is_count(value)
     if name in _SECONDS:
@@ -250,55 +250,58 @@ class JobStatus:
     """Status of a job at one moment.
 
     Attributes:
-        job: name of the job.
-        phase: where the job is in its life.
-        workers: world size of the generation that trains now (0 before the first).
-        target_workers: world size the job is heading for.
-        generation: number of the present generation.
-        epoch: epoch in progress, from 0.
-        epochs: declared number of epochs, if the loop declared it.
-        step: optimizer steps committed so far.
-        batch_size: global batch size M [samples].
-        throughput: [samples/s], measured.
-        goodput: throughput x statistical efficiency [samples/s], None before the model is fitted.
-        efficiency: statistical efficiency of the present batch M, (M0 + B) / (M + B) with M0 the initial batch and B
-            the gradient noise scale, at most 1; None likewise.
-        metrics: the latest metrics of rank 0, as reported.
-        message: what the job waits for, or why it ended; empty when it simply runs.
-        cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
-        note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
-            that find no node; storage that does not answer, and what for; gradients that are not finite, and what a
-            worker warns of; workers that are slow.
-        waits_for: what it cannot continue without: slots (of which type), a placement group, a node of the autoscaler,
-            the start of processes, storage; empty when it simply runs.
-        start_s: of a job that waits for slots, when jobs that run now will have left enough of them, by their ETAs and
-            if none comes in between [s from now]; None where that cannot be told.
-        progress: 0 to 1; None without a declared length (epochs; of a trial also the most that its sweep gives one).
-        samples_left: samples until its end; None where the length, or how many samples it takes, is unknown.
-        steps_left: the same in steps of the present batch.
-        tokens_per_s: throughput in tokens, where the loader's batch is declared in tokens; else None.
-        tokens_left: ``samples_left`` in tokens, likewise.
-        eta_s: time to its end at the present goodput [s]; None where that, or the length, is unknown.
-        eta_low_s: the least that it is likely to be, at most ``eta_s`` [s] (``elastic_ray.record.outlook.eta_range``).
-        eta_high_s: the most that it is likely to be, at least ``eta_s`` [s].
-        productive_share: training time / time since submission (ETTR), 0 to 1; None before any time has passed.
-        waiting_s: of that time, what passed while it waited for resources [s].
-        starting_s: from the start of its processes until a group trained [s].
-        pausing_s: what changes of its group, failures among them, paused it for [s].
-        catching_up_s: after a restart, training until it was as far as before [s].
-        training_s: the rest [s]; the five sum to the time since submission.
-        last_pause: the last pause by what it was waiting for; None before the first.
-        learning_rate_factor: what the first model's learning rates are multiplied by, for its batch and by policies;
-            None before the first step.
-        gpu_memory_used_bytes: most that tensors of a worker have held of its GPU; None without GPUs.
-        gpu_memory_reserved_bytes: most that a worker has reserved of it, caches included.
-        memory_bound: most samples that a worker takes at once, since one ran out of memory with more; None for none.
-        backend: carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
-        mfu: model FLOPs utilisation, 0 to 1; None where operations, or the GPU's peak, are not known.
-        reports: reports of rank 0 so far, those of earlier runs that it continues from included.
-        checkpoint: path of what a restart would continue from, reported or automatic; empty before the first.
-        trial: of a trial of a sweep, what it is; None of any other job.
-        metric: that the job is judged by: its sweep's, or its checkpoints' score; empty where it names none.
+        job: Name of the job.
+        phase: Phase of the job between submission and end.
+        workers: World size of the generation that is training (0 before the first).
+        target_workers: World size that the job is changing to.
+        generation: Number of the current generation.
+        epoch: Epoch in progress, from 0.
+        epochs: Number of epochs, if the loop declared it.
+        step: Optimizer steps committed so far.
+        batch_size: Global batch size M [samples].
+        throughput: Measured throughput [samples/s].
+        goodput: Throughput x statistical efficiency [samples/s]; None before the model is fitted.
+        efficiency: Statistical efficiency of the current batch M: (M0 + B) / (M + B), at most 1, with the initial batch
+            M0 and the gradient noise scale B; None before the model is fitted.
+        metrics: The latest metrics that rank 0 reported.
+        message: What the job waits for, or why it ended; empty while it simply runs.
+        cost_usd: Cost so far [USD], at the prices of the allocator's autoscaling; None without prices.
+        note: Warnings while the job runs: a deadline or budget that cannot be met, with the best alternative; workers
+            that find no node; storage that does not answer, and for which request; non-finite gradients; warnings from
+            workers; slow workers.
+        waits_for: What the job cannot continue without: slots (of which type), a placement group, a node of the
+            autoscaler, starting processes, storage; empty while it simply runs.
+        start_s: Estimated time until enough slots are free for a job that waits for them [s], from the ETAs of running
+            jobs and assuming that no other job gets them first; None if unknown.
+        progress: The job's progress, 0 to 1. None without a declared length, which is the number of epochs or, for a
+            trial, the most that its sweep allows.
+        samples_left: Samples until the job ends; None if its length, or its number of samples, is unknown.
+        steps_left: Steps until the job ends, at the current batch; None if unknown.
+        tokens_per_s: Throughput in tokens, if the loader's batch is declared in tokens; else None.
+        tokens_left: ``samples_left`` in tokens, if the batch is declared in tokens; else None.
+        eta_s: Time until the job ends at the current goodput [s]; None if the goodput or the length is unknown.
+        eta_low_s: Likely lower bound of ``eta_s`` [s] (``elastic_ray.record.outlook.eta_range``).
+        eta_high_s: Likely upper bound of ``eta_s`` [s].
+        productive_share: Training time / time since submission (ETTR), 0 to 1; None before any time has passed.
+        waiting_s: Part of the time since submission spent waiting for resources [s].
+        starting_s: Part from the start of the job's processes until a group trained [s].
+        pausing_s: Part spent paused by changes of the group, including failures [s].
+        catching_up_s: Part spent after restarts on repeating earlier training [s].
+        training_s: Remaining part [s]; the five parts sum to the time since submission.
+        last_pause: The last pause, split by phase; None before the first.
+        learning_rate_factor: Factor on the first model's learning rates, from its batch and from policies; None before
+            the first step.
+        gpu_memory_used_bytes: Peak GPU memory held by tensors of any one worker; None without GPUs.
+        gpu_memory_reserved_bytes: Peak GPU memory reserved by any one worker, caches included.
+        memory_bound: Most samples that a worker processes at once, because a worker ran out of memory with more; None
+            if none did.
+        backend: Backend that carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
+        mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown.
+        reports: Number of reports of rank 0, including those of earlier runs from which the job continues.
+        checkpoint: Path of the reported or automatic checkpoint from which a restart would continue; empty before the
+            first.
+        trial: Facts about a trial of a sweep; None for any other job.
+        metric: Metric by which the job is judged: its sweep's, or its checkpoints' score; empty if it has none.
 
     Examples:
         >>> from elastic_ray.events import JobPhase, JobStatus
@@ -353,7 +356,7 @@ class JobStatus:
 
     @property
     def shown_metric(self) -> str:
-        """Name of the metric that listings show: the one that the job names, else its first number; empty for none."""
+        """Name of the metric that listings show: the job's own metric, else its first number; empty if it has none."""
         return self.metric or next(iter(numbers_in(self.metrics)), "")
 
     @property
@@ -367,12 +370,12 @@ class Report:
     """Report made by one call of ``elastic_ray.report``.
 
     Attributes:
-        index: its number in the run, from 1; a run that continues from a checkpoint counts on.
-        metrics: as rank 0 reported them.
-        checkpoint: path of the stored checkpoint on the job's storage file system; None if there was none.
-        workers: size of the job then.
-        epochs_done: epochs that were complete then, the one in whose body it was reported included if its loops were.
-        steps: optimizer steps that were committed then.
+        index: Number of the report in the run, from 1. A run that continues from a checkpoint continues counting.
+        metrics: Metrics as rank 0 reported them.
+        checkpoint: Path of the stored checkpoint on the job's storage file system; None if there was none.
+        workers: Number of workers of the job at the report.
+        epochs_done: Number of epochs complete at the report. The epoch in progress counts if its loops were complete.
+        steps: Number of optimizer steps committed at the report.
 
     Examples:
         >>> from elastic_ray.events import Report
@@ -390,7 +393,7 @@ class Report:
     def to_json(self) -> str:
         """Return the report as one line of JSON, the format of ``reports.jsonl``.
 
-        What JSON cannot hold is its ``repr``.
+        Values that JSON cannot hold are written as their ``repr``.
         """
         values = {
             "index": self.index,
@@ -407,10 +410,10 @@ class Report:
 
     @classmethod
     def from_json(cls, line: str) -> Report:
-        """Invert :meth:`to_json`.
+        """Return the report that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: if the line is no JSON object of these fields.
+            ValueError: The line is not a JSON object with these fields.
         """
         values = _object(line, "a report")
         if not isinstance(values.get("metrics"), dict):
@@ -431,12 +434,12 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Information on one member of the present generation.
+    """Information about one member of the current generation.
 
     Attributes:
-        silence_s: time since it was last heard of [s]; None before it has been.
-        slowness: its time for equal work over the group's median; None before enough steps were measured.
-        gpu_memory_used_bytes, gpu_memory_reserved_bytes: as of ``JobStatus``, of this worker's GPU.
+        silence_s: Time since the worker's last message [s]; None before the first.
+        slowness: The worker's time for equal work / the group's median; None until enough steps were measured.
+        gpu_memory_used_bytes, gpu_memory_reserved_bytes: Same as in ``JobStatus``, for this worker's GPU.
 
     Examples:
         >>> from elastic_ray.events import WorkerInfo

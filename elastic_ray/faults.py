@@ -1,4 +1,4 @@
-"""Scripted faults: the action, step and moment (for tests and for trying out a set-up).
+"""Scripted faults with action, step and moment, for tests and for trying out a set-up.
 
 >>> faults = Faults().kill(rank=1, step=7, moment="allreduce").hang(rank=0, step=9, moment="forward")
 >>> [fault.action for fault in faults.script]
@@ -50,7 +50,7 @@ class Fault:
             raise ValueError(f"moment must be one of {', '.join(MOMENTS)}, but got {self.moment!r}")
 
     def due(self, *, worker: str, rank: int, step: int, moment: str) -> bool:
-        """True if the fault strikes now."""
+        """True if the fault applies to this worker, rank, step and moment."""
         return (
             self.moment == moment
             and (self.worker is None or self.worker == worker)
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """A script of faults; each strikes once in a process.
+    """Script of faults; each is injected once per process.
 
     Examples:
         >>> from elastic_ray.faults import Faults
@@ -74,27 +74,27 @@ class Faults:
     def kill(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """SIGKILL the worker."""
+        """Add a fault that kills the worker with SIGKILL."""
         return Faults((*self.script, Fault("kill", moment, rank, step, worker)))
 
     def hang(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """SIGSTOP the worker: alive for Ray, silent for everybody."""
+        """Add a fault that stops the worker with SIGSTOP: alive to Ray, but silent."""
         return Faults((*self.script, Fault("hang", moment, rank, step, worker)))
 
     def out_of_memory(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Raise an out-of-memory error in the user's loop."""
+        """Add a fault that raises an out-of-memory error in the user's loop."""
         return Faults((*self.script, Fault("out_of_memory", moment, rank, step, worker)))
 
 
 class FaultInjector:
-    """Carries out a script in one worker process.
+    """Executes a fault script in one worker process.
 
     Args:
-        claim: asks whether this process may carry out fault number i (each strikes once in a job's life).
+        claim: Returns True if this process may inject fault number i (each is injected once in a job's life).
     """
 
     def __init__(self, faults: Faults, claim: Callable[[int], bool]) -> None:
@@ -102,7 +102,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Strike the faults of this moment; called by the session at each moment."""
+        """Inject the faults of this moment; the session calls this at each moment."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

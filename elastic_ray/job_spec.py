@@ -13,7 +13,7 @@ from elastic_ray.events import TrialFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """Specification of a trial of a sweep, beyond that of any job. Its declared epochs are a bound, not its length."""
+    """Additional specification of a sweep's trial. The job's declared epochs are then an upper bound on its length."""
 
     controller: str  # name of its controller after ``job:``, and of this run of the trial, which may have several
     # checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier run left in
@@ -44,7 +44,7 @@ class TrialSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a job from ``RunConfig``."""
+    """Settings of a job that come from ``RunConfig``."""
 
     storage_path: str  # directory of the run (of the runs, before the job has a name), on ``storage_filesystem``
     storage_filesystem: Any  # ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path
@@ -60,7 +60,7 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(RunSettings):
-    """A job as its driver submitted it (validated by ``ElasticTrainer``); ``storage_path`` ends with its name."""
+    """Job as its driver submitted it (validated by ``ElasticTrainer``); ``storage_path`` ends with the job's name."""
 
     job: str  # unique name; also the controller's actor name after ``job:``
     # cloudpickle of ``(train_loop_per_worker, train_loop_config)``; a config of None means that the function is called
@@ -94,12 +94,12 @@ class JobSpec(RunSettings):
 
     @property
     def owner(self) -> Mapping[str, Any]:
-        """Owner of the job and resources of one worker, for the event of a start."""
+        """Owner of the job and resources of one worker, for the start event."""
         return {"user": self.user, "tenant": self.scheduling.tenant, "bundle": dict(self.bundle)}
 
     @property
     def trial_facts(self) -> TrialFacts | None:
-        """Facts of a trial for others; its controller is named after the sweep."""
+        """Facts about the trial for its status; None if the job is no trial. The controller is named after the sweep."""
         if self.trial is None:
             return None
         sweep, said = self.trial.controller.rpartition("-")[0], self.trial
@@ -107,14 +107,14 @@ class JobSpec(RunSettings):
 
     @property
     def metric(self) -> str:
-        """The metric that the job is judged by: its sweep's, or its checkpoints' score; empty for none."""
+        """Metric by which the job is judged: its sweep's, or its checkpoints' score; empty if it has none."""
         return (self.trial.metric if self.trial is not None else self.checkpoint_score_attribute) or ""
 
     @property
     def states_kept(self) -> int:
-        """Number of automatic checkpoints to keep, two at least, since the last but one is the way back.
+        """Number of automatic checkpoints to keep: at least two, so that the previous one remains as a fallback.
 
-        Trials continue from what the sweep says, and from nothing else.
+        The number is 0 for a trial, which continues only from the checkpoint that its sweep names.
         """
         if self.trial is not None or not self.elastic.automatic_checkpoints:
             return 0

@@ -1,8 +1,8 @@
-"""JSON of values that users give: valid whatever they hold, also numbers that JSON has no words for (pure).
+"""JSON for values that users supply: always valid, even with numbers that JSON cannot represent (pure).
 
-NaN and the infinities are written as an object of one key, ``{"__float__": "NaN"}``, ``"Infinity"`` or ``"-Infinity"``,
-and read back as the number; a mapping of the user's own with that one key has its value in a list. What JSON does not
-know is written as a scalar's number, else as its ``repr``.
+NaN and the infinities are written as an object with one key, ``{"__float__": "NaN"}``, ``"Infinity"`` or
+``"-Infinity"``, and read back as numbers. If a user's mapping has only that key, its value is wrapped in a list. Other
+types that JSON lacks are written as a number if they are scalars, else as their ``repr``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def dump(value: Any, *, other: Callable[[Any], Any] | None = None, sort_keys: bo
     """Return the JSON of a value.
 
     Args:
-        value: of plain values; others go through ``other``.
-        other: gives a plain value for one that JSON does not know; ``plain`` by default.
-        sort_keys: as of ``json.dumps``.
+        value: Plain values, possibly nested; other objects are converted by ``other``.
+        other: Converts an object that JSON does not support to a plain value; ``plain`` by default.
+        sort_keys: As in ``json.dumps``.
 
-    Raises TypeError, ValueError, RecursionError: keys that are no text, or a value that holds itself.
+    Raises TypeError, ValueError, RecursionError: A key is not text, or a value contains itself.
 
     >>> dump({"loss": float("nan"), "step": 3})
     '{"loss": {"__float__": "NaN"}, "step": 3}'
@@ -34,7 +34,7 @@ def dump(value: Any, *, other: Callable[[Any], Any] | None = None, sort_keys: bo
 
 
 def load(text: str | bytes) -> Any:
-    """Return the value of a JSON text; the inverse of ``dump``.
+    """Return the value of a JSON text written by ``dump``.
 
     >>> load('{"loss": {"__float__": "-Infinity"}}')
     {'loss': -inf}
@@ -43,7 +43,7 @@ def load(text: str | bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a JSON value for what ``json`` does not know: a scalar's number, else text."""
+    """Return a JSON value for an object that ``json`` does not support: a scalar's number, else its ``repr``."""
     item = getattr(value, "item", None)
     if callable(item):
         with contextlib.suppress(Exception):
@@ -52,7 +52,7 @@ def plain(value: Any) -> Any:
 
 
 def _marked(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Return a value that JSON has words for."""
+    """Return the value with non-finite numbers, and objects that JSON does not support, replaced."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

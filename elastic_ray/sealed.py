@@ -1,7 +1,7 @@
-"""A user's objects on their way from a worker to the user's driver: bytes, which no process between opens.
+"""User objects on their way from a worker to the user's driver, as bytes that no process in between unpickles.
 
-The job's controller passes them on. To unpickle them would run the user's code there, which may hang, raise, or want
-modules that only workers have; and Ray would start the controller again with the same message before it.
+The job's controller passes them on. Unpickling there would run the user's code, which may hang, raise, or need
+modules that only workers have; Ray would then restart the controller with the same message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sealed:
     pickled: bytes = dataclasses.field(repr=False)
 
     def open(self) -> Any:
-        """Return the object. Only for the user's own processes; raises whatever unpickling it raises."""
+        """Unpickle and return the object. Call only in the user's own processes; any unpickling error is raised."""
         return pickle.loads(self.pickled)
 
 
@@ -40,7 +40,7 @@ class Raised:
 
 
 def seal(value: Any) -> Sealed:
-    """Close an object. Raises TypeError: it cannot be pickled."""
+    """Pickle an object. Raises TypeError: The object cannot be pickled."""
     try:
         return Sealed(pickled=_dumps(value))
     except Exception as error:
@@ -50,7 +50,7 @@ def seal(value: Any) -> Sealed:
 
 
 def seal_error(error: BaseException, *, rank: int, node: str) -> Raised:
-    """Close an exception, while its traceback is there."""
+    """Return an exception in pickled form, together with its formatted traceback."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     if len(text) > _LONGEST_TEXT:
         text = f"{text[: _LONGEST_TEXT // 2]}\n...\n{text[-_LONGEST_TEXT // 2 :]}"
@@ -58,7 +58,7 @@ def seal_error(error: BaseException, *, rank: int, node: str) -> Raised:
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """Return the exception pickled, or None if it cannot make the round trip (a lock inside...)."""
+    """Return the exception pickled, or None if it cannot be pickled and unpickled (it holds a lock, say)."""
     try:
         pickled = _dumps(error)
         pickle.loads(pickled)

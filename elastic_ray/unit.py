@@ -1,4 +1,4 @@
-"""Units: workers that live and die together, and what their ranks are called in a mesh (pure)."""
+"""Units: workers that live and die together, and the names of their mesh dimensions (pure)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ UNNAMED = "unit"
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Unit:
-    """A unit by the dimensions of its mesh, the first of which changes slowest: ``Unit(pp=2, tp=4)`` has 8 workers.
+    """Unit given by the dimensions of its mesh, slowest-changing first: ``Unit(pp=2, tp=4)`` has 8 workers.
 
     Workers that differ in ``tp`` (tensor), ``pp`` (pipeline), ``cp`` (context) or ``ep`` (experts) read the same
-    samples; those that differ in ``shard`` (torch's ``fully_shard``) each read their own part of the unit's.
+    samples. Workers that differ in ``shard`` (torch's ``fully_shard``) each read their own part of the unit's samples.
 
     Args:
-        **sizes: workers along each dimension.
+        **sizes: Number of workers along each dimension.
 
     Raises:
-        TypeError: a size is no whole number. ValueError: it is under 1, a dimension has another name, or there is none.
+        TypeError: A size is not a whole number.
+        ValueError: A size is below 1, a dimension has another name, or there are no dimensions.
 
     Examples:
         >>> from elastic_ray import Unit
@@ -46,16 +47,16 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Number of workers."""
+        """Number of workers in the unit."""
         return math.prod(self.sizes)
 
     @property
     def shards(self) -> int:
-        """Number of parts into which the unit's samples are cut."""
+        """Number of parts into which the unit's samples are divided."""
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:
-        """Return the part that the worker at a position of the unit reads."""
+        """Return the index of the part that the worker at `position` in the unit reads."""
         found, stride = 0, 1
         for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
             position, place = divmod(position, size)
@@ -74,12 +75,12 @@ def check_size(name: str, size: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlace:
-    """Place of a worker process in its unit.
+    """Position of a worker process in its unit.
 
     Attributes:
-        names, sizes: dimensions of the unit's mesh.
-        shard, shards: which part of the unit's samples it reads, and of how many.
-        store: file in which the unit's workers find each other; all of them are on one node.
+        names, sizes: Dimensions of the unit's mesh.
+        shard, shards: Index of the part of the unit's samples that the worker reads, and the number of parts.
+        store: File through which the unit's workers find each other; all of them are on one node.
     """
 
     position: int
@@ -91,22 +92,22 @@ class UnitPlace:
 
     @property
     def size(self) -> int:
-        """Workers of the unit."""
+        """Number of workers in the unit."""
         return math.prod(self.sizes)
 
     def fitting(self, batch_size: int) -> int:
-        """Return the largest batch up to one of this size that the workers can share out equally."""
+        """Return the largest batch of at most this size that the workers can divide equally (at least one sample each)."""
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
-        """Return the part of the unit's samples that the worker reads, and the number of parts.
+        """Return the index of the part of the unit's samples that the worker reads, and the number of parts.
 
         Args:
-            samples: of the dataset; None where it has no length, or comes in whole batches.
-            drop_last: steps of fewer samples are left out.
+            samples: Number of samples in the dataset; None if it has no length, or comes in whole batches.
+            drop_last: The last step is left out if it is short.
 
         Raises:
-            ValueError: the unit's workers cannot share them out equally.
+            ValueError: The unit's workers cannot divide the samples equally.
         """
         if samples is None:
             raise ValueError(
@@ -124,7 +125,7 @@ class UnitPlace:
 
 
 def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
-    """Return the place of the worker at a position of such a unit."""
+    """Return the place of the worker at `position` in the unit."""
     if isinstance(unit, int):
         return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
     return UnitPlace(
@@ -138,10 +139,10 @@ def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
 
 
 def process_names(worker: str, unit: int) -> tuple[str, ...]:
-    """Return the names of a worker's processes for the one who watches them; of a unit, several."""
+    """Return the names of a worker's processes, for monitoring; a unit has several."""
     return (worker, *(f"{worker}.{position}" for position in range(1, unit)))
 
 
 def worker_of(process: str) -> str:
-    """Return the worker whose process it is."""
+    """Return the name of the worker to which a process belongs."""
     return process.partition(".")[0]

@@ -1,6 +1,6 @@
 """Adaptation policies: user-defined control loops during training.
 
-A policy asks for changes as data; all workers apply them between the same two steps, or none does.
+A policy requests changes as data. Either all workers apply a change between the same two steps, or none does.
 """
 
 from __future__ import annotations

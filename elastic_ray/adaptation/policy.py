@@ -1,4 +1,4 @@
-"""The base class of adaptation policies (pure)."""
+"""Base class of adaptation policies, and the caller of their hooks (pure)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _SETTINGS = {"watches", "strict", "deadline_s"}
 
 
 class PolicyError(RuntimeError):
-    """Error raised if a strict policy fails, answers what is impossible, takes too long, or differs between ranks."""
+    """Error raised if a strict policy fails, makes an invalid request, times out, or differs between ranks."""
 
 
 class Policy:
-    """A control loop over a run (KungFu's ``BasePolicy``); override the hooks that it needs.
+    """Control loop over a run (KungFu's ``BasePolicy``); override the hooks that you need.
 
-    Each hook gets a :class:`PolicyView` and returns a request, several, or None. Every rank asks its own copy with an
-    equal view, so a hook must decide by the view and by its own attributes alone: neither by a clock nor by chance. The
-    view has both times and samples. What a hook asks for rides on the next step's reduction. When all ranks ask alike
-    it is applied on all of them after that step, otherwise on none, and a policy that differs is not asked again.
+    Each hook receives a :class:`PolicyView` and returns a request, several, or None. Every rank calls its own copy with
+    an equal view, so a hook must decide by the view and its own attributes alone, never by a clock or at random. The
+    view has both times and samples. Requests travel with the next step's reduction. If all ranks make the same request,
+    it is applied on all of them after that step; otherwise on none, and the policy is not called again.
 
-    Attributes that a hook changes are the policy's state: workers that join get it, checkpoints keep it, and a lost
-    step takes it back; so does an error in the hook. They must be numbers, strings, None, or lists, tuples and dicts of
-    these; override :meth:`state_dict` and :meth:`load_state_dict` for others.
+    Attributes that a hook changes are the policy's state: joining workers receive it, checkpoints include it, and it is
+    rolled back if the step is lost or the hook fails. The state must be numbers, strings, None, or lists, tuples and
+    dicts of these; for anything else, override :meth:`state_dict` and :meth:`load_state_dict`.
 
     Attributes:
-        watches: names of metrics, as given to ``elastic_ray.report``, that the view is to hold (numbers only).
-        strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it continues without that
-            request, and an event of kind ``policy`` says so.
-        deadline_s: longest time that a hook may take [s]; a policy that takes longer is not asked again.
-        owns_batch: what other policies ask for the batch does not count.
+        watches: names of metrics, as passed to ``elastic_ray.report``, to include in the view (numbers only).
+        strict: an error, an invalid request, a refusal or a disagreement ends the job. Otherwise the job continues
+            without the request, as reported by an event of kind ``policy``.
+        deadline_s: longest time that a hook may take [s]; a policy that takes longer is not called again.
+        owns_batch: ignore other policies' requests for a batch size.
 
     Examples:
         >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
@@ -54,11 +54,11 @@ class Policy:
     deadline_s: float = 10.0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Hook before the run's first training step; not called again where the run continues from a checkpoint."""
+        """Hook before the run's first training step; not called again if the run continues from a checkpoint."""
         return None
 
     def before_epoch(self, view: PolicyView) -> Answer:
-        """Hook before an epoch, called once for each."""
+        """Hook before an epoch, called once per epoch."""
         return None
 
     def before_step(self, view: PolicyView) -> Answer:
@@ -66,7 +66,7 @@ class Policy:
         return None
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Hook after a step was committed on all ranks."""
+        """Hook after a step has been committed on all ranks."""
         return None
 
     def after_epoch(self, view: PolicyView) -> Answer:
@@ -78,15 +78,15 @@ class Policy:
         return None
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the batches to come, as far as the policy knows: (samples from now, batch), for the allocator."""
+        """Return future batches that the policy knows: (samples from now, batch size), for the allocator."""
         return ()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state, as plain values; the instance's attributes unless overridden."""
+        """Return the state as plain values; by default, the instance's attributes."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adopt what :meth:`state_dict` gave, here or on another rank."""
+        """Restore the output of :meth:`state_dict`, from this rank or another one."""
         if type(self).state_dict is Policy.state_dict:  # a lost step may have made attributes
             for name in vars(self).keys() - state.keys() - _SETTINGS:
                 delattr(self, name)
@@ -99,10 +99,10 @@ def overrides(policy: Policy, hook: str) -> bool:
 
 
 def check_policies(given: object) -> tuple[Policy, ...]:
-    """Return the policies that a user gave: one or several.
+    """Return the user's policies as a tuple; ``given`` is one policy, several, or None.
 
     Raises:
-        TypeError: something else is among them.
+        TypeError: a value is not a ``Policy`` instance, or its ``watches`` is a text.
         ValueError: a deadline is not above 0.
     """
     if given is None:
@@ -126,24 +126,24 @@ def name_of(policy: Policy) -> str:
 
 
 class HookTimeoutError(TimeoutError):
-    """Error raised if a hook has not returned within its deadline."""
+    """Error raised if a hook does not return within its deadline."""
 
 
 class HookCaller:
-    """Caller of policies' hooks in a thread.
+    """Caller of policies' hooks in a separate thread.
 
-    One call at a time; the thread is a daemon and ends with :meth:`close`.
+    It makes one call at a time; the thread is a daemon and ends with :meth:`close`.
     """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def call(self, hook: Callable[[], Any], timeout_s: float) -> Any:
-        """Call ``hook`` in the thread and return its result or raise its error.
+        """Call ``hook`` in the thread, and return its result or raise its error.
 
-        A hook that does not return in time keeps its thread; the next call gets another one.
+        A hook that does not return in time keeps its thread; the next call uses another one.
 
-        Raises HookTimeoutError: it has not returned after ``timeout_s`` [s].
+        Raises HookTimeoutError: the hook has not returned after ``timeout_s`` [s].
         """
         if self._calls is None:
             self._calls = queue.SimpleQueue()

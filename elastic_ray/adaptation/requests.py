@@ -1,4 +1,4 @@
-"""Requests that a policy may make, as plain values that travel (pure)."""
+"""Requests that a policy may make, as plain values that can be sent to other ranks (pure)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from elastic_ray.sync.spec import TOPOLOGIES, Strategy
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resize:
-    """Ask the allocator for another number of workers, inside the job's own limits.
+    """Request to the allocator for another number of workers, within the job's own limits.
 
-    The allocator grants what the other jobs' goodput allows: a wish raises no job above its price.
+    The allocator grants as many as the other jobs' goodput permits: the request gives the job no priority over them.
 
     Attributes:
-        to: workers wanted; with it neither ``min`` nor ``max``.
-        min: fewest workers wanted; None leaves the job's own limit.
-        max: most workers wanted; None leaves the job's own limit.
+        to: exact number of workers; excludes ``min`` and ``max``.
+        min: fewest workers; None leaves the job's own limit.
+        max: most workers; None leaves the job's own limit.
 
     Raises:
-        TypeError: a value is no whole number.
-        ValueError: a value is below 1, ``min`` is above ``max``, or ``to`` stands beside another one.
+        TypeError: a value is not an integer.
+        ValueError: a value is below 1, ``min`` is above ``max``, or ``to`` is combined with ``min`` or ``max``.
 
     Examples:
         >>> from elastic_ray.adaptation import Resize
@@ -49,19 +49,19 @@ class Resize:
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:
-        """Fewest and most workers wanted; None leaves the job's own limit."""
+        """Fewest and most workers requested; None leaves the job's own limit."""
         return (self.min, self.max) if self.to is None else (self.to, self.to)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetBatch:
-    """Train with this global batch from the next step on, whatever the number of workers.
+    """Request for a fixed global batch size from the next step on, whatever the number of workers.
 
-    The loader must allow it (``AdaptiveDataLoader.autoscale_batch_size``). From then on the policy decides about the
-    batch, and the job's own choice for goodput does not.
+    The loader must allow it (``AdaptiveDataLoader.autoscale_batch_size``). From then on the policy decides on the batch
+    size, and the job no longer chooses it for goodput.
 
     Attributes:
-        batch_size: global batch [samples]; None gives the choice back to the job.
+        batch_size: global batch [samples]; None lets the job choose again.
 
     Examples:
         >>> from elastic_ray.adaptation import SetBatch
@@ -78,10 +78,10 @@ class SetBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScaleRate:
-    """Multiply the learning rates of all models by a factor, on top of schedules and of the rule for the batch size.
+    """Request to multiply all models' learning rates by a factor, in addition to schedules and the scaling rule.
 
     Attributes:
-        factor: above 0; it multiplies what earlier requests have left (``PolicyView.rate_factor``).
+        factor: factor above 0, applied on top of earlier requests (``PolicyView.rate_factor``).
 
     Examples:
         >>> from elastic_ray.adaptation import ScaleRate
@@ -100,11 +100,11 @@ class ScaleRate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetStrategy:
-    """Synchronise with another strategy from the next step on.
+    """Request to synchronise with another strategy from the next step on.
 
     Attributes:
-        strategy: a name that ``AdaptiveDataParallel(strategy=...)`` takes, or a ``Strategy``.
-        model: number of the model, in the order in which the loop wraps them.
+        strategy: a name accepted by ``AdaptiveDataParallel(strategy=...)``, or a ``Strategy``.
+        model: index of the model, in the order in which the loop wraps its models.
 
     Examples:
         >>> from elastic_ray.adaptation import SetStrategy
@@ -128,13 +128,13 @@ class SetStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetTopology:
-    """Have all-reduces take another way through the group from the next step on; the rest of the strategy stays.
+    """Request for another topology of all-reduces from the next step on; the rest of the strategy is unchanged.
 
-    A strategy that is being chosen (``"auto"``) stays as it is then.
+    It also ends the search of an ``"auto"`` strategy, which stays as it is then.
 
     Attributes:
-        topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as of ``Reduce``.
-        model: number of the model, in the order in which the loop wraps them.
+        topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as in ``Reduce``.
+        model: index of the model, in the order in which the loop wraps its models.
 
     Examples:
         >>> from elastic_ray.adaptation import SetTopology
@@ -153,7 +153,7 @@ class SetTopology:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Save an automatic checkpoint after the present step, as soon as storage is free.
+    """Request for an automatic checkpoint after the current step, as soon as storage is free.
 
     Examples:
         >>> from elastic_ray.adaptation import Checkpoint
@@ -164,7 +164,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """End the training after the present step: its loop ends as if all epochs were done, and the code after it runs.
+    """Request to end the training after the current step, as if all epochs were done; later code still runs.
 
     Attributes:
         reason: a sentence for the job's events.
@@ -184,7 +184,9 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pause:
-    """Save the job and give its slots back, until `elastic-ray resume`, ``JobHandle.resume()`` or the page resumes it.
+    """Request to save the job and release its slots until a user resumes it.
+
+    Resume it with `elastic-ray resume`, ``JobHandle.resume()`` or the web page.
 
     Attributes:
         reason: a sentence for the job's events.
@@ -204,10 +206,10 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Notify the job's user, as an event of kind ``policy``.
+    """Request to notify the job's user through an event of kind ``policy``.
 
     Attributes:
-        metrics: numbers and strings by name, as ``elastic_ray.report`` takes them.
+        metrics: numbers and strings keyed by name, as accepted by ``elastic_ray.report``.
 
     Examples:
         >>> from elastic_ray.adaptation import Report
@@ -232,7 +234,7 @@ _KINDS: Mapping[str, type[Any]] = {
 
 
 def is_request(value: object) -> bool:
-    """True if a policy may return `value` as a request."""
+    """True if `value` is a request that a policy may return."""
     return isinstance(value, tuple(_KINDS.values()))
 
 

@@ -1,7 +1,7 @@
-"""Policies of one run on one rank: calls them, keeps their state, and finds what all ranks ask for.
+"""Policies of one run on one rank: calls them, keeps their state, and applies requests that all ranks make.
 
-Every rank asks its own copies with equal views. What they say is pending until the sums of a step that is committed
-tell that all ranks say the same.
+Every rank calls its own copies with equal views. Their requests are pending until the sums of a committed step show
+that all ranks made the same ones.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class SharedValues:
     events: int = 0  # how many events there were
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """Count a committed step, which ended `passed_s` after the one before."""
+        """Count a committed step, which ended `passed_s` after the previous one."""
         self.elapsed_s += passed_s
         self.worker_s += passed_s * workers
         self.samples += samples
 
     def take_metrics(self, metrics: Mapping[str, float], reports: int) -> None:
-        """Store the metrics that all ranks know to have been reported."""
+        """Store the reported metrics known to all ranks."""
         self.metrics, self.reports = dict(metrics), reports
 
     def begin_train(self) -> bool:
@@ -65,29 +65,29 @@ class SharedValues:
         return not begun
 
     def begin_epoch(self, epoch: int) -> bool:
-        """Start a step of this epoch; True if it is the epoch's first."""
+        """Start a step of this epoch; True if it is the first step of the epoch."""
         before, self.epoch = self.epoch, max(self.epoch, epoch)
         return before < epoch
 
     def end_epoch(self, epoch: int) -> bool:
-        """Record the end of an epoch; True if it is new."""
+        """Record the end of an epoch; True if it was not recorded before."""
         before, self.ended_epoch = self.ended_epoch, max(self.ended_epoch, epoch)
         return before < epoch
 
     def scale_rate(self, factor: float) -> None:
-        """Multiply learning rates once more."""
+        """Multiply the learning rates by another factor."""
         self.rate_factor *= factor
 
     def hold_batch(self, batch_size: int | None) -> None:
-        """Hold the batch that a policy has set; None gives the choice back."""
+        """Hold the batch size set by a policy; None lets the job choose again."""
         self.batch_size = batch_size
 
     def wish_for(self, bounds: tuple[int | None, int | None]) -> None:
-        """Store a policy's wish for a number of workers."""
+        """Store a policy's request for a number of workers."""
         self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
 
     def asked_by(self, policy: int) -> None:
-        """Attribute a wish without an owner to the policy whose request was carried out."""
+        """Attribute a worker request without an owner to the policy whose requests were just applied."""
         if self.wish is not None and self.wished_by < 0:
             self.wished_by = policy
         if policy in self.off and self.wished_by == policy:
@@ -98,24 +98,24 @@ class SharedValues:
         self.stopped = (epoch, number)
 
     def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
-        """Add news; return its detail with a number, by which the job recognises repeated news."""
+        """Add an event; returns its detail with a number, by which the job recognises duplicates."""
         self.events += 1
         numbered = {**detail, "number": self.events}
         self.news.append((text, numbered))
         return numbered
 
     def forget_news(self) -> None:
-        """Drop the reported news, which has arrived once another step is committed."""
+        """Drop the reported events, which have arrived once another step is committed."""
         self.news = []
 
     def switch_off(self, policy: int, why: str) -> None:
-        """Switch off a policy and end its wish, which it could not take back."""
+        """Switch off a policy and cancel its worker request, which it can no longer withdraw."""
         self.off[policy] = why
         if self.wished_by == policy:
             self.wish_for((None, None))
 
     def ask_again(self) -> None:
-        """Ask all policies again, because the run has other policies than before."""
+        """Enable all policies again, because the run now has different policies."""
         self.off = {}
         self.wish_for((None, None))
 
@@ -125,7 +125,7 @@ class SharedValues:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SharedValues:
-        """Invert :meth:`to_state`."""
+        """Restore the effects from the output of :meth:`to_state`."""
         values = cls(**state)
         for name in ("wish", "stopped"):
             pair = getattr(values, name)
@@ -144,11 +144,11 @@ _SIZE = 1 + 2 * _DIGITS
 
 
 class PolicyRunner:
-    """Policies of one run on one rank. It is also the state of the policies, for joiners, checkpoints and lost steps.
+    """Policies of one run on one rank; also holds their state for joiners, checkpoints and lost steps.
 
     Args:
-        tell: tells the job's user something from rank 0.
-        tell_here: the same from whichever rank it is.
+        tell: sends a message to the job's user from rank 0 only.
+        tell_here: sends a message to the job's user from whichever rank calls it.
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class PolicyRunner:
         return bool(self._policies)
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Ask these as well, after those there are.
+        """Add policies, to be called after the existing ones.
 
-        One that is there is not asked twice. Nor is its copy, one of the same class with equal attributes, that comes
-        another way, as by the trainer and in the loop; equal ones that come together are several.
+        A policy that exists already is not added again, nor is a copy (same class and equal attributes) from another
+        source, such as the trainer and the loop. Equal policies in the same call are all added.
 
-        Raises PolicyError: the state of one is not plain.
+        Raises PolicyError: the state of a policy is not plain.
         """
         before = list(self._policies)
         for policy in policies:
@@ -196,17 +196,17 @@ class PolicyRunner:
         self.ballot.have(len(self._policies))
 
     def wants(self, hook: str) -> bool:
-        """True if a policy that is still asked has this hook."""
+        """True if an active policy has this hook."""
         return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
 
     def call(self, hook: str, view: PolicyView) -> None:
-        """Ask every policy that has this hook, in order."""
+        """Call this hook of every active policy that has it, in order."""
         for number, policy in enumerate(self._policies):
             if self._is_asked(number) and overrides(policy, hook):
                 self._ask(number, policy, hook, view)
 
     def coming_batches(self, view: PolicyView) -> tuple[tuple[float, int], ...]:
-        """Return the batches to come by what the policies know: (samples of the run, batch), by samples."""
+        """Return the future batches known to the policies: (samples of the run, batch size), ordered by samples."""
         found: dict[float, int] = {}
         for policy in self._policies:
             try:
@@ -222,7 +222,7 @@ class PolicyRunner:
         return number not in self.values.off and not self._pending[number].is_off
 
     def _ask(self, number: int, policy: Policy, hook: str, view: PolicyView) -> None:
-        """Call one hook, and note its requests and its state, or its failure; one that fails changes no state."""
+        """Call one hook, and record its requests and state, or its failure; a failed hook changes no state."""
         pending = self._pending[number]
 
         def ask() -> tuple[list[Request], dict[str, Any]]:
@@ -242,14 +242,14 @@ class PolicyRunner:
             pending.ask(hook, [to_plain(request) for request in answer])
 
     def _undo(self, number: int, pending: Pending, policy: Policy) -> None:
-        """Undo what a hook has changed before it failed; a policy that does not take it is not asked any more."""
+        """Undo the changes of a failed hook; a policy that cannot load its state is not called again."""
         try:
             self._load(number, policy)
         except Exception as error:
             pending.fail(f"load_state_dict: {_described(error)}", ends=True)
 
     def _said(self) -> Sequence[Any]:
-        """Return for each policy what it asks for, and the state it concludes this from; None for nothing."""
+        """Return each policy's requests and failures, and its state; None for a policy without any."""
         said: list[Any] = []
         for number, pending in enumerate(self._pending):
             if not pending or number in self.values.off:
@@ -261,9 +261,9 @@ class PolicyRunner:
         return said
 
     def settle(self, step: int) -> None:
-        """Apply what all ranks have agreed on with the step that was committed.
+        """Apply the requests that all ranks agreed on with the committed step.
 
-        Raises PolicyError: of a strict policy; on every rank.
+        Raises PolicyError: a strict policy failed, was refused, or differs between ranks; raised on every rank.
         """
         if self.ballot.take_entered():
             self._repeat()
@@ -284,7 +284,7 @@ class PolicyRunner:
             self.values.asked_by(number)
 
     def _apply(self, policy: Policy, hook: str, request: Request, step: int) -> None:
-        """Carry out what all ranks ask for, and tell what became of it; raises PolicyError of a strict policy."""
+        """Apply a request that all ranks make and report the result; raises PolicyError if it is refused (strict)."""
         name = name_of(policy)
         if isinstance(request, SetBatch) and any(each.owns_batch for each in self._policies if each is not policy):
             return
@@ -298,7 +298,7 @@ class PolicyRunner:
             self._announce(f"{name}.{hook} asked for {request}, which is refused: {refused}", detail)
 
     def _failed(self, number: int, policy: Policy, failure: str, step: int, *, ends: bool) -> None:
-        """Handle a failure that all ranks' copies of a policy share."""
+        """Handle a failure shared by all ranks' copies of a policy."""
         name = name_of(policy)
         if policy.strict:
             raise PolicyError(f"policy {name} failed in {failure}")
@@ -309,7 +309,7 @@ class PolicyRunner:
             self._announce(f"{name}.{failure}{after}", {"policy": name, "step": step, "failure": failure})
 
     def _differs(self, number: int, policy: Policy, pending: Pending, step: int) -> None:
-        """Report that the ranks' copies of a policy ask for different things."""
+        """Report that the ranks' copies of a policy make different requests."""
         name = name_of(policy)
         own = "; ".join(pending.failures) or ", ".join(str(from_plain(each)) for each in pending.requests) or "nothing"
         what = (
@@ -324,16 +324,16 @@ class PolicyRunner:
             self._tell_here("policy", f"policy {name} failed on a rank: {own}", {"policy": name, "failure": own})
 
     def _announce(self, text: str, detail: Mapping[str, Any]) -> None:
-        """Notify the job's user from rank 0."""
+        """Report an event to the job's user from rank 0."""
         self._tell("policy", text, self.values.add_news(text, detail))
 
     def _repeat(self) -> None:
-        """Report again what the rank 0 of the group before may not have told: it may have died, or lost that step."""
+        """Report the latest events again, because the previous group's rank 0 may have died before reporting them."""
         for text, detail in self.values.news:
             self._tell("policy", text, detail)
 
     def _switch_off(self, number: int, why: str) -> None:
-        """Switch off a policy; its state may differ from rank to rank and does not travel."""
+        """Switch off a policy and discard its state, which may differ between ranks."""
         self.values.switch_off(number, why)
         self._states[number], self._pending[number] = {}, Pending()
 
@@ -345,14 +345,14 @@ class PolicyRunner:
     def check_plain(self) -> None:
         """Check that the policies' states can be sent to other ranks.
 
-        Raises PolicyError: one cannot; the message names the attribute.
+        Raises PolicyError: a state cannot be sent; the message names the attribute.
         """
         for policy in self._policies:
             for name, value in policy.state_dict().items():
                 _check_plain(value, f"{name_of(policy)}.{name}")
 
     def end(self, steps: int) -> None:
-        """End the run after `steps`: report what is only to be reported, without another step to agree in."""
+        """End the run after `steps`: apply pending ``Report`` requests, since no other step follows to agree in."""
         if self.ballot.take_entered():
             self._repeat()
         for policy, pending in zip(self._policies, self._pending, strict=True):
@@ -372,7 +372,7 @@ class PolicyRunner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore a captured state; that of policies that this run does not have is left behind."""
+        """Restore a captured state; if this run has different policies, their captured states are ignored."""
         self.values = SharedValues.from_state(tree["values"])
         same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
         if not same:
@@ -386,9 +386,9 @@ class PolicyRunner:
         self.watched.restore(self.values.metrics, self.values.reports)
 
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
-        """Return a copy of a policy's state where it differs from the start: settings are those of each run.
+        """Return a copy of the parts of a policy's state that have changed since the start; the rest are settings.
 
-        Raises PolicyError: it is not plain.
+        Raises PolicyError: the state is not plain.
         """
         initial = self._initial[number]
         given = dict(policy.state_dict())
@@ -398,15 +398,15 @@ class PolicyRunner:
         return {name: value for name, value in state.items() if name not in initial or initial[name] != value}
 
     def _load(self, number: int, policy: Policy) -> None:
-        """Have a policy that is still asked continue from its state."""
+        """Load an active policy's state into it."""
         if self._is_asked(number):
             policy.load_state_dict(copy.deepcopy({**self._initial[number], **self._states[number]}))
 
 
 def _is_same(policy: Policy, other: Policy) -> bool:
-    """True if two policies would ask for the same.
+    """True if two policies have the same class and equal attributes.
 
-    A policy given to the trainer and in the loop comes as two objects.
+    A policy given to the trainer and in the loop arrives as two objects.
     """
     try:
         return type(policy) is type(other) and bool(vars(policy) == vars(other))
@@ -415,7 +415,7 @@ def _is_same(policy: Policy, other: Policy) -> bool:
 
 
 def _requests(answer: Any) -> list[Request]:
-    """A hook's answer as a list. Raises TypeError: it is something else than a request, several, or None."""
+    """Return a hook's answer as a list. Raises TypeError: the answer is not a request, several, or None."""
     if answer is None:
         return []
     several = not is_request(answer) and isinstance(answer, Iterable)
@@ -431,7 +431,7 @@ def _requests(answer: Any) -> list[Request]:
 
 
 def _described(error: Exception) -> str:
-    """Return an error in words that are the same on all ranks: without addresses of objects."""
+    """Return an error as text that is the same on all ranks, without addresses of objects."""
     return _ADDRESS.sub("", f"{type(error).__name__}: {error}")
 
 
@@ -440,7 +440,7 @@ def _state_of(policy: Policy) -> dict[str, Any]:
 
 
 def _check_plain(value: Any, where: str) -> None:
-    """Raise PolicyError unless the value consists of plain ones."""
+    """Raise PolicyError unless the value consists of plain values only."""
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             _check_plain(item, f"{where}[{index}]")
@@ -458,7 +458,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """Requests, hooks and failures of one policy that are not settled; false if there are none."""
+    """Unsettled requests and failures of one policy; false if there are none."""
 
     requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # as plain values
     hooks: list[str] = dataclasses.field(default_factory=list)  # which hook asked for each
@@ -474,7 +474,7 @@ class Pending:
         self.hooks += [hook] * len(requests)
 
     def fail(self, failure: str, *, ends: bool = False) -> None:
-        """Record a hook's failure; with ``ends`` the policy is not asked any more here."""
+        """Record a hook's failure; with ``ends``, the policy is not called again on this rank."""
         self.failures.append(failure)
         self.is_off = self.is_off or ends
 
@@ -488,14 +488,13 @@ class Verdict(enum.Enum):
 
 
 class PolicyBallot:
-    """Control values for policies: for each, a flag if this rank asks for something, and a digest of it.
+    """Control values for policies: for each, a flag if this rank has requests or failures, and a digest of them.
 
-    Each digit d of a digest rides with its square: all ranks have the same one exactly when W sum(d^2) = sum(d)^2
-    (Cauchy-Schwarz). So what a step's sums say is known to all ranks that commit the step, and no collective is needed
-    to apply it.
+    Each digit d of a digest travels with its square: all W ranks have the same digit exactly when W sum(d^2) = sum(d)^2
+    (Cauchy-Schwarz). All ranks that commit a step thus know the result of its sums, and no extra collective is needed.
 
     Args:
-        said: what each policy has to say on this rank, as plain values; None for nothing.
+        said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
 
     def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
@@ -505,15 +504,15 @@ class PolicyBallot:
         self._entered = False
 
     def have(self, policies: int) -> None:
-        """Set the number of policies, equal on all ranks."""
+        """Set the number of policies, which must be equal on all ranks."""
         self._policies = policies
 
     def begin(self) -> None:
-        """Enter a group, in which agreements of another one do not count."""
+        """Enter a new group and discard verdicts of the previous one."""
         self._verdicts, self._entered = (), True
 
     def take_entered(self) -> bool:
-        """Return True once after a group was entered."""
+        """Return True if a group was entered since the last call."""
         entered, self._entered = self._entered, False
         return entered
 
@@ -526,17 +525,17 @@ class PolicyBallot:
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Receive the sums over all ranks."""
+        """Store the verdicts that follow from the sums over all ranks."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:
-        """Return the latest verdict on each policy, and clear them."""
+        """Return the latest verdict on each policy, and clear the verdicts."""
         verdicts, self._verdicts = self._verdicts, ()
         return verdicts
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """Return one rank's contribution for one policy: zeros for None."""
+    """Return one rank's contribution for one policy; zeros for None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(
@@ -547,7 +546,7 @@ def flag_and_digest(said: Any) -> list[float]:
 
 
 def _canonical(value: Any) -> str:
-    """Return the same text for equal values, whatever the order of a dict's keys; tuples count as lists."""
+    """Return a text that is the same for equal values, whatever the order of dict keys; tuples count as lists."""
     if isinstance(value, Mapping):
         items = sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"

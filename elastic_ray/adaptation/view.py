@@ -15,38 +15,38 @@ from placement.goodput.model import NoiseScale
 class PolicyView:
     """View of a run between two steps.
 
-    Everything in it is the same on all ranks, clock included. Times are of the step before the one that has just
-    ended where the workers' own measures say so.
+    Everything in it is the same on all ranks, including the clock. Times that come from the workers' own measures refer
+    to the step before the one that has just ended.
 
     Attributes:
-        step: committed optimizer steps.
-        epoch: epoch in progress, from 0.
-        epochs: declared number of epochs, None without.
-        epoch_progress: part of the epoch's samples that are used, 0..1; of the pass in progress.
-        samples: samples trained on since the run began.
-        workers: ranks of the present group.
-        generation: number of the present group; another one after each resize.
-        nodes: nodes that they are on.
-        min_workers: fewest workers of the job; None where the group cannot change, as under ``torchrun``.
-        max_workers: most workers of the job; None likewise.
+        step: number of committed optimizer steps.
+        epoch: current epoch, from 0.
+        epochs: declared number of epochs; None if not declared.
+        epoch_progress: fraction of the epoch's samples used so far, 0..1, in the current pass.
+        samples: samples trained on since the run started.
+        workers: number of ranks in the current group.
+        generation: number of the current group; changes with each resize.
+        nodes: number of nodes with workers.
+        min_workers: fewest workers of the job; None if the group is fixed, as under ``torchrun``.
+        max_workers: most workers of the job; None if the group is fixed.
         batch_size: global batch of a full step [samples].
-        initial_batch_size: global batch that the learning rate belongs to [samples].
-        max_batch_size: largest batch that the loader allows [samples]; None for a fixed one.
-        critical_batch: largest batch at which samples are worth as much, as the job's branches have measured it
-            [samples]; None where none have.
-        learning_rates: of the first model's parameter groups, as user code and schedulers set them.
-        rate_factor: what ``ScaleRate`` requests have multiplied them by.
-        noise: gradient noise of the first model, None before it is measured.
-        step_s: time of a step on rank 0 [s], 0 before one was measured in this group.
-        sync_s: rank 0's wait for reductions in it [s].
-        worker_measures: each rank's times; empty before the first step of a group.
-        elapsed_s: since the run's first step, pauses included [s].
-        worker_s: the same, summed over the workers [worker-seconds].
+        initial_batch_size: global batch that the learning rate was chosen for [samples].
+        max_batch_size: largest batch that the loader allows [samples]; None if the batch is fixed.
+        critical_batch: largest batch at which each sample still counts in full, as measured by the job's branches
+            [samples]; None if not measured.
+        learning_rates: learning rates of the first model's parameter groups, as set by user code and schedulers.
+        rate_factor: product of all ``ScaleRate`` requests so far.
+        noise: gradient noise of the first model; None before it is measured.
+        step_s: duration of a step on rank 0 [s]; 0 before one was measured in this group.
+        sync_s: time that rank 0 spent waiting for reductions in that step [s].
+        worker_measures: measures of each rank; empty before the first step of a group.
+        elapsed_s: time since the run's first step, including pauses [s].
+        worker_s: ``elapsed_s`` summed over the workers [worker-seconds].
         strategies: names of the models' strategies.
-        metrics: the watched metrics (``Policy.watches``) that rank 0 reported last, as far as it did.
-        tokens_per_sample: tokens of a sample, where the loader's batch is declared in tokens; else None.
-        reports: how many reports these stand for.
-        sums: what the accumulators of this epoch hold, in the order in which the loop made them.
+        metrics: watched metrics (``Policy.watches``) in rank 0's last report; missing ones are left out.
+        tokens_per_sample: tokens per sample if the loader's batch is declared in tokens; otherwise None.
+        reports: number of the report that ``metrics`` come from.
+        sums: contents of this epoch's accumulators, in the order in which the loop created them.
 
     Examples:
         >>> from elastic_ray.adaptation import PolicyView
@@ -85,35 +85,35 @@ class PolicyView:
 
     @property
     def progress(self) -> float | None:
-        """Part of the declared epochs that is done, 0..1; None where none are declared."""
+        """Fraction of the declared epochs that is done, 0..1; None if no epochs are declared."""
         if not self.epochs:
             return None
         return min(1.0, (self.epoch + self.epoch_progress) / self.epochs)
 
     @property
     def tokens(self) -> float | None:
-        """Tokens trained on since the run began; None where the loader's batch is not declared in tokens."""
+        """Tokens trained on since the run started; None if the loader's batch is not declared in tokens."""
         return None if self.tokens_per_sample is None else self.samples * self.tokens_per_sample
 
     @property
     def samples_left(self) -> float | None:
-        """Samples until the end of the declared epochs, if those to come are as large as those before.
+        """Samples until the end of the declared epochs, assuming future epochs are as large as past ones.
 
-        None where no epochs are declared, and before the first sample.
+        None if no epochs are declared, and before the first sample.
         """
         done = self.progress
         return self.samples * (1.0 - done) / done if done else None
 
     @property
     def throughput(self) -> float:
-        """Samples per second at the present batch and step time; 0 before a step was measured."""
+        """Samples per second at the current batch and step time; 0 before a step was measured."""
         return self.batch_size / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def noise_scale(self) -> float | None:
-        """The simple noise scale B = tr(Sigma) / |G|^2 [samples] (McCandlish et al. 2018, eq. 2.9).
+        """Simple noise scale B = tr(Sigma) / |G|^2 [samples] (McCandlish et al. 2018, eq. 2.9).
 
-        None before it is measured, and while the estimate of the gradient's norm is not above 0.
+        None before it is measured, and while the estimate of the gradient's squared norm is not above 0.
         """
         if self.noise is None or self.noise.sqr <= 0:
             return None
@@ -130,7 +130,7 @@ class PolicyView:
 
 
 class WatchedMetrics:
-    """Metrics of reports that policies watch; part of the control sums."""
+    """Reported metrics that policies watch; part of the control sums."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
@@ -140,11 +140,11 @@ class WatchedMetrics:
         self.reports = 0  # how many reports that stands for
 
     def watch(self, names: Sequence[str]) -> None:
-        """Watch these metrics as well; called before the first epoch, on all ranks alike."""
+        """Watch additional metrics; call this before the first epoch, on all ranks."""
         self._names = tuple(sorted({*self._names, *names}))
 
     def restore(self, latest: Mapping[str, float], reports: int) -> None:
-        """Restore the metrics that another rank, or a checkpoint, knows."""
+        """Restore the metrics known to another rank or stored in a checkpoint."""
         self.latest, self.reports = dict(latest), reports
 
     def reported(self, metrics: Mapping[str, Any], number: int) -> None:
@@ -158,14 +158,14 @@ class WatchedMetrics:
         self._own_reports = number
 
     def begin(self) -> None:
-        """Enter a group."""
+        """Enter a group; the metrics stay valid."""
 
     def size(self, world_size: int) -> int:
         """Return the number of values that travel with the control sums."""
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Rank 0's latest report; zeros from the others."""
+        """Return rank 0's latest report; zeros on other ranks and if there is no new report."""
         if not self._names:
             return ()
         if rank != 0 or self._own_reports <= self.reports:

@@ -163,7 +163,7 @@ def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[Sta
 
 
 def delete_state(storage: RunStorage, path: str) -> None:
-    """Delete an automatic checkpoint, its note first: an interrupted deletion must not leave a complete one."""
+    """Delete an automatic checkpoint, its note first: an interruption must leave nothing that looks complete."""
     for delete, each in ((storage.filesystem.delete_file, _note_of(path)), (storage.filesystem.delete_dir, path)):
         with contextlib.suppress(FileNotFoundError):
             delete(each)

@@ -111,7 +111,7 @@ class RunStorage:
 
     @property
     def where(self) -> str:
-        """The directory, for messages."""
+        """The directory as text for messages."""
         return self.path if self.local else f"{self.filesystem.type_name.removeprefix('py::')}://{self.path}"
 
     @property

@@ -1,7 +1,7 @@
 """Bootstrap data of a generation's members in their controller's memory, needed before they can connect (pure).
 
-It takes the place of a rendezvous server: nothing of ours listens for it. Members reach it through Ray's actor calls,
-so that Ray says who may talk to a controller at all, and each call proves that it comes from a worker of this job.
+This replaces a rendezvous server, so no extra port is opened. Members reach the data through Ray actor calls, so Ray
+controls who may call a controller at all, and each call proves that it comes from a worker of this job.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LONGEST_WAIT_S = 60.0
 
 
 class BootstrapRefusedError(Exception):
-    """Error raised if a call is not by a member of a future generation, or asks for too much."""
+    """Error raised if a caller is not a member of a current or announced generation, or exceeds a limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapCall:
-    """Call of a member that forms a generation."""
+    """Call by a member that is forming a generation."""
 
     generation: int
     worker: str
@@ -37,7 +37,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """Return the authentication code that a worker's calls for a generation carry."""
+    """Return the authentication code of a worker's calls for a generation."""
     return sign(secret, "bootstrap", generation, worker)
 
 
@@ -70,7 +70,7 @@ class _Table:
         self.wake()
 
     def wake(self) -> None:
-        """Let everybody look who waits."""
+        """Wake all waiting callers."""
         self.news.set()
         self.news = asyncio.Event()
 
@@ -78,10 +78,10 @@ class _Table:
 class Bootstrap:
     """Bootstrap server of a job's generations.
 
-    The server lives in one event loop. If its data is lost, a generation is not formed.
+    The server lives in one event loop. If its data is lost, the generation is not formed.
 
     Args:
-        is_member: True if a worker belongs to a present or announced generation.
+        is_member: returns True if a worker belongs to the given current or announced generation.
     """
 
     def __init__(self, secret: str, is_member: Callable[[int, str], bool]) -> None:
@@ -89,9 +89,9 @@ class Bootstrap:
         self._tables: dict[int, _Table] = {}
 
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Receive a member's values; answer with all that is there once it has what it wants, or its time is up.
+        """Store a member's values, and return all values once those it wants exist or its time is up.
 
-        Raises BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
+        Raises BootstrapRefusedError: the caller is not a member, or the generation was abandoned meanwhile.
         """
         if not verify(call.mac, self._secret, "bootstrap", call.generation, call.worker):
             raise BootstrapRefusedError("a call that proves nothing")
@@ -111,7 +111,7 @@ class Bootstrap:
         return dict(table.values)
 
     def _table(self, generation: int) -> _Table:
-        """Return the table of a generation, which may be too old; a new table replaces the oldest."""
+        """Return the table of a generation, creating it if needed; raises BootstrapRefusedError if it is too old."""
         if generation not in self._tables:
             self._tables[generation] = _Table()
             for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:

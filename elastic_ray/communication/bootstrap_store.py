@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: rendezvous store of gloo and NCCL by calls to the job's controller."""
+"""SHELL over torch.distributed: rendezvous store of gloo and NCCL, implemented by calls to the job's controller."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LOOK_S = 1.0  # between two looks whether the group is still wanted
 class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
     """Store of one member for forming one group; a value that was received is not requested again.
 
-    torch calls it from C++, from whatever thread forms; it must be referred to for as long as the group that was
-    formed through it.
+    Torch calls the store from C++, from whichever thread forms the group. Keep a reference to it for as long as that
+    group lives.
 
     Args:
-        timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more, unless the
-            store is to :meth:`stay_open`.
-        called_off: True once the group is not wanted any more; then nothing is waited for.
+        timeout_s: longest total wait, from now on [s]; then nothing more is requested, unless :meth:`stay_open` was
+            called.
+        called_off: returns True once the group is no longer wanted, which ends all waits.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def tell_at_once(self) -> None:
-        """Publish values at once from now on, instead of with the next wait."""
+        """Publish values immediately from now on, instead of with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
-        """The group is formed, and each wait has a timeout of its own: NCCL connects two ranks when they first send."""
+        """Give each wait its own timeout from now on, because NCCL connects two ranks only when they first send."""
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
@@ -69,9 +69,9 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until these keys are there.
+        """Wait until these keys exist.
 
-        Raises RuntimeError: they did not come in time, or the controller refuses to answer.
+        Raises RuntimeError: they did not arrive in time, or the controller refuses to answer.
         """
         until_s = time.monotonic() + self._timeout_s if self._stays_open else self._until_s
         if timeout is not None:
@@ -88,9 +88,10 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell(tells)
 
     def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the keys with those that this member is about to ask for.
+        """Return the keys, plus those that this member will request soon.
 
-        gloo asks for one peer's after the other. Where this member has told its own, it wants that of all.
+        gloo requests one peer's key at a time. Where this member has published its own, the keys of all peers are
+        included.
         """
         stems = {key.rpartition("/")[0] for key in keys}
         known = [stem for stem in stems if f"{stem}/{self._rank}" in self.told]
@@ -98,11 +99,11 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are known here; asks no peer, because watchdogs call it often."""
+        """True if all keys are known locally; does not call the controller, because watchdogs call this often."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return values, once all are there."""
+        """Return several values once all of them exist."""
         self.wait(keys)
         return [self._known[key] for key in keys]
 
@@ -120,16 +121,16 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the deadline stays."""
+        """Do nothing: the deadline is fixed."""
 
     def has_extended_api(self) -> bool:
-        """Return False: append, queues and the like are not supported."""
+        """Return False: append, queues and similar operations are not supported."""
         return False
 
     def add(self, key: str, amount: int) -> int:
-        """No group of ours counts anything. Raises NotImplementedError: always."""
+        """Raise NotImplementedError: counting is not supported, because no group here needs it."""
         raise NotImplementedError(f"a rendezvous through the controller does not count, but was asked to: {key!r}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """No group of ours compares anything. Raises NotImplementedError: always."""
+        """Raise NotImplementedError: comparing is not supported, because no group here needs it."""
         raise NotImplementedError(f"a rendezvous through the controller does not compare, but was asked to: {key!r}")

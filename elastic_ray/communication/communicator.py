@@ -1,7 +1,7 @@
-"""SHELL over torch.distributed: one communicator per generation, with waits that can be called off.
+"""SHELL over torch.distributed: one communicator per generation, with waits that can be cancelled.
 
-Why not ``init_process_group``: low-level backends over a ``PrefixStore`` let two generations coexist, so the next
-one forms in the background while the present one trains, and a broken one can be left behind.
+Why not ``init_process_group``: low-level backends over a ``PrefixStore`` let two generations coexist. The next
+generation forms in the background while the current one trains, and a broken one can be abandoned.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ _PARTING_POLL_S = 2e-3
 
 
 class CommunicationFailedError(Exception):
-    """Error raised if a collective cannot complete: a peer died or timed out, or the generation was called off."""
+    """Error raised if a collective cannot complete: a peer died or timed out, or the generation was cancelled."""
 
 
 class Communicator:
-    """The collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
+    """Collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
 
-    NCCL refuses two ranks on one GPU. Where ranks share one, as threads of a test and parts of a GPU do, CUDA tensors
-    go over gloo as well, by way of the CPU's memory.
+    NCCL does not allow two ranks on one GPU. If ranks share a GPU, as test threads and GPU partitions do, CUDA tensors
+    also use gloo, through CPU memory.
 
-    Gradients have a group of their own, the gradient group: connections that nothing else uses. Ranks that disagree, of
-    which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
+    Gradients use a group of their own, the gradient group, with separate connections. If ranks disagree, so that one
+    reduces gradients while another votes, both wait, and no message reaches a buffer that it was not meant for.
 
     Args:
-        store: where the ranks find each other; None for a group of one. Once the group is formed, only NCCL
-            uses it, where two ranks first send to each other.
-        prefix: name of this generation in the store, never used before.
+        store: store through which the ranks find each other; None for a group of one. Once the group is formed, only
+            NCCL uses the store, when two ranks first send to each other.
+        prefix: name of this generation in the store; it must be unique.
         world_size: number of ranks; with 1 no group is formed.
-        timeout_s: longest wait of one collective for a slow peer.
-        form_timeout_s: longest wait for all ranks to come and connect.
+        timeout_s: longest wait of one collective for a slow peer [s].
+        form_timeout_s: longest wait for all ranks to arrive and connect [s].
         host: address of this machine that its peers can reach.
-        gpu: also form an NCCL group of these, if each rank has another one; None on all ranks without.
-        secret: what every rank proves to every other one to know, once they have connected: gloo lets anybody connect
-            who can reach it. Empty where the ranks share none.
-        called_off: True once the group is not wanted any more; asked while it forms.
+        gpu: index of this rank's GPU, to form an NCCL group too if all ranks have different GPUs; None on all ranks for
+            none.
+        secret: shared secret that the ranks use to authenticate each other after connecting, since anyone who can reach
+            gloo can connect to it. Empty to skip authentication.
+        called_off: returns True once the group is no longer wanted; polled while it forms.
 
-    Raises CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
+    Raises CommunicationFailedError: a peer did not arrive within ``form_timeout_s``, or does not belong to the group.
     """
 
     def __init__(
@@ -123,10 +124,10 @@ class Communicator:
             ) from error
 
     def _authenticate_peers(self, prefix: str, secret: str, nonces: Sequence[bytes], until_s: float) -> None:
-        """Authenticate each pair of ranks to each other by what only a worker of this job knows.
+        """Authenticate each pair of ranks to each other with the job's secret.
 
         Raises:
-            CommunicationFailedError: a stranger has taken a rank's place.
+            CommunicationFailedError: a peer does not know the secret.
             RuntimeError: a peer has not answered in time.
         """
 
@@ -151,17 +152,17 @@ class Communicator:
                 raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
-        """Call off whatever waits in this generation, now and later; callable from any thread."""
+        """Cancel all waits in this generation, current and future; callable from any thread."""
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
             abort_nccl(self._nccl)
 
     def close(self) -> None:
-        """Release the connections of a group that is out of use; joins gloo's threads, which takes 20 to 80 ms.
+        """Release the connections of an unused group; joins gloo's threads, which takes 20 to 80 ms.
 
-        Reference counting does not: the group and its collectives refer to one another. Without this its threads and
-        sockets stay until Python looks for cycles, which then takes place in whichever thread comes by.
+        Reference counting would not release them: the group and its collectives refer to each other. Threads and
+        sockets would stay until Python's cycle collector runs, in whichever thread triggers it.
         """
         self._closed = True
         self._gloo = self._nccl = None
@@ -169,14 +170,15 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """Backend of gradients on a GPU: ``nccl`` or ``gloo``; empty for a rank alone."""
+        """Backend of gradients on a GPU: ``nccl`` or ``gloo``; empty for a single rank."""
         return "" if self.world_size == 1 else "gloo" if self._nccl is None else "nccl"
 
     def leave(self, timeout_s: float) -> None:
-        """End all operations and gloo's threads, before the interpreter ends: afterwards neither may come back to it.
+        """End all operations and gloo's threads before the interpreter exits, after which they must not return to it.
 
-        A thread that waits for a peer, and one of gloo's that calls back, would be ended within C++ code that allows no
-        unwinding: "terminate called without an active exception", or a segmentation fault, and another exit status.
+        A thread waiting for a peer, or a gloo thread with a callback, would otherwise be ended inside C++ code that
+        allows no unwinding: "terminate called without an active exception" or a segmentation fault, and a wrong exit
+        status.
         """
         self._closed = True
         joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
@@ -193,16 +195,16 @@ class Communicator:
 
     @property
     def voided(self) -> bool:
-        """True if the generation was called off."""
+        """True if the generation was cancelled."""
         return self._voided.is_set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Start the sum of ``tensor`` over all ranks, in place; returns the work for :meth:`wait`.
+        """Start summing ``tensor`` over all ranks, in place; returns the work for :meth:`wait`.
 
         Args:
-            tensor: of the same size on each rank.
-            op: another ``ReduceOp`` than the sum.
-            timeout_s: longest wait for a peer, the group's own by default.
+            tensor: tensor of the same size on each rank.
+            op: a ``ReduceOp`` other than the sum; None for the sum.
+            timeout_s: longest wait for a peer [s]; the group's timeout by default.
         """
         self.traffic["all_reduce"] += tensor.nbytes
         if op is None and timeout_s is None:
@@ -215,22 +217,22 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
     def ends_within(self, work: Any, wait_s: float) -> bool:
-        """True if `work` ends within `wait_s`; waiting stops when the generation is called off."""
+        """True if `work` ends within `wait_s` [s]; returns early if the generation is cancelled."""
         deadline = time.monotonic() + wait_s
         while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
             time.sleep(_PARTING_POLL_S)
         return bool(work.is_completed())
 
     def keep_for(self, work: Any) -> None:
-        """Keep the group's connections until a started operation has ended, whatever else lets go of the group.
+        """Keep the group's connections until a started operation has ended, even if all other references are gone.
 
-        Dropping a gloo group waits for its operations, and this one may be of no use any more. A peer that
-        drops its side ends it.
+        Dropping a gloo group waits for its operations, and this operation may no longer matter. It ends when a peer
+        drops its side.
         """
         keep_group(work, self._gloo)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Copy ``tensor`` of rank ``root`` to all ranks, in place."""
+        """Copy the ``tensor`` of rank ``root`` to all ranks, in place."""
         if self.world_size == 1:
             return
         self.traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
@@ -240,7 +242,7 @@ class Communicator:
         self.wait(self._guard(lambda: self._backend(tensor).broadcast([tensor], options)))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Start gathering every rank's ``tensor`` (of one size) into ``output``; returns the work for :meth:`wait`."""
+        """Start gathering all ranks' ``tensor`` (of equal size) into ``output``; returns the work for :meth:`wait`."""
         self.traffic["all_gather"] += tensor.nbytes
         return self._guard(lambda: self._backend(tensor)._allgather_base(output, tensor))
 
@@ -259,23 +261,23 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to one rank; for :meth:`wait_all`."""
+        """Start sending ``tensor`` to one rank; returns the work for :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
-        """Start receiving into ``tensor`` from one rank; for :meth:`wait_all`."""
+        """Start receiving into ``tensor`` from one rank; returns the work for :meth:`wait_all`."""
         if self._is_staged(tensor):
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[list[Any]]:
-        """Start what NCCL sends and receives within as one operation, at the end: the one of the list, if any.
+        """Combine NCCL sends and receives in this context into one operation, started and added to the list at the end.
 
-        NCCL would make a communicator of two ranks for each pair that sends for itself.
+        Without a batch, NCCL would create a two-rank communicator for each pair that exchanges data.
         """
         batched: list[Any] = []
         if self._nccl is None:
@@ -290,7 +292,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Gather every rank's ``values`` (the same number on each), in rank order; optionally in the gradient group."""
+        """Gather all ranks' ``values`` (equally many), in rank order; optionally through the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
@@ -298,7 +300,7 @@ class Communicator:
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
-        """Return the ``content`` of rank ``root`` on every rank; optionally in the gradient group."""
+        """Return the ``content`` of rank ``root`` on every rank; optionally through the gradient group."""
         length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
@@ -310,13 +312,14 @@ class Communicator:
         return told.numpy().tobytes()
 
     def wait(self, work: Any, *, patience_s: float = math.inf, since_s: float | None = None) -> bool:
-        """Wait for a started operation; returns whether it has ended within ``patience_s`` (at least 0.1).
+        """Wait for a started operation; True if it has ended within ``patience_s``.
 
         Args:
-            patience_s: return after this time in any case.
-            since_s: when the wait began, for one in pieces: the group's timeout counts from there [s, monotonic].
+            patience_s: longest wait before returning False [s]; 0.1 s is the minimum.
+            since_s: start of a wait that is split into several calls, from which the group's timeout counts [s,
+                monotonic]; None for now.
 
-        Raises CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
+        Raises CommunicationFailedError: the peer is gone, the timeout has passed, or the generation was cancelled.
         """
         if self.waited_briefly(work):
             return True
@@ -331,17 +334,17 @@ class Communicator:
         return True
 
     def mark_broken(self) -> None:
-        """Mark the communicator as broken: a peer violates the protocol, so operations may be pending for ever."""
+        """Mark the communicator as broken: a peer violates the protocol, so operations may stay pending forever."""
         self.broken = True
 
     def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
-        """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.
+        """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
             works: works of sends and receives; None for those in a batch.
-            batched: works that the batch has started.
+            batched: works started by the batch.
 
-        Raises CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
+        Raises CommunicationFailedError: as in :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
         failure: list[str] = []
@@ -372,7 +375,7 @@ class Communicator:
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def waited_briefly(self, work: Any) -> bool:
-        """True if gloo's own wait saw success. It is the cheapest wait, but cannot be called off, so it is short."""
+        """True if gloo's own wait succeeded: the cheapest wait, but short, because it cannot be cancelled."""
         if self._nccl is not None:
             return False
         try:
@@ -383,7 +386,7 @@ class Communicator:
         return not self._voided.is_set()
 
     def _block(self, work: Any, until_s: float, deadline: float) -> bool:
-        """Wait for an operation until it has ended; False where ``until_s`` has come first."""
+        """Wait for an operation to end; False if ``until_s`` passes first."""
         # gloo tells a survivor nothing when it waits on another survivor (docs/protocol.md, pitfall 1), hence an event
         # that the abort can set too, instead of the blocking work.wait().
         self._wake.clear()
@@ -410,7 +413,7 @@ class Communicator:
         return True
 
     def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        """Carry an operation out, unless the generation was called off; Torch's errors become ours."""
+        """Run an operation unless the generation was cancelled, converting errors to CommunicationFailedError."""
         if self._voided.is_set() or self._closed:
             raise self._failure("the generation was called off")
         try:
@@ -432,9 +435,9 @@ class Communicator:
 
 
 def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes], bool]:
-    """Wait until all have come, before any of them listens; returns a fresh number of each, and whether GPUs differ.
+    """Wait for all ranks before any of them listens; returns a nonce from each, and whether all GPUs differ.
 
-    So a rank listens for the moment only in which its peers connect, and not while it waits for one that is late.
+    A rank thus listens only while its peers connect, and not while it waits for a late one.
     """
     store.set(f"here/{rank}", f"{secrets.token_hex(16)} {gpu}")
     keys = [f"here/{peer}" for peer in range(world_size)]
@@ -455,20 +458,20 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
 # gloo's collectives take CUDA tensors. Its sends and receives do not look where a tensor is, and would read its
 # address as one of the CPU's.
 class StagedTransfer:
-    """A transfer under way, for ``Communicator.wait_all``.
+    """Transfer in progress through CPU memory, for ``Communicator.wait_all``.
 
     Args:
-        host: what it reads or writes; kept until the transfer is forgotten.
-        into: where that goes once it has come; None for what is sent.
+        host: CPU buffer that the transfer reads or writes, kept alive with this object.
+        into: tensor that receives the buffer's content; None for a send.
     """
 
     def __init__(self, work: Any, host: torch.Tensor, into: torch.Tensor | None = None) -> None:
         self._work, self._host, self._into = work, host, into
 
     def wait(self) -> None:
-        """Wait until what is sent has gone, or what comes is in its place.
+        """Wait until the data is sent, or received and copied to its target.
 
-        Raises RuntimeError: the peer is gone, or the time is up.
+        Raises RuntimeError: the peer is gone, or the timeout has passed.
         """
         self._work.wait()
         if self._into is not None:
@@ -476,33 +479,33 @@ class StagedTransfer:
 
 
 def send_staged(backend: Any, tensor: torch.Tensor, destination: int, tag: int) -> StagedTransfer:
-    """Start sending a tensor of any device."""
+    """Start sending a tensor on any device through CPU memory."""
     host = tensor.detach().to("cpu", copy=True)
     return StagedTransfer(backend.send([host], destination, tag), host)
 
 
 def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) -> StagedTransfer:
-    """Start receiving into a tensor of any device."""
+    """Start receiving into a tensor on any device through CPU memory."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     return StagedTransfer(backend.recv([host], source, tag), host, tensor)
 
 
 class _Closed:
-    """Backend of a closed group: ``Communicator._guard`` refuses before it calls anything of it."""
+    """Backend of a closed group; ``Communicator._guard`` raises before it calls any of its methods."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class GradientGroup:
-    """Collectives of the gradient group, which only synchronisation uses; a group of one rank starts none.
+    """Collectives of the gradient group, used only by synchronisation; a group of one rank starts none.
 
-    The works are for ``Communicator.wait``.
+    Wait for the returned works with ``Communicator.wait``.
 
     Args:
-        guard: carries an operation out unless the generation was called off, and turns errors into
+        guard: runs an operation unless the generation was cancelled, and converts errors to
             ``CommunicationFailedError``.
-        traffic: bytes handed to them, by operation; counted up.
+        traffic: bytes passed to collectives, keyed by operation; updated by each call.
     """
 
     def __init__(
@@ -517,12 +520,12 @@ class GradientGroup:
         self._traffic = traffic
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sum the tensor over all ranks, in place."""
+        """Start summing the tensor over all ranks, in place."""
         self._traffic["all_reduce"] += tensor.nbytes
         return self._guard(self._backends[tensor.device.type].allreduce, [tensor])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+        """Start gathering all ranks' ``tensor`` (of equal size) into ``output``, concatenated in rank order."""
         self._traffic["all_gather"] += tensor.nbytes
         return self._guard(self._backends[tensor.device.type]._allgather_base, output, tensor)
 
@@ -533,10 +536,10 @@ class GradientGroup:
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
     ) -> Any:
-        """Send piece ``i`` of ``tensor`` to rank ``i``; what arrives lies in ``output`` in rank order.
+        """Start sending piece ``i`` of ``tensor`` to rank ``i``; ``output`` receives the pieces in rank order.
 
-        Without splits all pieces are equal; splits count along the first dimension. Unlike sends and receives, it can
-        be polled and called off, so ranks that have nothing for each other take part with splits of 0.
+        Without splits all pieces are equal; splits count along the first dimension. Unlike sends and receives, this can
+        be polled and cancelled, so ranks with nothing to exchange participate with splits of 0.
         """
         self._traffic["all_to_all"] += tensor.nbytes
         options = dist.AllToAllOptions()
@@ -546,14 +549,14 @@ class GradientGroup:
         return self._guard(self._backends[tensor.device.type].alltoall_base, output, tensor, into, out, options)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
-        """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
+        """Start summing the tensor over all ranks, in place on ``root``; on other ranks it may be overwritten."""
         self._traffic["reduce"] += tensor.nbytes
         options = dist.ReduceOptions()
         options.rootRank = root
         return self._guard(self._backends[tensor.device.type].reduce, [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Rank ``root``'s tensor, in place."""
+        """Start copying rank ``root``'s tensor to all ranks, in place."""
         self._traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
         options = dist.BroadcastOptions()
         options.rootRank = root
@@ -566,10 +569,10 @@ _RETIRED_GRACE_S = 5.0
 
 
 class RetiredCommunicators:
-    """Drops groups that are out of use: a healthy one at once, a broken one when its last operation has timed out.
+    """Drops unused groups: a healthy one at once, a broken one when its last operation has timed out.
 
-    Dropping a gloo group joins its threads, which takes tens of milliseconds: a thread of its own does it, so that no
-    step waits. It lives as long as there is something to drop.
+    Dropping a gloo group joins its threads, which takes tens of milliseconds. A separate thread does this, so that no
+    training step waits. The thread lives as long as there are groups to drop.
     """
 
     def __init__(self) -> None:
@@ -578,7 +581,7 @@ class RetiredCommunicators:
         self._dropping: threading.Thread | None = None
 
     def retire(self, communicator: Communicator) -> None:
-        """Retire a communicator; returns at once."""
+        """Schedule a communicator to be dropped, without blocking."""
         grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
         with self._news:
             self._retired.append((time.monotonic() + grace_s, communicator))
@@ -588,12 +591,12 @@ class RetiredCommunicators:
                 self._dropping.start()
 
     def drop_healthy(self, timeout_s: float) -> None:
-        """Wait until every healthy group has been dropped."""
+        """Wait until every healthy group has been dropped, at most ``timeout_s`` [s]."""
         with self._news:
             self._news.wait_for(lambda: all(each.broken or each.voided for _, each in self._retired), timeout_s)
 
     def _drop(self) -> None:
-        """Drop one after the other when its time has come, until there is none left."""
+        """Drop groups as they become due, until none are left."""
         while True:
             with self._news:
                 if not self._retired:

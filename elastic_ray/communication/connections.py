@@ -1,4 +1,4 @@
-"""A group's TCP connections and how long they were sending (Linux); groups that are kept, and none (no torch)."""
+"""TCP connections of a group and their sending times (Linux); groups kept alive or absent (no torch)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 class Connections:
-    """TCP connections of this process, for observation only: they belong to gloo, which may close them at any time."""
+    """TCP connections of this process, to observe only: they belong to gloo, which may close them at any time."""
 
     def __init__(self, connections: Collection[Connection] = ()) -> None:
         self._connections = tuple(sorted(connections))
 
     @staticmethod
     def of_process() -> list[Connection]:
-        """Return all sockets of this process; empty without a readable ``/proc``."""
+        """Return all sockets of this process; empty if ``/proc`` is not readable."""
         found: list[Connection] = []
         if _LIBC is None:
             return found
@@ -47,14 +47,14 @@ class Connections:
         return found
 
     def sending_s(self) -> float:
-        """Sum of the times in which each had bytes that were not acknowledged, and a receiver with room for them [s].
+        """Return the total time in which connections had unacknowledged bytes and a receiver with room for them [s].
 
-        The kernel counts in ticks of 1 to 10 ms, so that what is acknowledged at once takes no time.
+        The kernel counts in ticks of 1 to 10 ms, so data that is acknowledged at once counts as no time.
         """
         return sum(_sending_s(descriptor) for descriptor, number in self._connections if _is(descriptor, number))
 
     def shut_down(self) -> None:
-        """End them, and so what waits for a peer; what was sent still arrives."""
+        """Shut the connections down, which ends operations waiting for a peer; data already sent still arrives."""
         for descriptor, number in self._connections:
             if _is(descriptor, number):
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
@@ -86,7 +86,7 @@ _KEEPING = threading.Lock()
 
 
 def keep_group(work: Any, group: Any) -> None:
-    """Keep a group until a started operation of it has ended."""
+    """Keep a group alive until an operation started in it has ended."""
     drop_ended_groups()
     with _KEEPING:
         _KEPT.append((work, group))
@@ -114,13 +114,13 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole 
 
 
 def refuse_connections(told: Iterable[bytes]) -> int:
-    """Have the kernel drop new connections to the published sockets on which this process listens.
+    """Make the kernel drop new connections to the published sockets on which this process listens.
 
-    gloo listens for as long as a group lasts, though all have connected: strangers' connections would take up its
-    file descriptors, and what they send would be looked at. The connections that there are continue.
+    gloo keeps listening while a group exists, even after all members have connected. Connections from strangers would
+    use up its file descriptors, and their data would be read. Existing connections are not affected.
 
     Args:
-        told: values that peers received; in them gloo writes a socket's address as the kernel has it.
+        told: values that peers received, in which gloo encodes socket addresses in the kernel's format.
 
     Returns the number of sockets found.
     """
@@ -136,7 +136,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
 
 
 def _close(descriptor: int, told: list[bytes]) -> bool:
-    """Close a listening socket at a published address to new connections; True if the descriptor is one."""
+    """Block new connections to a listening socket at a published address; False if the descriptor is not one."""
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return False

@@ -1,4 +1,4 @@
-"""Work of torch's process groups that is over when it is returned (torch)."""
+"""Work objects of torch's process groups that are complete when returned (torch)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ BACKEND = "elastic_ray"
 
 
 class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
-    """Work of a process group that has already ended."""
+    """Work of a process group that is already complete."""
 
     def __init__(self, tensors: Any = ()) -> None:
         super().__init__()
         self._tensors = list(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return True: the work has ended."""
+        """Return True: the work is complete."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True: the work has ended."""
+        """Return True: the work is complete."""
         return True
 
     def is_success(self) -> bool:
-        """Return True: the work has ended."""
+        """Return True: the work is complete."""
         return True
 
     def result(self) -> list[Any]:
@@ -35,7 +35,7 @@ class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
         return self._tensors
 
     def get_future(self) -> Any:
-        """Return a future that has the results."""
+        """Return a completed future with the results."""
         future: Any = torch.futures.Future()
         future.set_result(self._tensors)
         return future

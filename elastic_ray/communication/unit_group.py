@@ -1,8 +1,8 @@
-"""SHELL over torch.distributed: the fixed group of the workers of one unit, for the user's code and for agreements.
+"""SHELL over torch.distributed: the fixed group of one unit's workers, for user code and for agreement.
 
-What a worker alone could see, or see sooner than the others of its unit (a group that broke, a generation that is
-prepared, a wish of the controller's), counts once all of them know it. They are in one place of the program then, so
-that a unit acts as one rank of the job.
+A fact that one worker of a unit could learn alone or earlier than the others (a broken group, a prepared generation, a
+request of the controller) takes effect only once all of them know it. They are then at the same place in the program,
+so that a unit acts as one rank of the job.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LOOPBACK = "lo"
 
 
 class UnitLostError(RuntimeError):
-    """Another worker of this one's unit is gone, and this one is of no use any more."""
+    """Error raised if another worker of this worker's unit is gone, so that this worker must end too."""
 
 
 class UnitGroup:
-    """Fixed group of the workers of one unit, on one node; they find each other through a file of their user's.
+    """Fixed group of the workers of one unit, on one node; they meet through a file that only their user can read.
 
     Args:
-        cuda: whether the default group is for CUDA tensors, too.
+        cuda: make torch's default group support CUDA tensors too.
 
-    Raises UnitLostError: the others did not come.
+    Raises UnitLostError: the other workers did not arrive.
     """
 
     def __init__(self, place: UnitPlace, *, cuda: bool, timeout_s: float) -> None:
@@ -64,7 +64,7 @@ class UnitGroup:
             raise UnitLostError(f"the workers of the unit have not found each other: {error}") from error
 
     def open(self, initialise: Callable[..., None]) -> None:
-        """Make torch's default group that of the unit.
+        """Make the unit's group torch's default group.
 
         Args:
             initialise: torch's ``init_process_group``.
@@ -74,19 +74,19 @@ class UnitGroup:
         initialise(backend, store=store, rank=self.place.position, world_size=self.place.size, timeout=self._timeout)
 
     def close(self) -> None:
-        """The run is over."""
+        """Close the group at the end of the run."""
         self._gloo = self._mesh = None
         if self.place.position == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def leads(self) -> bool:
-        """True if this worker speaks for its unit."""
+        """True if this worker represents its unit."""
         return self.place.position == 0
 
     @property
     def mesh(self) -> Any:
-        """Torch's DeviceMesh over the unit; all of its workers ask for it at the same place."""
+        """Torch's DeviceMesh over the unit; all of its workers must request it at the same point in the program."""
         if self._mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -95,7 +95,7 @@ class UnitGroup:
         return self._mesh
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every worker's values (as many on each), by position. Raises UnitLostError: one of them is gone."""
+        """Return every worker's values (equally many on each), by position. Raises UnitLostError: one is gone."""
         rows = torch.zeros(self.place.size, len(values), dtype=torch.float64)
         rows[self.place.position] = torch.tensor(list(values), dtype=torch.float64)
         try:
@@ -106,15 +106,15 @@ class UnitGroup:
         return found
 
     def agree(self, well: bool) -> bool:
-        """Return True if all is well on every worker of the unit."""
+        """Return True if ``well`` is True on every worker of the unit."""
         return all(bool(row[0]) for row in self.gather([float(well)]))
 
 
 class UnitCommunicator(Communicator):
-    """The collectives of one position of all units, which succeed on every worker of this unit, or on none.
+    """Collectives among equal positions of all units, which succeed on every worker of this unit, or on none.
 
-    Within a backward pass the workers of a unit may be at different places, as stages of a pipeline are: there each
-    continues by itself, and the unit agrees on what became of it before the optimizer steps.
+    During a backward pass the workers of a unit may be at different places, as in pipeline stages. Each then continues
+    by itself, and the unit agrees on the result before the optimizer steps.
     """
 
     def __init__(self, unit: UnitGroup, *args: Any, **options: Any) -> None:
@@ -124,7 +124,7 @@ class UnitCommunicator(Communicator):
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
-        """Have what is done within done on all workers of the unit, or on none."""
+        """Make the operations within this context succeed on all workers of the unit, or on none."""
         if self._alone or torch._C._current_graph_task_id() != -1:
             yield
             return
@@ -140,7 +140,7 @@ class UnitCommunicator(Communicator):
             raise CommunicationFailedError(_OTHERS_FAILED)
 
     def wait(self, work: Any, *, patience_s: float = 0.0, since_s: float | None = None) -> bool:
-        """Wait for a started operation, without impatience: what a worker does must not hang on the clock."""
+        """Wait for a started operation, ignoring ``patience_s``: the clock must not make workers behave differently."""
         with self._agreeing():
             return super().wait(work, since_s=since_s)
 
@@ -150,11 +150,11 @@ class UnitCommunicator(Communicator):
             super().wait_all(works, batched)
 
     def waited_briefly(self, work: Any) -> bool:
-        """True if a short wait saw success; where the unit agrees on each wait, :meth:`wait` is the one to ask."""
+        """True if a short wait succeeded; always False if the unit must agree, in which case use :meth:`wait`."""
         return (self._alone or torch._C._current_graph_task_id() != -1) and super().waited_briefly(work)
 
     def _failure(self, cause: str) -> CommunicationFailedError:
-        """Return the error of an operation that could not be started, of which the unit's other workers hear."""
+        """Return the error of an operation that could not be started, and report it to the unit's other workers."""
         if not self._alone and torch._C._current_graph_task_id() == -1:
             self._unit.agree(False)  # the others have come to wait for theirs
         return super()._failure(cause)

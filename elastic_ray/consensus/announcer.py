@@ -1,7 +1,7 @@
 """Announcements between ranks before collectives: a small all-reduce of fixed size.
 
-Reductions of gradients are announced the first time. From then on a rank announces them only while it waits for long:
-they run in the gradient group, where ranks that do something else cannot meet them and can only make them wait.
+Gradient reductions are announced the first time. After that, a rank announces them only if it has waited for long: they
+use the gradient group, where a rank that does something else can only delay them, not corrupt them.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _NAME_BYTES, _NAMES_S = 64, 5.0
 
 
 class Announcer:
-    """The announcements of one rank in one group.
+    """Announcements of one rank in one group.
 
-    Four numbers of each rank stand at its place: what it does, how many steps of loaders it has committed, a
-    fingerprint of its parameters (0 where none is asked for), and the number of its phase. A phase is what a rank
-    announces, or might, and the collectives that it is about; phases follow each other, and the next cannot begin
-    before the last is over. An announcement that was made while waiting may be outdated when the others come to make
-    theirs: then the numbers of the phases differ, and all repeat theirs.
+    Each rank contributes four numbers at its own position: its intent, how many loader steps it has committed, a
+    fingerprint of its parameters (0 if not requested), and the number of its phase. A phase consists of an announcement
+    (made or only recorded) and the collectives that it is about; one phase must end before the next starts. An
+    announcement made while waiting may be outdated by the time the other ranks make theirs. The phase numbers then
+    differ, and all ranks announce again.
 
     Args:
-        communicator: the group, of at least two.
-        room: most values that ride along; the same on all ranks.
+        communicator: the group, with at least two ranks.
+        room: largest number of payload values; the same on all ranks.
     """
 
     def __init__(self, communicator: Communicator, *, room: int = PAYLOAD_SIZE) -> None:
@@ -66,34 +66,34 @@ class Announcer:
         self._refused: Exception | None = None
 
     def start(self, what: Announced, loader_steps: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
-        """Announce what comes next on this rank; :meth:`agree` must come before its collectives.
+        """Announce this rank's next action; call :meth:`agree` before starting its collectives.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: this rank has not done what it announced before.
+            RanksDisagreeError: this rank has not completed its previous announcement.
         """
         self._begin(what, loader_steps, fingerprint, payload)
         if self._work is None:
             self._post()
 
     def start_quietly(self, what: Announced, loader_steps: int) -> None:
-        """Record what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
+        """Record this rank's next action without announcing it: reductions to be awaited with :meth:`wait` only.
 
-        Raises RanksDisagreeError: this rank has not done what it announced before.
+        Raises RanksDisagreeError: this rank has not completed its previous announcement.
         """
         self._begin(what, loader_steps, 0, ())
 
     @property
     def in_phase(self) -> bool:
-        """True while announced collectives are still to be made, as within a backward pass."""
+        """True while announced collectives have not all been started, as within a backward pass."""
         return self._open is not None
 
     def interject(self, what: Announced) -> None:
-        """Announce a collective in the middle of a phase, and wait for the others; the phase then continues.
+        """Announce a collective in the middle of a phase, and wait for the other ranks; the phase then continues.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: they do something else in this phase; raised on every rank.
+            RanksDisagreeError: other ranks do something else in this phase; raised on every rank.
         """
         if self._work is not None:
             self._sums = self.agree()
@@ -104,11 +104,11 @@ class Announcer:
         (self._entry, self._payload), self._strategy = before, strategy
 
     def agree(self) -> list[float]:
-        """Wait for all ranks' announcements; returns the sums of what rode along.
+        """Wait for all ranks' announcements; returns the sums of their payloads.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: they do different things; raised on every rank.
+            RanksDisagreeError: the ranks do different things; raised on every rank.
         """
         if self._sums is not None:  # answered before a collective in the middle of the phase
             sums, self._sums = self._sums, None
@@ -123,11 +123,11 @@ class Announcer:
             self._post()
 
     def wait(self, work: Any) -> None:
-        """Wait for a reduction of what was started quietly; tell the others what for, if it takes long.
+        """Wait for a reduction that was started quietly; announce it to the other ranks if this takes long.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: they do different things; raised on every rank.
+            RanksDisagreeError: the ranks do different things; raised on every rank.
         """
         since_s = time.monotonic()
         patience_s = _PATIENCE_S
@@ -142,25 +142,25 @@ class Announcer:
             raise
 
     def done(self) -> None:
-        """Record that all announced collectives have been launched."""
+        """Record that all announced collectives have been started."""
         self._open = None
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """Latest announcement of the ranks with samples, which the others take part in."""
+        """Announcement of the ranks with samples in which the other ranks can participate; None if there is none."""
         return joined_by_idle([int(code) for code in self._values[: self._world]])
 
     @property
     def fingerprints(self) -> list[int]:
-        """Fingerprints by rank, as announced last."""
+        """Fingerprints in the latest announcement, by rank."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
-        """Announce that this rank needs no other any more; returns whether all of them have within ``wait_s``.
+        """Announce that this rank no longer needs other ranks; True if all ranks have done so within ``wait_s``.
 
-        The announcement stands as long as the group does: a rank that announces something else later finds it.
+        The announcement remains as long as the group exists: a rank that announces something else later still meets it.
 
-        Raises RanksDisagreeError: another one continues, as far as that is known in this time.
+        Raises RanksDisagreeError: another rank was seen to continue within this time.
         """
         self._begin(what, loader_steps, fingerprint, ())
         self._open = None
@@ -185,7 +185,7 @@ class Announcer:
             return False  # a rank that is gone needs no answer
 
     def _stand(self) -> tuple[Any, torch.Tensor]:
-        """Post an announcement that stands in a place of its own."""
+        """Post an announcement in a tensor of its own, where it remains; returns the work and the tensor."""
         self._tensor = torch.zeros_like(self._tensor)
         self._values = self._tensor.numpy()
         self._post(timeout_s=_FINISHED_S)
@@ -193,15 +193,15 @@ class Announcer:
         return self._work, self._tensor
 
     def check_same_step(self, tags: Sequence[float], note: int) -> bool:
-        """True if all ranks have read the same data, where all have reduced gradients of the same step.
+        """True if all ranks, having reduced gradients of the same step, have also read the same data for it.
 
         Args:
-            tags: sums of their :meth:`step_tag`.
-            note: of this rank's gradients, see ``notes_differ``.
+            tags: sums of all ranks' :meth:`step_tag`.
+            note: 1 if this rank's gradients include those of the last update, see ``notes_differ``.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: they have not; raised on every rank.
+            RanksDisagreeError: the gradients belong to different steps; raised on every rank.
         """
         total, squares = tags
         if self._world * squares == total * total:
@@ -220,13 +220,13 @@ class Announcer:
         """Return a tag and its square, which each rank adds to a reduction; exact in float32.
 
         Args:
-            sample_tag: of what all ranks read alike for this one.
+            sample_tag: tag of a sample that all ranks have read for this step; 0 if each reads its own.
         """
         tag = float((loader_steps + sample_tag) % _TAGS)
         return tag, tag * tag
 
     def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
-        """Start a phase; raises if the one before was not completed."""
+        """Start a phase; raises RanksDisagreeError if the previous phase was not completed."""
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time
         if self._open is not None:
@@ -246,7 +246,7 @@ class Announcer:
         self._work = self.communicator.all_reduce(self._tensor, timeout_s=timeout_s)
 
     def _speak(self) -> None:
-        """Announce the reason during a long wait, and receive the announcements of others."""
+        """Announce the current action during a long wait, and receive the other ranks' announcements."""
         if self._work is not None:
             if not self._work.is_completed():
                 return
@@ -261,7 +261,7 @@ class Announcer:
     def _all_in_phase(self) -> bool:
         """True if all ranks have announced the same phase.
 
-        Raises RanksDisagreeError: they have, but not the same in it, nor what ranks without samples take part in.
+        Raises RanksDisagreeError: in the same phase, the ranks have announced actions that do not fit together.
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
@@ -282,9 +282,9 @@ class Announcer:
         raise self._refused
 
     def _strategies(self) -> Sequence[str]:
-        """Return the announced strategies or collectives by rank; empty if some ranks have not sent theirs in time.
+        """Return the announced strategies or collectives, by rank; empty if some rank does not send its own in time.
 
-        All ranks come here, for all know that they disagree; their announcements are over.
+        All ranks call this, because all know that they disagree; their announcements are complete.
         """
         told = torch.zeros(self._world, _NAME_BYTES, dtype=torch.uint8)
         name = self._strategy.encode()[:_NAME_BYTES]

@@ -1,4 +1,4 @@
-"""Consensus of one rank with the others: announcements, votes, control values, and what follows from them."""
+"""Consensus of one rank with the others: announcements, votes, control values, and their conclusions."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
 class AgreedChanges:
-    """Decisions that the ranks of the present group have agreed on and not yet carried out.
+    """Decisions that the ranks of the current group have agreed on but not yet carried out.
 
     Attributes:
-        generation: generation to go to after this step, 0 for none.
-        stop: the job stops after this step, for good.
-        preempted: it stops there to continue another time.
-        batch: batch shape to change to, None to continue as it is.
-        comparison: all ranks are to compare their models with the next announcement that they make.
-        ran_out: a rank ran out of memory in the step in progress: this one, or, once the sums are known, any.
-        saves: checkpoints are reported in the present group.
-        reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
-        critical_batch: what the job's branches have measured; None where none have, and in a group's first step.
+        generation: generation to enter after this step, 0 for none.
+        stop: the job ends for good after this step.
+        preempted: the job stops after this step and will continue later.
+        batch: batch shape to change to, None for no change.
+        comparison: all ranks must compare their models in their next announcement.
+        ran_out: a rank ran out of memory in the current step: this rank, or, once the sums are known, any rank.
+        saves: checkpoints are reported in the current group.
+        reports: number of rank 0's ``report`` calls; shared because another rank, with fewer calls, may become rank 0.
+        critical_batch: critical batch measured by the job's branches; None if unknown, and in a group's first step.
 
     Args:
-        wishes: what the controller wants of this rank.
+        wishes: the controller's requests to this rank.
     """
 
     def __init__(self, wishes: WorkerMembership | UnitWishes) -> None:
@@ -73,13 +73,13 @@ class AgreedChanges:
         self._heard = self._others = 0
 
     def begin(self) -> None:
-        """Enter a group, in which agreements of another one do not count."""
+        """Enter a new group and discard agreements of the previous one."""
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self.comparison = self.saves = False
 
     def ask_for_comparison(self, wanted: bool) -> None:
-        """Rank 0 has reported, and a checkpoint with it if ``wanted``: are all ranks the same?"""
+        """Request, if ``wanted``, that all ranks compare their models, because rank 0 has reported a checkpoint."""
         self._wants_comparison = self._wants_comparison or wanted
 
     def compared(self) -> None:
@@ -87,38 +87,38 @@ class AgreedChanges:
         self.comparison = False
 
     def ask_for_consensus(self) -> None:
-        """Rank 0 wants all ranks to hold the same model after the next step, to save it."""
+        """Request that all ranks make their models identical after the next step, so that rank 0 can save."""
         self._wants_consensus = True
 
     def take_consensus(self) -> bool:
-        """Return True once if all ranks must make their models identical now."""
+        """Return True if all ranks must make their models identical now, and clear the request."""
         asked, self._consensus = self._consensus, False
         return asked
 
     def take_generation(self) -> int:
-        """Return the agreed generation, which has to be agreed on again if it is not entered now."""
+        """Return the agreed generation and clear it; if it is not entered now, the ranks must agree again."""
         generation, self.generation = self.generation, 0
         return generation
 
     def take_batch(self) -> BatchChoice | None:
-        """Return the agreed batch shape, once."""
+        """Return the agreed batch shape and clear it."""
         batch, self.batch = self.batch, None
         return batch
 
     def run_out(self) -> None:
-        """Record that this rank has run out of memory."""
+        """Record that this rank ran out of memory."""
         self.ran_out = True
 
     def forget_ran_out(self) -> None:
-        """Clear that ranks ran out of memory, because the step is undone."""
+        """Clear the record of ranks out of memory, because the step is undone."""
         self.ran_out = False
 
     def count_reports(self, reports: int) -> None:
-        """Set the number of reports that the run has made on this rank."""
+        """Set the number of reports in this run on this rank."""
         self.reports = reports
 
     def is_unrecorded(self) -> bool:
-        """True on the third report of another rank, if rank 0 has never reported."""
+        """True at the third report on a rank other than 0, if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
@@ -141,7 +141,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Receive the sums over all ranks, from which every rank draws the same conclusions."""
+        """Apply the sums over all ranks, from which every rank draws the same conclusions."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
@@ -162,11 +162,11 @@ class AgreedChanges:
     def vote(
         self, communicator: Communicator, added: Sums, agree: Callable[[Sequence[float]], Sequence[float]]
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Agree in a collective of its own, and add up what the ranks' accumulators were given.
+        """Agree in a separate collective, and sum the values that the ranks have added to their accumulators.
 
         Args:
-            added: what this rank has added, by accumulator and name.
-            agree: announces the vote; adds up numbers that ride along.
+            added: values added on this rank, keyed by accumulator and name.
+            agree: announces the vote with a payload, and returns the payload's sums.
 
         Returns accumulator, name and sum over the ranks, in the same order everywhere.
 
@@ -197,7 +197,7 @@ class AgreedChanges:
 
 
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
-    """Return this rank's sums, with 0 for names that only rank 0 has: a rank without a batch cannot know them.
+    """Return this rank's sums, with 0 for names that only rank 0 has: a rank without a batch cannot know the names.
 
     Raises CommunicationFailedError: the collective failed.
     """
@@ -225,37 +225,37 @@ _READS_DIFFER = (
 
 
 class ControlPart(Protocol):
-    """Control values of this rank that travel with reductions, and the conclusions from their sums.
+    """Protocol of control values that travel with reductions, and of the conclusions from their sums.
 
-    They ride on what commits a step of training only: a rank that hears a conclusion and one that does not are then
-    never equally far.
+    They only travel with reductions that commit a training step. Two ranks of which only one has received a conclusion
+    have therefore never committed the same steps.
     """
 
     def begin(self) -> None:
-        """Enter a group, in which conclusions of another one do not count."""
+        """Enter a new group and discard conclusions of the previous one."""
 
     def size(self, world_size: int) -> int:
         """Return the number of values; the same on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's contribution, whose sums are exact in float32 where they must be."""
+        """Return this rank's contribution; its sums must be exact in float32 if exactness matters."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Receive the sums over all ranks, the same on every rank that receives them."""
+        """Apply the sums over all ranks, which are the same on every rank that receives them."""
 
 
 class RankConsensus:
-    """Consensus of one rank with the ranks of its group.
+    """Consensus of one rank with the other ranks of its group.
 
     Args:
-        changes: what is agreed on and not carried out.
-        position: how far this rank is.
-        parts: what else rides on the control sums.
-        warn: tells the job's user.
-        is_last_epoch: True if no other one follows, as far as all ranks know.
+        changes: decisions that are agreed on but not yet carried out.
+        position: this rank's progress.
+        parts: further values that travel with the control sums.
+        warn: called with a warning for the job's user.
+        is_last_epoch: returns True if no other epoch follows, to the knowledge of all ranks.
 
     Attributes:
-        announcer: what the ranks of the present group tell each other before collectives.
+        announcer: the current group's announcements before collectives.
     """
 
     def __init__(
@@ -278,33 +278,33 @@ class RankConsensus:
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
-        """Have the numbers of these ride along as well; the same on all ranks, before the first group."""
+        """Add parts to the control sums; the same on all ranks, before the first group."""
         self._parts.extend(parts)
 
     def follow_group(self) -> None:
-        """Enter, as the membership does, a group: set up its announcements, and the parts of its control sums."""
+        """Set up announcements and the control sums' parts for the membership's current group."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
             self.announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + sum(n for _, n in self._riding))
 
     def enter_group(self) -> None:
-        """Enter a group, in which agreements and comparisons of another one do not count."""
+        """Enter a new group and discard agreements and comparisons of the previous one."""
         self._replicas.begin()
         self._changes.begin()
         for part in self._parts:
             part.begin()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
-        """Announce to the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
+        """Announce this rank's next action to the other ranks; call :meth:`agreed` before starting its collectives.
 
         Args:
-            payload: rides along, and is added up.
-            plan: compared with that of the other ranks, in place of the parameters.
+            payload: values to be summed over the ranks.
+            plan: data plan to compare with those of the other ranks, instead of the parameters.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: what was announced before was not done.
+            RanksDisagreeError: this rank has not completed its previous announcement.
         """
         fingerprint, self._plan = 0, plan
         if plan is not None:
@@ -315,16 +315,16 @@ class RankConsensus:
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
-        """Announce that gradients are reduced next here, where that has to be said.
+        """Announce that this rank reduces gradients next, if an announcement is necessary.
 
         Args:
-            known: all ranks have made these before, and can make no others.
+            known: all ranks have made these reductions before, and cannot make any others.
 
-        Returns whether :meth:`agreed` must be asked before their results are used.
+        Returns True if :meth:`agreed` must be called before the results are used.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: what was announced before was not done.
+            RanksDisagreeError: this rank has not completed its previous announcement.
         """
         if known and not self._compares(what):
             self.announcer.start_quietly(what, self._position.state.progress.loader_steps)
@@ -333,7 +333,7 @@ class RankConsensus:
         return True
 
     def _compares(self, what: Announced) -> bool:
-        """True if parameters are compared with this announcement."""
+        """True if this announcement must include a comparison of parameters."""
         steps, saves = self._position.state.progress.steps, what.intent is Intent.BUFFERS
         if what.index == 0 and what.intent is Intent.END_OF_PASS:
             self._replicas.end_pass()
@@ -343,12 +343,12 @@ class RankConsensus:
         return what.intent is Intent.GRADIENTS and self._replicas.due(steps, always=self._changes.comparison)
 
     def agreed(self) -> list[float]:
-        """Wait until all ranks have announced the same; returns the sums of what rode along.
+        """Wait until all ranks have announced the same action; returns the sums of their payloads.
 
         Raises:
             CommunicationFailedError: the group broke.
-            RanksDisagreeError: they have not; raised on every rank.
-            ReplicasDifferError: they hold different parameters or data; raised on every rank.
+            RanksDisagreeError: the ranks announced different actions; raised on every rank.
+            ReplicasDifferError: the ranks hold different parameters or data; raised on every rank.
         """
         sums = self.announcer.agree()
         compared = self._replicas if self._plan is None else self._plan
@@ -356,7 +356,7 @@ class RankConsensus:
         return sums
 
     def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> list[float]:
-        """Announce what comes next, and wait for the others; see :meth:`announce` and :meth:`agreed`."""
+        """Announce an action and wait for the other ranks; see :meth:`announce` and :meth:`agreed`."""
         self.announce(what, payload, plan)
         sums = self.agreed()
         self.announcer.done()
@@ -364,7 +364,7 @@ class RankConsensus:
 
     @property
     def in_phase(self) -> bool:
-        """True while announced collectives are still to be made, as within a backward pass."""
+        """True while announced collectives have not all been started, as within a backward pass."""
         return self.announcer.in_phase
 
     def interject(self, what: Announced) -> None:
@@ -372,19 +372,19 @@ class RankConsensus:
         self.announcer.interject(what)
 
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
-        """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
+        """Announce that this rank no longer needs other ranks; see :meth:`Announcer.announce_finished`.
 
         Args:
-            fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
+            fingerprint: fingerprint of this rank's parameters after the last epoch; 0 if unknown.
 
-        Returns the fingerprints of all ranks; none where they have not all come within this time.
+        Returns the fingerprints of all ranks; empty if some ranks have not announced this within ``wait_s``.
         """
         if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
 
     def reductions_started(self) -> None:
-        """Record that all announced reductions have been launched."""
+        """Record that all announced reductions have been started."""
         self.announcer.done()
 
     def wait(self, work: Any) -> None:
@@ -393,7 +393,7 @@ class RankConsensus:
 
     @property
     def control_size(self) -> int:
-        """Number of control values that every reduction of gradients carries in the present group."""
+        """Number of control values that every gradient reduction carries in the current group."""
         return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
@@ -421,10 +421,10 @@ class RankConsensus:
             first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:
-        """Return the tag that a rank adds to a reduction, so that :meth:`check_same_step` detects another step.
+        """Return the tag that this rank adds to a reduction, so that :meth:`check_same_step` detects different steps.
 
         Args:
-            note: of the gradients, see ``notes_differ``.
+            note: 1 if the gradients include those of the last update, see ``notes_differ``.
         """
         step = self._position.outermost
         sample_tag = step.sample_tag if step is not None and not self._reads_differ else 0
@@ -433,14 +433,14 @@ class RankConsensus:
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
         """Check that all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
 
-        Ranks that have read other samples for it are reported once: an augmentation may differ, which does no harm.
+        Ranks that have read different samples for the step cause one warning: random augmentation may explain it.
         """
         if not self.announcer.check_same_step(tags, note):
             self._reads_differ = True
             self._warn(_READS_DIFFER)
 
     def _follow(self, end: Announced, join: Callable[[Announced], None]) -> None:
-        """Join the collectives of ranks with samples, until all have come to the end of the step; see :meth:`vote`."""
+        """Participate in collectives of the ranks with samples until all reach the step's end; see :meth:`vote`."""
         while True:
             self.announce(Announced(Intent.IDLE, end.index, end.detail))
             self.agreed()
@@ -461,11 +461,12 @@ class RankConsensus:
         join: Callable[[Announced], None] | None = None,
         plan: DataPlan | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
-        """Agree in a collective of its own, and add up what the ranks' accumulators were given.
+        """Agree in a separate collective, and sum the values that the ranks have added to their accumulators.
 
         Args:
-            some_are_idle: ranks without samples cannot know the names of what the others have added to.
-            join: of a rank without samples: takes part in what the others have announced.
+            some_are_idle: some ranks have no samples in this step, and do not know the names that others have added to.
+            join: on a rank without samples, participates in an action announced by the other ranks; None on other
+                ranks.
 
         Returns accumulator, name and sum over the ranks, in the same order everywhere.
 

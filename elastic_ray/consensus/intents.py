@@ -1,7 +1,7 @@
-"""Intents of ranks: what each is about to do, as a number announced before every collective (pure).
+"""Intents of ranks: each rank's next action, as a number announced before every collective (pure).
 
-Ranks that do different things must not meet in one collective: sizes that differ end a process, sizes that agree add up
-what does not belong together.
+Ranks that do different things must not meet in one collective: different sizes crash a process, and equal sizes sum
+values that do not belong together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 class Intent(enum.IntEnum):
-    """Intent of a rank: what it does next."""
+    """Intent of a rank: its next action."""
 
     GRADIENTS = 1
     EDGE = 2
@@ -46,7 +46,7 @@ _STEPPED = "which parameters have a gradient, and learning rates"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """Announcement of a rank: its intent with details, and their code."""
+    """Announcement of a rank: its intent with details, also encoded as one number."""
 
     intent: Intent
     index: int = 0  # number of the model, or depth of the loader pass, by kind
@@ -60,7 +60,7 @@ class Announced:
 
     @classmethod
     def from_code(cls, code: int) -> Announced:
-        """Decode the announcement of :attr:`code`."""
+        """Decode an announcement from its :attr:`code`."""
         return cls(Intent(code & 15), (code >> 4) & ((1 << _INDEX_BITS) - 1), code >> (4 + _INDEX_BITS))
 
     def __str__(self) -> str:
@@ -114,10 +114,11 @@ class Announced:
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:
-    """Return what the ranks are about to do as the text of an error; by rank, with the committed steps of each.
+    """Return an error text on the different actions of the ranks, and the steps each has committed.
 
     Args:
-        strategies: of their gradients, as far as that is known; else empty.
+        codes: announced code of each rank; 0 if a rank has announced nothing.
+        strategies: name of each rank's gradient strategy or collective; empty if unknown.
     """
     doing: dict[str, list[int]] = {}
     several = len(set(loader_steps)) > 1
@@ -140,7 +141,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the error text of a rank about to begin a step after which another rank's training has ended."""
+    """Return the error text for a rank about to start a step after another rank has ended its training."""
     return (
         f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
         f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
@@ -148,7 +149,7 @@ def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
 
 
 def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
-    """Return the error text of ranks that do in a step what takes all, where only the first ``have`` have samples."""
+    """Return the error text for an action that needs all ranks in a step in which only ``have`` ranks have samples."""
     return (
         f"step {step} (steps of all loaders counted) has samples for {have} of {world_size} workers, and these do what "
         f"takes all of them: {told}. In such a step models may be called, and Accumulators added to. To train, to loop "
@@ -158,10 +159,10 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Return the text of the error of ranks of which some have added to the gradients of the last update.
+    """Return the error text for ranks of which only some added to the gradients of the last update.
 
     Args:
-        notes: by rank, 1 of those that have.
+        notes: 1 for each rank that did, else 0.
     """
     doing: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
@@ -176,10 +177,10 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """Return the announcement of the ranks with samples if the others can take part in it; else None.
+    """Return the announcement of the ranks with samples if the other ranks can participate; None otherwise.
 
     Args:
-        codes: of what they have announced; those of ranks without samples name the end that they wait at.
+        codes: announced code of each rank; that of a rank without samples describes the end at which it waits.
     """
     told = {Announced.from_code(code) for code in codes if code}
     ends = {each for each in told if each.intent is Intent.IDLE}
@@ -199,7 +200,7 @@ def joined_by_idle(codes: Sequence[int]) -> Announced | None:
 
 
 def layouts_differ(codes: Sequence[int]) -> bool:
-    """True if two ranks reduce gradients of one model in different layouts."""
+    """True if two ranks reduce gradients of the same model in different layouts."""
     known = [Announced.from_code(code) for code in codes if code]
     layouts = {(each.index, each.detail) for each in known if each.intent is Intent.GRADIENTS}
     return len(layouts) > len({index for index, _ in layouts})
@@ -214,21 +215,19 @@ def _named(ranks: Iterable[int]) -> str:
 def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, world_size: int) -> int:
     """Return how many generations ahead all ranks have prepared, from two sums over them; 0 if they differ.
 
-    Each rank contributes d, how many generations ahead of the present one its prepared group is (0 for none), and
-    d squared. All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).
-
-    Returns the common d, 0 where the ranks do not agree (yet).
+    Each rank contributes d and d squared, where d is the number of its prepared generation minus that of the current
+    one (0 if none is prepared). All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).
     """
     total, squares = round(sum_of_distances), round(sum_of_squares)
     return total // world_size if total > 0 and world_size * squares == total * total else 0
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """Return a digest d of the sums that a rank adds to, d squared, their number and its square; exact in float64."""
+    """Return a digest of the names of sums, its square, the number of names and its square; exact in float64."""
     digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
     return [float(digest), float(digest * digest), float(count), float(count * count)]
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """True if all ranks have the same digest and number, by the sums; see :func:`agreed_generations_ahead`."""
+    """True if the summed ballots show the same digest and count on all ranks; see :func:`agreed_generations_ahead`."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Agreement on a checkpoint: all ranks write their parts after a step, or rank 0 writes all of it (pure)."""
+"""Agreement on a checkpoint: either all ranks write their parts after a step, or rank 0 writes it all (pure)."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class SaveOrder:
 
 
 class SaveAgreement:
-    """Agreement of ranks on how to save: all sum their ballots, and decide the same from the sums.
+    """Agreement of the ranks on how to save: all sum their ballots and decide alike from the sums.
 
-    What is known without a look at the state rides on the control sums of every step (a ``ControlPart``). So when the
-    first rank's wish for a checkpoint comes with the same sums, there is nothing left to agree on. Where models are to
-    be made one first, or no step follows, ranks add up what :meth:`ballot` gives in a collective of its own.
+    Ballots that need no inspection of the state travel with the control sums of every step (as a ``ControlPart``). If
+    rank 0's request for a checkpoint arrives in the same sums, nothing else must be agreed on. If models must be made
+    identical first, or no step follows, the ranks sum the results of :meth:`ballot` in a separate collective.
 
     Attributes:
-        refusals: ranks that had said in the present group that they never can; 0 where all can, or none was asked.
+        refusals: ranks in the current group that can never write their part; 0 also if none was asked.
     """
 
     def __init__(self) -> None:
@@ -64,26 +64,26 @@ class SaveAgreement:
         self._writer = writer
 
     def give_up(self) -> None:
-        """Give up joint saving: rank 0 saves alone from now on."""
+        """Stop joint saving: rank 0 saves alone from now on."""
         self._given_up = True
 
     def begin(self) -> None:
-        """Enter a group, in which agreements of another one do not count."""
+        """Enter a new group and discard agreements of the previous one."""
         self._order, self._heard, self.refusals = None, None, 0
         if self._writer is not None:
             self._writer.begin()
 
     @property
     def together(self) -> bool:
-        """True if ranks save together, as far as this one knows."""
+        """True if, to this rank's knowledge, the ranks save together."""
         return self._writer is not None and not self._given_up and not self.refusals
 
     def ballot(self, rank: int, world_size: int, *, divided: bool, now: bool) -> list[float]:
-        """Return this rank's ballot for the sums; exact in float64.
+        """Return this rank's ballot, to be summed; exact in float64.
 
         Args:
-            divided: whether state lies with several ranks; equal on all.
-            now: as for ``PartSaver.readiness``.
+            divided: the state is divided among ranks; equal on all ranks.
+            now: as in ``PartSaver.readiness``.
         """
         self._order = None
         if not divided or world_size == 1:
@@ -94,11 +94,11 @@ class SaveAgreement:
         return [1.0, *_said(rank, readiness)]
 
     def decide(self, sums: Sequence[float], rank: int, world_size: int, *, now: bool) -> Saving:
-        """Return the mode of saving that the sums decide; the same on all ranks.
+        """Return the mode of saving that follows from the sums; the same on all ranks.
 
         Args:
-            sums: of the ballots over all ranks.
-            now: as for :meth:`ballot`.
+            sums: sums of the ballots over all ranks.
+            now: as in :meth:`ballot`.
         """
         divided, high, low, not_yet, never = (round(each) for each in sums)
         if divided != world_size:
@@ -112,7 +112,7 @@ class SaveAgreement:
         return Saving.TOGETHER
 
     def prepare(self, rank: int, world_size: int) -> None:
-        """Start what is missing on this rank for a wanted checkpoint."""
+        """Start whatever preparation this rank lacks for a requested checkpoint."""
         if self._writer is not None and not self._given_up:
             self._writer.readiness(rank, world_size, now=False)
 
@@ -121,12 +121,12 @@ class SaveAgreement:
     def size(self, world_size: int) -> int:
         """Return the number of values that travel with the control sums.
 
-        Equal in every group, as they shape its buckets.
+        The number is constant, because it affects the layout of gradient buckets.
         """
         return _RIDING
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's ballot for a checkpoint wanted now."""
+        """Return this rank's ballot in case a checkpoint is requested now."""
         return _NEVER if self._writer is None or self._given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -134,12 +134,12 @@ class SaveAgreement:
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:
-        """Return the latest sums for :meth:`decide`, once; empty where none have come since the last call."""
+        """Return the latest sums for :meth:`decide` and clear them; empty if there are none since the last call."""
         heard, self._heard = self._heard, None
         return (float(world_size), *heard) if heard is not None else ()
 
     def take_order(self) -> SaveOrder | None:
-        """Return the order that the ranks have agreed on, and clear it."""
+        """Return the agreed order and clear it."""
         order, self._order = self._order, None
         return order
 
@@ -149,7 +149,7 @@ _NEVER = (0.0, 0.0, 0.0, 1.0)
 
 
 def _said(rank: int, readiness: Readiness) -> list[float]:
-    """Return one rank's ballot; rank 0 draws a token once it is ready, sent in two halves."""
+    """Return one rank's ballot. Once ready, rank 0 draws a token, which is sent in two halves."""
     token = 1 + secrets.randbits(2 * _HALF_BITS) if rank == 0 and readiness is Readiness.READY else 0
     halves = [float(token >> _HALF_BITS), float(token & ((1 << _HALF_BITS) - 1))]
     return [*halves, float(readiness is Readiness.NOT_YET), float(readiness is Readiness.NEVER)]

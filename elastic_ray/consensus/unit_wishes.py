@@ -1,4 +1,4 @@
-"""Wishes of the controller for a unit, once all of its workers know them: a unit votes as one rank of the job."""
+"""Controller requests that all workers of a unit know; a unit votes as one rank of the job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TOKEN_BITS = 32
 
 
 class UnitWishes:
-    """Wishes that all workers of a unit know; stands for the worker's membership where that votes.
+    """Requests known to all workers of a unit; replaces the worker's membership in votes.
 
     Args:
-        membership: this worker's, which may have heard more than those of the others.
-        unit: the workers that are to know alike.
+        membership: this worker's membership, which may know more than those of the unit's other workers.
+        unit: the workers that must share the same knowledge.
 
     Attributes:
-        voided: the present group was called off.
-        measured: by position, number of parameter groups whose statistics were taken.
+        voided: the current group was cancelled.
+        measured: number of parameter groups with measured statistics on each worker, by position.
     """
 
     def __init__(self, membership: WorkerMembership, unit: UnitGroup) -> None:
@@ -35,25 +35,25 @@ class UnitWishes:
 
     @property
     def generation(self) -> int:
-        """Number of the present generation."""
+        """Number of the current generation."""
         return self._membership.generation
 
     def begin(self) -> None:
-        """A group was entered: what was known in another one does not count."""
+        """Enter a new group and discard requests of the previous one."""
         self.prepared_ahead = 0
         self.voided, self._save = False, 0
         self.wanted_batch: BatchChoice | None = None
         self.critical_batch = 0
 
     def settle(self, *, well: bool, due: bool, measured: float = 0.0) -> bool:
-        """At one place of the program on all of the unit's workers: whether all is well there, and what they know.
+        """Share all workers' knowledge at the same place of the program; True if all is well on all of them.
 
         Args:
-            well: what was to be done since the last time is done here.
+            well: this worker has done everything since the last call successfully.
             due: this worker has something to save.
-            measured: number of parameter groups whose statistics it has taken.
+            measured: number of parameter groups whose statistics it has measured.
 
-        Raises UnitLostError: one of them is gone.
+        Raises UnitLostError: another worker is gone.
         """
         mine, batch = self._membership, self._membership.wanted_batch
         prepared = mine.generation + mine.prepared_ahead if mine.prepared_ahead else 0
@@ -81,14 +81,14 @@ class UnitWishes:
         return all(bool(row[0]) for row in rows)
 
     def take_save(self) -> int:
-        """Token of the checkpoint that is due, as the worker sees it that speaks for the unit, once; 0 for none."""
+        """Return the token of the checkpoint that is due on the leading worker and clear it; 0 for none."""
         token, self._save = self._save, 0
         return token
 
     def agree(self, well: bool) -> bool:
-        """Return True if all is well on all workers of the unit."""
+        """Return True if ``well`` is True on all workers of the unit."""
         return self._unit.agree(well)
 
     def alike(self, value: float) -> list[float]:
-        """Every worker's value, by position."""
+        """Return every worker's value, by position."""
         return [row[0] for row in self._unit.gather([value])]

@@ -1,1 +1,1 @@
-"""Data for elastic jobs: which rank takes which sample, in every epoch each exactly once."""
+"""Data for elastic jobs: which rank uses which sample, with every sample used exactly once per epoch."""

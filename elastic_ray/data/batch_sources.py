@@ -24,7 +24,7 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
 
     Args:
         seed: seed of the sample order.
-        drop_last: whether a last batch that is too short is dropped.
+        drop_last: drop a last batch that is too short.
 
     Raises ValueError: dropping the last batch would leave no batch in an epoch.
     """

@@ -143,7 +143,7 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's slice of the step at ``position`` for each micro-step; empty without samples."""
+        """Return this rank's slice of the step at ``position`` for each micro-step; empty if it gets no sample."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])

@@ -73,13 +73,13 @@ class AdaptiveDataLoader(ResumableLoader):
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are reused.
-        batch_size: global batch size M0, from 1 to the number of samples of the dataset. Or a schedule by progress (0
-            to 1), such as ``[(0, 64), (0.1, 256)]``: M0 is the first size, and 256 becomes 255 on 3 workers.
+        batch_size: global batch size M0, at least 1; a batch larger than the dataset holds all of its samples. Or a
+            schedule by progress (0 to 1), such as ``[(0, 64), (0.1, 256)]``: M0 is the first size, and 256 becomes 255
+            on 3 workers.
         batch_tokens: global batch in tokens, instead of ``batch_size``, rounded down to whole samples; or a schedule by
             tokens trained on, such as ``[(0, 65_536), ("0.25B", 262_144)]``.
         tokens_per_sample: tokens in each sample; ``"weigh"`` if the loop counts them with :meth:`weigh`.
-        scale_with_workers: ``batch_size`` is per worker, and the learning rate is for one worker; the scaling rule
-            adapts it.
+        scale_with_workers: ``batch_size`` is per worker, and the scaling rule adapts the learning rate of one worker.
         max_batch_tokens: largest batch in tokens, as in :meth:`autoscale_batch_size`; None keeps the batch fixed.
         shuffle: use a new order in each epoch; True by default, except with a ``sampler`` or ``whole_batches``.
         sampler: order of the indices.
@@ -90,7 +90,7 @@ class AdaptiveDataLoader(ResumableLoader):
         persistent_workers: keep worker processes between passes.
         whole_batches: give each batch undivided to one rank, in the dataset's order unless ``shuffle=True``. For
             evaluation metrics that need whole batches, such as a ranking over 100 candidates.
-        on_epoch: called as ``on_epoch(dataset, epoch)`` at the same time as ``set_epoch``, just after it.
+        on_epoch: called as ``on_epoch(dataset, epoch)`` before the first sample of each epoch, after ``set_epoch``.
         options: further arguments of ``torch.utils.data.DataLoader``.
 
     Raises TypeError or ValueError: an argument is invalid; the message names it and says how to fix it.

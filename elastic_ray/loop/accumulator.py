@@ -1,4 +1,4 @@
-"""Sums over all ranks and steps that stay right when workers come, go and die."""
+"""Sums over all ranks and steps that stay correct when workers join, leave or fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic_ray.run.current import session_of_thread
 
 
 class _Sum(float):
-    """Sum together with the part that ``+=`` has just added to it."""
+    """Sum together with the amount that ``+=`` has just added to it."""
 
     added: float = 0.0
 
@@ -20,13 +20,12 @@ class _Sum(float):
 
 
 class Accumulator(Mapping[str, float]):
-    """Named sums, e.g. of losses and hits, added to by every rank inside a loader's loop.
+    """Named sums, such as losses and hits, to which every rank adds inside a loader's loop.
 
-    What a step adds counts when the step is committed: a step that a failure voids leaves nothing behind and is
-    counted when it is drawn again, and no worker takes its part of the sums with it. Reading gives the sum over all
-    ranks and committed steps, the same on every rank; between two passes of a loader that is all of it.
-
-    Every rank must add to the same names in a step, at least 0.0.
+    Values added during a step count when the step is committed. A step voided by a failure leaves nothing behind and
+    counts when it is drawn again, and a lost worker does not take its part of the sums with it. Reading returns the sum
+    over all ranks and committed steps, the same on every rank. Between two passes of a loader, all steps are committed.
+    Every rank must add to the same names in a step, even if only 0.0.
 
     Examples:
         >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until
@@ -45,7 +44,7 @@ class Accumulator(Mapping[str, float]):
         self._key = self._session.new_accumulator()
 
     def _join_present_run(self) -> None:
-        """Join the present run: if a process trains several times, the sums belong to the run that adds to them."""
+        """Attach to the current run: if a process trains several times, sums belong to the run that adds to them."""
         present = session_of_thread()
         if present is not None and present is not self._session:
             self._session, self._key = present, present.new_accumulator()
@@ -59,7 +58,7 @@ class Accumulator(Mapping[str, float]):
         self.add(name, value.added)
 
     def add(self, name: str, value: float) -> None:
-        """Add this rank's ``value``; the same as ``accumulator[name] += value``."""
+        """Add this rank's ``value``; equivalent to ``accumulator[name] += value``."""
         self._join_present_run()
         if self._session.ledger.depth == 0:
             raise RuntimeError(
@@ -70,7 +69,7 @@ class Accumulator(Mapping[str, float]):
         self._session.add_to_sum(self._key, name, float(value))
 
     def reset(self) -> None:
-        """Reset all sums; on every rank, between two passes of a loader."""
+        """Reset all sums; call this on every rank, between two passes of a loader."""
         self._session.progress.reset_sums(self._key)
 
     def _sums(self) -> dict[str, float]:

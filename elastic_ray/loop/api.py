@@ -1,4 +1,4 @@
-"""Public functions of a train loop: its session, its place in the job, reports, epochs."""
+"""Public functions of a train loop: its session, its rank in the job, reports and shared state."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 def current_session() -> Session:
     """Return the session of the train loop that runs in this thread.
 
-    Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
-    the environment describes.
+    Outside a trainer, a session is created on first use: it trains alone or, under ``torchrun``, with the group
+    described by the environment.
 
-    Raises RuntimeError: this is another thread of a job's worker than the train function's.
+    Raises RuntimeError: the calling thread of a worker is not the one that runs the train function.
     """
     session = session_of_thread()
     if session is None:
@@ -43,11 +43,11 @@ def current_session() -> Session:
 
 
 def session_of_new_model() -> Session:
-    """Return the session of a model that is being wrapped.
+    """Return the session for a model that is being wrapped.
 
-    Outside a trainer, a model that is wrapped after the first epoch, or after an opening that failed, begins another
-    run of the process: a notebook's cell that is run again, the next fold. Loaders made since, and the one that has fed
-    the run before, go along. A loop of the earlier run that continues nevertheless raises (see
+    Outside a trainer, wrapping a model after the first epoch, or after a failed start, begins another run in the
+    process: a notebook cell that is run again, or the next fold. The new run adopts loaders made since then, and the
+    loader that fed the previous run. A loop of the previous run that continues nevertheless raises an error (see
     ``run.current.check_present``).
     """
     earlier = current_session()
@@ -57,16 +57,16 @@ def session_of_new_model() -> Session:
 
 
 def session_to_build() -> Session:
-    """Return the session of what is registered before the first epoch.
+    """Return the session in which to register objects before the first epoch.
 
-    Outside a trainer never one whose opening failed.
+    Outside a trainer, a session that failed to start is replaced by a new one.
     """
     session = current_session()
     return _run_after(session) if session.opening_failed and not session.elastic else session
 
 
 def _run_after(earlier: Session) -> Session:
-    """Start another run in this process, and move the loaders along."""
+    """Start another run in this process, and move the loaders to it."""
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
@@ -81,7 +81,7 @@ def _run_after(earlier: Session) -> Session:
 
 
 def _take_along(leading: weakref.ref[Any], session: Session) -> None:
-    """Move a loader made outside the train function to the next run, unless that has made its own."""
+    """Move a loader made outside the train function to the next run, unless that run has a loader of its own."""
     loader = leading()
     if loader is not None and session.registry.loaders.info is None:
         loader.join(session)
@@ -89,30 +89,30 @@ def _take_along(leading: weakref.ref[Any], session: Session) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ElasticContext:
-    """Position of this worker, in the style of ``ray.train.get_context()``. Values are read when asked for.
+    """Position of this worker, in the style of ``ray.train.get_context()``. Each call returns the current value.
 
     Before the first epoch no group is formed yet; ranks and sizes are then those of the group that this worker is
-    expected to join. Of the workers that start a job, or start it again, exactly one sees rank 0, and on each node one
-    sees local rank 0; workers that join a running job never see rank 0. ``if get_world_rank() == 0: download()`` is
-    thus right before the first epoch as well; but no other worker waits for it there.
+    expected to join. Of the workers that start or restart a job, exactly one sees rank 0, and one on each node sees
+    local rank 0; workers that join a running job never see rank 0. ``if get_world_rank() == 0: download()`` is thus
+    also correct before the first epoch, but the other workers do not wait for it there.
     """
 
     _session: Session
 
     def get_world_size(self) -> int:
-        """Return the number of workers of the present generation."""
+        """Return the number of workers of the current generation."""
         return self._session.group.rank_info.world_size
 
     def get_world_rank(self) -> int:
-        """Rank of this worker, from 0."""
+        """Return the rank of this worker, from 0."""
         return self._session.group.rank_info.rank
 
     def get_local_rank(self) -> int:
-        """Rank of this worker among those on its node."""
+        """Return the rank of this worker among those on its node."""
         return self._session.group.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
-        """Return workers of the present generation on this worker's node."""
+        """Return the number of workers of the current generation on this worker's node."""
         return self._session.group.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
@@ -120,19 +120,19 @@ class ElasticContext:
         return self._session.group.rank_info.node_rank
 
     def get_generation(self) -> int:
-        """Return the number of the present generation: how often the group has changed, 0 before the first."""
+        """Return the current generation's number, which grows with each change of the group; 0 before the first."""
         return self._session.group.generation
 
     def get_job_name(self) -> str:
-        """Name of the job."""
+        """Return the name of the job."""
         return self._session.job
 
     def get_experiment_name(self) -> str:
-        """Name of the job (the name that Ray Train uses)."""
+        """Return the name of the job, under the name that Ray Train uses."""
         return self._session.job
 
     def get_global_step(self) -> int:
-        """Return optimizer steps committed so far."""
+        """Return the number of optimizer steps committed so far."""
         return self._session.progress.steps
 
 
@@ -142,23 +142,25 @@ def get_context() -> ElasticContext:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded.
+    """Report metrics, and optionally a checkpoint to keep, from every rank; rank 0's metrics are recorded.
 
-    Metrics are numbers, strings, None, and lists, tuples and dicts (with string keys) of these, up to 256 KiB as JSON
-    in all: they are read by processes of the cluster that run no user's code. NumPy's scalars, and arrays and tensors
-    of one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
+    Metrics are numbers, strings, None, and lists, tuples and dicts (with string keys) of these, up to 256 KiB in total
+    as JSON: they are read by processes of the cluster that run no user code. NumPy scalars, and arrays and tensors of
+    one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
 
-    Replicas are identical, so rank 0's checkpoint stands for all. Files of a checkpoint that another rank passes in the
-    same place are put into the same directory, as far as rank 0's has none of that name; a ``warning`` event says so
-    where rank 0 has passed none. The call returns when the files have been copied to the run's storage, and the job
-    knows of them.
-    Storage that is silent, fails, or is not there, for ``ElasticConfig(storage_timeout_s)`` costs the checkpoint, which
-    an event of kind ``storage`` says, and not the training: the metrics count, and the next checkpoint is tried again.
+    Replicas are identical, so rank 0's checkpoint stands for all. If other ranks pass a checkpoint in the same call,
+    their files are added to rank 0's directory, unless rank 0 has a file of the same name. If rank 0 has passed none,
+    they are not kept, and a ``warning`` event says so. The call returns when the files have been copied to the run's
+    storage and the job has been notified.
+
+    If storage is silent, failing or missing for ``ElasticConfig(storage_timeout_s)``, only the checkpoint is lost, as
+    reported by an event of kind ``storage``. Training continues, the metrics count, and the next checkpoint is tried
+    again.
 
     Raises:
-        TypeError: ``metrics`` is no mapping, or rank 0's hold something else; the message names it.
-        ValueError: they are too large, nested deeper than 20 levels, or one holds itself.
-        FileNotFoundError: the checkpoint is no directory. PermissionError: it may not be read.
+        TypeError: ``metrics`` is not a mapping, or rank 0's metrics have an unsupported type; the message names it.
+        ValueError: the metrics are too large, nested deeper than 20 levels, or contain themselves.
+        FileNotFoundError: the checkpoint is not a directory. PermissionError: it is not readable.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")
@@ -180,47 +182,48 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
 def get_checkpoint() -> Checkpoint | None:
     """Return the checkpoint to start from: the latest reported one when a job restarts, None otherwise.
 
-    Workers that join a running job get their state from the others and need none.
+    Workers that join a running job receive their state from the other workers and need no checkpoint.
     """
     checkpoint: Checkpoint | None = current_session().start.take_checkpoint()
     return checkpoint
 
 
 def get_tracker_dir() -> str:
-    """Return the directory for what the train function logs by itself: tensors, images, text, a profiler's traces.
+    """Return the directory for the train function's own logs: tensors, images, text, profiler traces.
 
-    It belongs to the run, so that a new rank 0 continues where the one before has stopped: ``tensorboard/user`` in the
-    run's directory, which TensorBoard shows beside the run's own numbers. Where storage is not local it is a directory
-    of this node, whose files are copied there every 15 s and when the train function returns. Without a trainer it is
-    ``runs/user`` in the present directory, or what the environment variable ``ELASTIC_RAY_TRACKER_DIR`` says.
+    The directory belongs to the run, so a new rank 0 continues where the previous one stopped: ``tensorboard/user`` in
+    the run's directory, which TensorBoard shows beside the run's own numbers. If storage is not local, it is a
+    directory on this node, whose files are copied to storage every 15 s and when the train function returns. Without a
+    trainer, it is the value of the environment variable ``ELASTIC_RAY_TRACKER_DIR`` or ``runs/user`` in the current
+    directory.
 
-    Every rank may call it; by custom rank 0 writes. A writer belongs to one process: open it when the process becomes
-    rank 0, and tell it where it begins (``SummaryWriter(er.get_tracker_dir(), purge_step=...)``).
+    Every rank may call this; usually rank 0 writes. A writer belongs to one process: open it when the process becomes
+    rank 0, and pass the step at which it starts (``SummaryWriter(er.get_tracker_dir(), purge_step=...)``).
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
     return current_session().controller.tracker_dir()
 
 
 def register_state(name: str, target: Any) -> None:
-    """Make ``target`` part of what all workers share: moving averages of a model, counters, metrics, curricula.
+    """Add ``target`` to the state that all workers share: moving averages of a model, counters, metrics, curricula.
 
-    Workers that join have its state, checkpoints keep it, and a step that a failure voids takes back what user code did
-    to it. It must be the same on every rank; sums of what differs belong into an ``Accumulator``. Call it before the
-    first epoch, on every worker alike. A copy of it is made at the beginning of each step, so large states cost as much
-    as they take to copy.
+    Joining workers receive its state, checkpoints include it, and when a failure voids a step, changes that user code
+    made to it in that step are undone. It must be the same on every rank; sum values that differ in an ``Accumulator``.
+    Call this before the first epoch, on every worker. The state is copied at the start of each step, so a large state
+    costs the time to copy it.
 
     Args:
-        name: unique in the train loop.
-        target: has ``state_dict()`` of tensors and plain values, and ``load_state_dict(state)``. Of a
-            ``torch.nn.Module`` all parameters and buffers travel, persistent or not, its extra states
-            (``get_extra_state``), modes, and the sums of a ``torchmetrics.Metric``.
+        name: name of the state, unique in the train loop.
+        target: object with ``state_dict()``, which returns tensors and plain values, and ``load_state_dict(state)``.
+            For a ``torch.nn.Module``, all parameters and buffers (persistent or not), extra states
+            (``get_extra_state``), modes, and the sums of a ``torchmetrics.Metric`` are included.
 
     Raises:
-        TypeError: it is no text, or has no such methods.
-        ValueError: the name is empty, or taken.
-        RuntimeError: training has begun.
+        TypeError: the name is not text, or ``target`` lacks one of these methods.
+        ValueError: the name is empty or already used.
+        RuntimeError: training has started.
     """
     from elastic_ray.state.shared_state import RegisteredState
 
@@ -246,13 +249,13 @@ def register_state(name: str, target: Any) -> None:
 
 
 def unit_mesh() -> DeviceMesh:
-    """Return torch's ``DeviceMesh`` over the workers of this one's unit; see docs/units.md.
+    """Return torch's ``DeviceMesh`` over the workers of this worker's unit; see docs/units.md.
 
-    Its dimensions are those of ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, by name and in that order, or one for
-    ``unit=2``. It stays the same as long as the worker lives: units come and go as a whole.
+    Its dimensions are those of ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, with their names and in that order, or a
+    single one for ``unit=2``. It is constant while the worker lives, because units join and leave as a whole.
 
     Raises:
-        RuntimeError: the job has no units, or this is no job.
+        RuntimeError: the job has no units, or the code does not run in a job.
     """
     unit = current_session().run.unit
     if unit is None:
@@ -265,5 +268,5 @@ def unit_mesh() -> DeviceMesh:
 
 
 def current_epoch() -> int:
-    """Return the epoch in progress, from 0."""
+    """Return the number of the current epoch, from 0."""
     return current_session().progress.epoch

@@ -1,4 +1,4 @@
-"""Collectives for a train loop: sums, gathered values, a value of one rank, a meeting."""
+"""Collectives for a train loop: all-reduce, all-gather, broadcast and barrier."""
 
 from __future__ import annotations
 
@@ -47,22 +47,23 @@ def all_reduce(value: float, op: ReduceOp = "sum") -> float: ...
 @overload
 def all_reduce(value: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor: ...
 def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | torch.Tensor:
-    """Return the sum, mean, least or largest of all ranks' values; the same on every rank.
+    """Return the sum, mean, minimum or maximum of all ranks' values; the same on every rank.
 
-    Every rank must call it at the same place. Before this worker has joined the job (before its first epoch), and while
-    it catches up with code that the others have run, it stands alone: the result is its own value. Within a step a rank
-    that is lost voids the step, which is drawn again; between steps those that are left make the call again by
-    themselves. For sums over the steps of a pass an ``Accumulator`` costs no collective of its own.
+    Every rank must call this at the same place. The result is this rank's own value before the worker has joined the
+    job (before its first epoch), and while it replays code that the other ranks have already run. If a rank is lost
+    within a step, the step is voided and drawn again; between steps, the remaining ranks repeat the call automatically.
+    To sum over the steps of a pass, use an ``Accumulator``, which needs no extra collective.
 
     Args:
-        value: a number, or a tensor of the same shape and type on every rank, on the CPU or a GPU; it stays as it is.
+        value: a number, or a tensor of the same shape and type on every rank, on the CPU or a GPU; it is not modified.
         op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``. The mean of integers is a float; complex tensors have neither
-            a least nor a largest.
+            minimum nor maximum.
 
     Raises:
-        TypeError: it is neither, or the tensor's type has no such ``op``. ValueError: there is no such ``op``.
-        OverflowError: whole numbers, or their sum, do not fit into 64 bits; on every rank alike. Sums of tensors wrap
-            around, as torch's do.
+        TypeError: the value is neither a number nor a dense tensor, or its type does not support ``op``. ValueError:
+            ``op`` is unknown.
+        OverflowError: an integer, or the sum of integers, exceeds 64 bits; raised on every rank. Sums of tensors wrap
+            around, as in torch.
         RanksDisagreeError: the ranks make different calls, or pass tensors of different shapes.
     """
     if op not in _OPS:
@@ -79,7 +80,7 @@ def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | tor
 
 
 def _reduced_whole(value: int, op: ReduceOp) -> int:
-    """Reduce whole numbers exactly: each rank knows all of them, and whether any exceeds 64 bits."""
+    """Reduce integers exactly: each rank receives all of them, and whether each fits into 64 bits."""
     fits = _INT64.min <= value <= _INT64.max
 
     def perform(communicator: Communicator) -> bytes:
@@ -101,11 +102,11 @@ def _reduced_whole(value: int, op: ReduceOp) -> int:
 
 
 def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """Return the type in which ranks add up tensors of this one.
+    """Return the dtype in which tensors of this dtype are reduced.
 
-    Gloo and NCCL know few, and take an error for a lost rank.
+    Gloo and NCCL support few dtypes, and an error in them would look like a lost rank.
 
-    Raises TypeError: there is none.
+    Raises TypeError: there is no suitable dtype.
     """
     wide = _WIDER.get(dtype, dtype)
     if wide in _AS_THEY_ARE or (wide in _COMPLEX and op in ("sum", "mean")):
@@ -118,7 +119,7 @@ def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
 
 
 def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Reduce a dense tensor; types that gloo cannot sum, or only roughly, travel as wider ones."""
+    """Reduce a dense tensor; dtypes that gloo cannot sum, or only imprecisely, travel as wider ones."""
     mean = op == "mean"
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     summed = tensor.to(torch.get_default_dtype()) if mean and whole else tensor.resolve_conj()
@@ -142,15 +143,15 @@ def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 def all_gather(value: T) -> list[T]:
     """Return every rank's value, in rank order; the same list on every rank.
 
-    When it stands alone, and what a lost rank does, is as in :func:`all_reduce`: the list is then as long as there are
-    ranks that took part.
+    Lost ranks, and calls before this worker has joined the job, are treated as in :func:`all_reduce`; the list has one
+    entry for each rank that participated.
 
     Args:
-        value: tensors and plain values, in lists, tuples and dicts; others on each rank. Tensors come to the device
-            of this rank's own.
+        value: tensors and plain values, in lists, tuples and dicts; ranks may pass different structures. Received
+            tensors are moved to the device of this rank's tensors.
 
     Raises:
-        UnsafeStateError: it holds something else, which is never pickled.
+        UnsafeStateError: the value contains anything else, because nothing is ever pickled.
         RanksDisagreeError: the ranks make different calls.
     """
     mine = _plain(value)
@@ -172,16 +173,16 @@ def all_gather(value: T) -> list[T]:
 def broadcast(value: T, src: int = 0) -> T:
     """Return the value of rank ``src``, on every rank.
 
-    When it stands alone, and what a lost rank does, is as in :func:`all_reduce`; where ``src`` is lost, its rank is
-    another worker's, whose value it is then.
+    Lost ranks, and calls before this worker has joined the job, are treated as in :func:`all_reduce`. If the worker
+    with rank ``src`` is lost, another worker takes its rank, and that worker's value is returned.
 
     Args:
-        value: tensors and plain values, in lists, tuples and dicts; what other ranks than ``src`` pass is not used.
-        src: a rank.
+        value: tensors and plain values, in lists, tuples and dicts; ignored on ranks other than ``src``.
+        src: rank of the worker that provides the value.
 
     Raises:
-        UnsafeStateError: it holds something else, which is never pickled.
-        ValueError: there is no such rank; at least in the present group.
+        UnsafeStateError: the value contains anything else, because nothing is ever pickled.
+        ValueError: ``src`` is not a rank of the current group.
         RanksDisagreeError: the ranks make different calls.
     """
     session = current_session()
@@ -201,7 +202,7 @@ def broadcast(value: T, src: int = 0) -> T:
 
 
 def barrier() -> None:
-    """Wait until all ranks have called it; :func:`all_reduce` says when a rank counts as alone.
+    """Wait until all ranks have called this; workers that have not joined the job yet do not wait.
 
     Raises:
         RanksDisagreeError: the ranks make different calls.
@@ -210,7 +211,7 @@ def barrier() -> None:
 
 
 def _plain(value: Any) -> bytes:
-    """Return the value as bytes; raises UnsafeStateError."""
+    """Return the value as bytes; raises UnsafeStateError if it holds more than tensors and plain values."""
     try:
         return to_bytes(value)
     except NotPlainError as error:

@@ -1,4 +1,4 @@
-"""The epochs of a run, for a ``for`` loop and for loops that call."""
+"""Epochs of a run, as an iterator for ``for`` loops and as an object for other loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic_ray.run.current import check_present, session_of_thread
 
 
 class Epochs:
-    """The epochs still to train: ``remaining_epochs_until`` for loops that somebody else has written.
+    """Epochs still to train: ``remaining_epochs_until`` for training loops that are not a ``for`` loop of your own.
 
     Examples:
         >>> import elastic_ray as er
@@ -22,10 +22,10 @@ class Epochs:
         1
 
     Args:
-        epochs: number of epochs in all; 0 or more.
+        epochs: total number of epochs; 0 or more.
 
     Raises:
-        TypeError: ``epochs`` is no integer.
+        TypeError: ``epochs`` is not an integer.
         ValueError: ``epochs`` is negative.
     """
 
@@ -39,12 +39,12 @@ class Epochs:
         self._begun = self._within = False
 
     def join(self) -> None:
-        """Join the job, as the first :meth:`begin_epoch` does: everything is built, nothing is trained yet.
+        """Join the job, as the first :meth:`begin_epoch` does, when everything is built and nothing is trained yet.
 
-        Afterwards this worker has the job's state and knows its place in the group.
+        Afterwards this worker has the job's state and knows its rank in the group.
 
         Raises:
-            RuntimeError: passes of a loader of ``ray.train.torch.prepare_data_loader`` are the epochs already.
+            RuntimeError: passes over a loader from ``ray.train.torch.prepare_data_loader`` already count as epochs.
         """
         if not self._begun:
             self._begun = True
@@ -62,10 +62,10 @@ class Epochs:
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 
     def begin_epoch(self) -> int:
-        """Start the next epoch; returns its number, from 0. For a worker that joins it is the one the others are in.
+        """Start the next epoch and return its number, from 0; a joining worker starts with the job's current epoch.
 
         Raises:
-            RuntimeError: the one before has not ended, or there is none left.
+            RuntimeError: the previous epoch has not ended, or no epoch is left.
         """
         if self._within:
             raise RuntimeError("begin_epoch() was called twice: call end_epoch() at the end of each epoch")
@@ -76,10 +76,10 @@ class Epochs:
         return self._session.progress.epoch
 
     def end_epoch(self) -> None:
-        """End the epoch in progress.
+        """End the current epoch.
 
         Raises:
-            RuntimeError: none is.
+            RuntimeError: no epoch has been started.
         """
         if not self._within:
             raise RuntimeError("end_epoch() was called without begin_epoch()")
@@ -102,13 +102,13 @@ class Epochs:
 
 
 def remaining_epochs_until(epochs: int) -> Iterator[int]:
-    """Return the epochs still to train, from the present one on; for a worker that joins, from where the others are.
+    """Return the epochs still to train, from the current one on; a joining worker starts at the job's current epoch.
 
     Args:
-        epochs: number of epochs in all; 0 or more.
+        epochs: total number of epochs; 0 or more.
 
     Raises:
-        TypeError: ``epochs`` is no integer.
+        TypeError: ``epochs`` is not an integer.
         ValueError: ``epochs`` is negative.
     """
     return iter(Epochs(epochs))

@@ -1,4 +1,4 @@
-"""Changes between generations: announced, entered, broken, replaced, called off (pure)."""
+"""Changes between generations: announced, entered, broken, replaced, cancelled (pure)."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class _Deadline:
 
 
 class GenerationChanges(Roster):
-    """Base of :class:`elastic_ray.membership.machine.JobMembership`: all except where workers are wanted.
+    """Base of :class:`elastic_ray.membership.machine.JobMembership`: everything except how many workers are wanted.
 
     Args:
-        named: number of the last worker of a job that the same controller ran before.
+        named: number of the last worker of an earlier job under the same controller.
     """
 
     def __init__(self, config: MembershipConfig, *, named: int = 0) -> None:
@@ -69,7 +69,7 @@ class GenerationChanges(Roster):
         self._out: list[Instruction] = []
 
     def _lost(self, worker: str, cause: str, now_s: float, *, newcomer: bool = False) -> None:
-        """Remove a lost worker."""
+        """Remove a lost worker and react to its loss."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -80,7 +80,7 @@ class GenerationChanges(Roster):
             self._bereave(record, cause, now_s)
 
     def _rest_after_joiner(self, now_s: float) -> None:
-        """Delay the next joiner after a useless one, the longer the more of them there were."""
+        """Delay the next joiner after a failed one; the delay doubles with each recent failure."""
         recent = now_s - self._joiner_rested_s <= self.config.remember_s
         self._failed_joiners = self._failed_joiners + 1 if recent else 1
         rest_s = min(self.config.backoff_s * 2 ** min(self._failed_joiners - 1, 20), self.config.remember_s)
@@ -88,7 +88,7 @@ class GenerationChanges(Roster):
         self._not_before_s = max(self._not_before_s, self._joiner_rested_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
-        """Continue without a worker that was not expected to go."""
+        """React to a worker that has gone unexpectedly."""
         if record.phase is WorkerPhase.MEMBER:
             self._bereft = True
             self._note_loss(record, cause)
@@ -103,18 +103,18 @@ class GenerationChanges(Roster):
         self._check_state(record, cause)
 
     def _note_loss(self, record: WorkerRecord, cause: str) -> None:
-        """Remember members that one generation has lost, in order."""
+        """Record a member that the current generation has lost, in order."""
         generation = self.current.generation if self.current is not None else 0
         lost = self._losses[1] if self._losses[0] == generation else ()
         self._losses = generation, (*lost, f"worker {record.worker} on node {record.node[:8]}: {cause}")
 
     def _all_lost(self, cause: str) -> AllLost:
-        """Return an instruction that no worker is left that holds the state; it names all that were lost together."""
+        """Return the instruction for the loss of all workers with state; its reason names those lost together."""
         lost = self._losses[1]
         return AllLost(reason=f"lost all {len(lost)} workers: {'; '.join(lost)}" if len(lost) > 1 else cause)
 
     def _check_state(self, gone: WorkerRecord, cause: str) -> None:
-        """End the job if the lost worker was the last that held the state, after all members were lost."""
+        """End the job if the lost worker was the last with state and there is no group any more."""
         idle = self.current is None and self.in_flight is None
         if gone.has_state and idle and not self.holders() and not self._ended:
             self._end(AllLost(reason=f"lost worker {gone.worker}, the last that held the state: {cause}"))
@@ -124,9 +124,9 @@ class GenerationChanges(Roster):
         self._out.append(last)
 
     def _issue(self, members: list[WorkerRecord], *, forced: bool, reason: str, now_s: float) -> None:
-        """Announce the next generation of these members, in rank order.
+        """Announce the next generation with these members, in rank order.
 
-        Those that hold a trained state come first: rank 0 reports, and newcomers never outrank holders.
+        Members that hold a trained state must come first: rank 0 reports, and newcomers must not outrank them.
         """
         self.issued, self.announced = self.issued + 1, tuple(w.worker for w in members)
         spec = GenerationSpec(
@@ -149,10 +149,7 @@ class GenerationChanges(Roster):
         self._check_memory(len(members))
 
     def _check_memory(self, workers: int) -> None:
-        """Report once a group that is too small for its memory.
-
-        It continues all the same: what the workers hold is lost if they end, and more of them may be there in a moment.
-        """
+        """Warn, once per size, about a group that is too small for the job's memory need but continues anyway."""
         need = self.config.sizes.memory
         short = workers if need is not None and workers < need.least_workers else 0
         if need is not None and short and short != self._short:
@@ -166,10 +163,10 @@ class GenerationChanges(Roster):
         self._short = short
 
     def _force(self, cause: str, now_s: float) -> None:
-        """Force a generation of the survivors, who hold the state, because the present one is broken.
+        """Force a generation of the survivors, who hold the state, because the current generation is broken.
 
-        Where the change to it was under way, its joiners are among them: they may have trained in it already, and
-        a worker that has must not be left behind with a state that differs from the others'.
+        If a change was under way, its joiners are included: they may already have trained in the new generation, and
+        such a worker must not be left behind with a state that differs from the others'.
         """
         self._suspicion = None
         flight, planned = self.in_flight, self.planned()
@@ -194,7 +191,7 @@ class GenerationChanges(Roster):
             self._end(self._all_lost(cause))
 
     def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
-        """True if a worker that starts over in place holds a newer state than `survivors`, who were to get it."""
+        """True if a worker that restarts in its process holds a newer state than `survivors`, none of them members."""
         if any(w.phase is WorkerPhase.MEMBER for w in survivors):
             return False
         newest = max(w.state_generation for w in survivors)
@@ -209,7 +206,7 @@ class GenerationChanges(Roster):
         self.current = self.in_flight = self._hope = None
 
     def _withdraw(self, reason: str, now_s: float) -> None:
-        """Cancel a planned change; where some rank has entered it already, replace it by force."""
+        """Cancel a planned change; if some rank has already entered it, replace it by a forced generation."""
         flight = self.in_flight
         if flight is None:
             return
@@ -224,7 +221,7 @@ class GenerationChanges(Roster):
         self._note(EventKind.CANCELLED, flight.spec.world_size, reason, generation=flight.spec.generation)
 
     def _step_failed(self, told: StepFailed, now_s: float) -> None:
-        """Handle a failed collective: news of a death may follow, else a generation of all is tried."""
+        """Handle a failed collective: unless a death is reported soon, a generation of all members is forced."""
         worker, generation, cause = told.worker, told.generation, told.cause
         flight, record = self.in_flight, self.workers.get(worker)
         if record is None:
@@ -247,7 +244,7 @@ class GenerationChanges(Roster):
             self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
 
     def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
-        """Handle a joiner that speaks as a holder of state; if the others continued without it, it is of no use."""
+        """Handle a joiner that has entered a generation; if the others continued without it, give it up."""
         record.hold_state()
         flight = self.in_flight
         expected = flight is not None and (flight.spec.generation == generation or record in self.entering())
@@ -270,7 +267,7 @@ class GenerationChanges(Roster):
         self._try_again(f"generation {generation} could not be formed: {cause}", now_s)
 
     def _try_again(self, cause: str, now_s: float) -> None:
-        """Cancel a planned change that no worker entered, for no fault that is known."""
+        """Cancel a planned change that no worker entered, without a known culprit."""
         joiners = self.planned()
         self._withdraw(cause, now_s)
         # The worker to blame may be dead already: wait for the news before the others are tried again, once.
@@ -281,7 +278,7 @@ class GenerationChanges(Roster):
                 self._give_up(record, "its group could not be formed")
 
     def _switched(self, told: Switched, now_s: float) -> None:
-        """Handle a worker's switch: with the first one the generation takes effect, with the last it is complete."""
+        """Handle a worker's switch: the first puts the generation into effect, the last completes it."""
         generation, flight, record = told.generation, self.in_flight, self.workers.get(told.worker)
         if record is not None and record.phase is WorkerPhase.READY:
             self._entered(record, generation, now_s)
@@ -299,7 +296,7 @@ class GenerationChanges(Roster):
             self._complete_switch(flight)
 
     def _take_effect(self, flight: InFlight, now_s: float) -> None:
-        """Put the generation in flight into effect after its first entry; workers left out are leaving."""
+        """Put the generation in flight into effect after its first entry; members that it excludes are leaving."""
         before, self.current = self.generation, flight.spec
         flight.take_effect(now_s)
         self.trained = True
@@ -313,7 +310,7 @@ class GenerationChanges(Roster):
                 self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
 
     def _complete_switch(self, flight: InFlight) -> None:
-        """Complete the switch once all members have entered the generation in flight."""
+        """Complete the switch, because all members have entered the generation in flight."""
         self.in_flight = None
         started = flight.from_workers == 0
         kind = EventKind.STARTED if started else EventKind.FAILURE if flight.forced else EventKind.RESIZE
@@ -330,7 +327,7 @@ class GenerationChanges(Roster):
         )
 
     def _flight_deadline(self, flight: InFlight, now_s: float) -> None:
-        """Give a generation up that was not entered in time, or those of its members that were not heard of."""
+        """Give up a generation that was not entered in time, or the silent members of one that was partly entered."""
         # A planned change waits for the step at which all ranks agree; the first one has none to wait for.
         begun_s = flight.since_s if flight.forced or not flight.from_workers else flight.effective_s
         if begun_s is None or now_s - begun_s <= self.config.switch_timeout_s:
@@ -355,7 +352,7 @@ class GenerationChanges(Roster):
         self._check_state(record, reason)
 
     def _note(self, kind: EventKind, to_workers: int, reason: str, *, generation: int = 0) -> None:
-        """Have an event of the job recorded, of the generation in effect if none is given."""
+        """Emit an event of the job, for the generation in effect unless `generation` is given."""
         self._out.append(
             Note(
                 kind=kind,

@@ -12,7 +12,7 @@ from elastic_ray.membership.messages import GenerationSpec
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Reserve one worker's resources on a node."""
+    """Instruction: reserve one worker's resources on a node."""
 
     worker: str
     node: str
@@ -20,7 +20,7 @@ class Reserve:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Start a worker whose resources are reserved."""
+    """Instruction: start a worker whose resources are reserved."""
 
     worker: str
     node: str
@@ -28,7 +28,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Give a worker's resources back; ``kill`` its process unless it may rest in the warm pool."""
+    """Instruction: free a worker's resources; ``kill`` its process unless it may stay in the warm pool."""
 
     worker: str
     kill: bool
@@ -37,7 +37,7 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """Notify ``to`` of a generation."""
+    """Instruction: announce a generation to the workers in ``to``."""
 
     spec: GenerationSpec
     to: tuple[str, ...]
@@ -45,7 +45,7 @@ class Announce:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
-    """Notify ``to`` that a planned generation is withdrawn."""
+    """Instruction: cancel a planned generation for the workers in ``to``."""
 
     generation: int
     to: tuple[str, ...]
@@ -53,7 +53,7 @@ class Withdraw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Record an event of the job."""
+    """Instruction: record an event of the job."""
 
     kind: EventKind
     from_workers: int
@@ -66,7 +66,7 @@ class Note:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllLost:
-    """No member with state lives: restart from the last checkpoint, or give up."""
+    """Instruction: no member with state is alive, so restart from the last checkpoint or end the job."""
 
     reason: str
 

@@ -1,6 +1,6 @@
 """State machine of a job's membership: stimuli in, instructions out; no clock, no Ray, no torch (pure).
 
-Only this machine issues generations, and every one it issues supersedes the ones before (docs/protocol.md, pitfall 9).
+Only this machine issues generations, and each one supersedes all earlier ones (docs/protocol.md, pitfall 9).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _UNKNOWN = 4  # generations that a controller may have announced in its last mom
 
 
 class JobMembership(GenerationChanges):
-    """State machine of a job's membership; see its bases for its attributes."""
+    """State machine of a job's membership; see its base classes for its attributes."""
 
     def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
         """Start without workers.
 
         Args:
-            first_most: most workers that the first generation can have where its loader stands; 0 for no limit.
-            named: number of the last worker of a job that the same controller ran before: names are not used twice.
+            first_most: most workers that the first generation can have at its loader's position; 0 for no limit.
+            named: number of the last worker of an earlier job under the same controller; names are not reused.
         """
         super().__init__(config, named=named)
         self._first_most = first_most
@@ -53,7 +53,7 @@ class JobMembership(GenerationChanges):
         self._first_wish_s: float | None = None
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Handle a stimulus; return the instructions, in order. Nothing follows the end before a reset."""
+        """Handle a stimulus and return the instructions, in order; after the end, none until a reset."""
         self._out = []
         if self._ended:
             return self._out
@@ -100,16 +100,16 @@ class JobMembership(GenerationChanges):
         now_s: float,
         named: int = 0,
     ) -> list[Instruction]:
-        """Continue after the controller's process was restarted, with the workers that live.
+        """Continue with the surviving workers after the controller's process was restarted.
 
         Args:
-            issued: the latest generation that was noted down; later ones are known from the workers.
-            world_size: workers of the generation in effect, as noted down.
-            announced: members of the latest generation that was announced since the last start, as noted down; without
-                one of them now, all were lost, for they may have trained.
-            trained: whether one had taken effect; without a worker that holds the state, all of them were lost.
-            now_s: the time [s].
-            named: number of the latest worker that may have been asked for; later ones are known from the workers.
+            issued: latest generation that was saved; workers may know later ones.
+            world_size: number of workers of the generation in effect, as saved.
+            announced: members of the latest generation announced since the last start, as saved. If none of them
+                survives, all are lost, because they may have trained.
+            trained: whether a generation had taken effect. If so and no survivor holds the state, all are lost.
+            now_s: the current time [s].
+            named: number of the latest worker that may have been requested; survivors may have later ones.
         """
         self._aim(target)
         found = recover(survivors, world_size=world_size, now_s=now_s)
@@ -136,18 +136,18 @@ class JobMembership(GenerationChanges):
         return out + self.handle(TimePassed(), now_s)
 
     def _unentered(self, living: tuple[str, ...]) -> list[Instruction]:
-        """Call off the generations that may have been announced, and that none of the living has entered."""
+        """Cancel the generations that may have been announced but that no survivor has entered."""
         kept = self.in_flight.spec.generation if self.in_flight is not None else 0
         unentered = range(max(self.generation, self.issued - 2 * _UNKNOWN) + 1, self.issued + 1)
         return [Withdraw(generation=each, to=living) for each in unentered if each != kept]
 
     @property
     def target_workers(self) -> int:
-        """Number of workers that the job is heading for."""
+        """Number of workers that the job should have."""
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """True if a worker has joined, or will join, workers that train, and holds no state that they lack."""
+        """True if the worker has joined, or will join, workers that train, and holds no state that they lack."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -165,14 +165,14 @@ class JobMembership(GenerationChanges):
         self._target, self._reason, self._draining = target, goal.reason, goal.draining
 
     def _replace(self, wish: Replace, now_s: float) -> None:
-        """Mark who is to go once another is ready; not for a while after no other was to be had."""
+        """Mark members that must leave once others are ready, unless no others were available recently."""
         for record in self.workers.values():
             wanted = record.worker in wish.workers and now_s >= self._replace_after_s
             record.replace(wanted and record.phase is WorkerPhase.MEMBER)
         self._replace_reason = wish.reason
 
     def _keep_replaced(self, now_s: float) -> None:
-        """Keep the workers that were to be replaced, because no others are available."""
+        """Keep the members marked for replacement, because no others are available."""
         for record in self.workers.values():
             if record.replaced:
                 record.replace(False)
@@ -186,7 +186,7 @@ class JobMembership(GenerationChanges):
         self._out.append(Launch(worker=worker, node=record.node))
 
     def _ready(self, told: Ready, now_s: float) -> None:
-        """Handle a worker that waits for a generation."""
+        """Handle a worker that is ready and waits for a generation."""
         record = self.workers.get(told.worker)
         if record is None:
             return
@@ -198,7 +198,7 @@ class JobMembership(GenerationChanges):
             record.built_early()  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
-        """Handle a worker whose train function has unwound."""
+        """Handle a worker whose train function has unwound after leaving its generation."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -219,7 +219,7 @@ class JobMembership(GenerationChanges):
             self._end(Complete())
 
     def _rerun(self, worker: str, has_state: bool, now_s: float) -> None:
-        """Handle a worker that rebuilds its model in its process and is in no generation that it knows of."""
+        """Handle a worker that rebuilds its model in its process and belongs to no generation."""
         record = self.workers.get(worker)
         if record is None or record.phase not in (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING):
             return
@@ -235,7 +235,7 @@ class JobMembership(GenerationChanges):
             self._withdraw(cause, now_s)
 
     def _deadlines(self, now_s: float) -> None:
-        """Act on what did not come in time."""
+        """Act on deadlines that have passed."""
         config = self.config
         if self._hope is not None and now_s >= self._hope.at_s:
             if not self.holders():
@@ -265,7 +265,7 @@ class JobMembership(GenerationChanges):
             self._flight_deadline(self.in_flight, now_s)
 
     def _reconcile(self, now_s: float) -> None:
-        """Ask for workers, give them back and announce a generation, towards the target."""
+        """Request workers, release surplus ones and announce a generation, to approach the target."""
         if self.returned:
             return  # the job is ending
         leavers, unwanted = surplus(self, self._target)
@@ -277,7 +277,7 @@ class JobMembership(GenerationChanges):
             self._change(leavers, now_s)
 
     def _ask_for_missing(self, now_s: float) -> None:
-        """Reserve resources for the workers that the target has and the roster lacks."""
+        """Reserve resources for the workers that the target requires and the roster lacks."""
         if now_s < self._not_before_s:
             return
         present = self.present()
@@ -291,7 +291,7 @@ class JobMembership(GenerationChanges):
                 self._out.append(Reserve(worker=worker, node=node))
 
     def _change(self, leavers: list[WorkerRecord], now_s: float) -> None:
-        """Announce the next planned generation once it is worth it."""
+        """Announce the next planned generation if it is worthwhile now."""
         joiners = self.in_phase(WorkerPhase.READY)
         if not joiners and not leavers:
             self._first_wish_s = None
@@ -330,7 +330,7 @@ class JobMembership(GenerationChanges):
             self._issue(group, forced=False, reason=reason, now_s=now_s)
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
-        """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""
+        """Release every worker before a restart from a checkpoint; the target stays."""
         self._first_most, self._loaded = first_most, 0
         self.announced, self.trained = (), False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
@@ -346,7 +346,7 @@ class JobMembership(GenerationChanges):
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
     """Return the surplus workers of each node: members that must leave, and others to release at once.
 
-    Members that are to be replaced leave once as many others are ready, or where the target has no place for them.
+    Members marked for replacement leave once as many other workers are ready, or if the target has no room for them.
     """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
@@ -380,18 +380,19 @@ def next_group(
     patient: bool = True,
     hurry: bool = False,
 ) -> list[WorkerRecord] | None:
-    """Return members of the next planned generation by rank; None where it is not worth one.
+    """Return the members of the next planned generation, in rank order; None if it should wait.
 
-    It is not announced as long as it would have fewer than ``min_workers``, or for a while a size that is not allowed,
-    and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left continue in
-    any case. Who leaves hands over to members that stay, so leavers are kept while so few others stay that these would
-    lack memory; they go as others have come in their place. A group that is too small for its memory takes in joiners
-    until it is not, whether or not its size is allowed.
+    The generation waits while more workers are on their way and it would have fewer than ``min_workers`` or, for a
+    while, a size that is not allowed. If none are on their way, joiners beyond an allowed size wait; remaining members
+    always continue. A leaver hands its state over to members that stay, so leavers are kept while too few others stay
+    for the job's memory need, and go as joiners arrive. A group that is too small for its memory need accepts joiners
+    until it is large enough, whether or not its size is allowed.
 
     Args:
-        sizes: how many are to train together.
-        patient: whether to wait for an allowed size; the resources of those on their way may never come free.
-        hurry: whether a leaver's node is about to go, so that nothing is waited for.
+        leavers: members that must leave.
+        sizes: allowed numbers of workers.
+        patient: wait for an allowed size; False if the requested resources may never become free.
+        hurry: a leaver's node is about to go away, so wait for nothing.
     """
     members = roster.members()
     leaving = {w.worker for w in leavers}
@@ -413,16 +414,17 @@ def next_group(
 def first_group(
     roster: Roster, *, wanted: int, most: int, patient: bool, sizes: AllowedSizes = ANY_SIZE
 ) -> list[WorkerRecord] | None:
-    """Return members of the first generation, or of the first after all members were lost; None where it has to wait.
+    """Return the members of the first generation, or of the first one after all members were lost; None to wait.
 
-    The latter consists of those that hold the state alone, for a world that grows needs a step at which it may.
-    One that has loaded an automatic checkpoint is no holder: all that start can load it, and begin with it together.
+    After a loss, only workers that hold the state form the group, because a group can only grow at a suitable step. A
+    worker that has loaded an automatic checkpoint does not count as a holder: all starting workers can load it and
+    start together.
 
     Args:
-        wanted: fewest workers to begin with.
-        most: most workers that can begin, 0 for no limit.
-        patient: whether to wait for workers that are starting.
-        sizes: how many may begin; holders of a state begin in any case.
+        wanted: fewest workers to start with.
+        most: most workers that can start, 0 for no limit.
+        patient: wait for workers that are starting.
+        sizes: allowed numbers of workers; holders of a state start in any case.
     """
     holders = roster.holders()
     group = [w for w in roster.in_phase(WorkerPhase.READY) if w.has_state or not holders]

@@ -1,4 +1,4 @@
-"""The messages of the membership protocol, as plain values (docs/protocol.md), and the transfer's schedule (pure)."""
+"""Messages of the membership protocol, as plain values (docs/protocol.md), and the schedule of transfers (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placement.cluster.jobs import FoundStrategy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Worker of a generation; its rank is its index in :attr:`GenerationSpec.members`."""
+    """Worker in a generation; its rank is its index in :attr:`GenerationSpec.members`."""
 
     worker: str
     node: str
@@ -22,7 +22,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Position of a worker in its group; the defaults are those of a worker alone."""
+    """Position of a worker in its group; the defaults describe a single worker."""
 
     rank: int = 0
     world_size: int = 1  # workers of the group
@@ -33,7 +33,7 @@ class RankInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """Return value and place of a worker whose train function has returned."""
+    """Rank and progress of a worker whose train function has returned."""
 
     rank: int
     steps: int  # committed steps of all loaders
@@ -41,7 +41,7 @@ class Returned:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
-    """A generation, as the controller announces it. Numbers only ever grow."""
+    """A generation, as announced by the controller. Numbers only ever grow."""
 
     generation: int  # number of the generation, from 1
     members: tuple[Member, ...]  # its workers in rank order: those that stay first, so that rank 0 always holds state
@@ -60,11 +60,11 @@ class GenerationSpec:
         return len(self.members)
 
     def rank_of(self, worker: str) -> int | None:
-        """Rank of a worker, None where it is no member (any more)."""
+        """Return the rank of a worker; None if it is not a member of this generation."""
         return next((rank for rank, member in enumerate(self.members) if member.worker == worker), None)
 
     def local_rank_of(self, worker: str) -> int:
-        """Rank of a member among the members on its node."""
+        """Return the rank of a member among the members on its node."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
@@ -72,7 +72,7 @@ class GenerationSpec:
         return sum(1 for member in self.members[:rank] if member.node == node)
 
     def node_rank_of(self, worker: str) -> int:
-        """Return the index of a member's node in order of first appearance."""
+        """Return the index of a member's node, in order of first appearance."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
@@ -100,14 +100,14 @@ class GenerationSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """Message: a planned generation will not exist, because a joiner died or was late."""
+    """Message: a planned generation is cancelled, because a joiner died or was late."""
 
     generation: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProposal:
-    """Message: the controller's wish for another batch shape in a generation; rank 0 carries it into the next step."""
+    """Message: the controller requests another batch shape in a generation; rank 0 applies it to the next step."""
 
     generation: int
     batch: BatchChoice
@@ -115,17 +115,17 @@ class BatchProposal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalBatch:
-    """Message: largest batch at which samples are worth as much, as the job's branches have measured it."""
+    """Message: largest batch at which each sample still counts in full, as measured by the job's branches."""
 
     batch_size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopJob:
-    """Message: end the job cleanly after the present step.
+    """Message: end the job cleanly after the current step.
 
     Attributes:
-        save: it is only preempted: rank 0 saves its state first, and the job continues from there another time.
+        save: the job is preempted: rank 0 saves the state first, and the job continues from it later.
     """
 
     save: bool = False
@@ -133,7 +133,7 @@ class StopJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategiesKnown:
-    """Message: the fastest strategies that jobs of the model have found, by the form of the group."""
+    """Message: the fastest strategies found by jobs of the same model, keyed by the form of the group."""
 
     strategies: Mapping[str, FoundStrategy]
 
@@ -143,7 +143,7 @@ ControllerMessage = GenerationSpec | Cancel | BatchProposal | CriticalBatch | St
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """Version of a worker's training state; a larger one is further in the training."""
+    """Version of a worker's training state; a larger version is further advanced in training."""
 
     step: int = 0  # committed optimizer steps (loader iterations)
     optimizers_stepped: int = 0  # optimizers already stepped within the step in progress (a GAN has two)
@@ -158,21 +158,21 @@ class StateVersion:
     has_state: bool = False  # whether the worker holds a trained state at all; a newcomer does not
 
     def order(self) -> tuple[int, int, int, int]:
-        """Sort key: a worker with state beats one without."""
+        """Return a sort key by which a worker with state precedes any worker without."""
         return (int(self.has_state), self.step, self.optimizers_stepped, self.lineage)
 
 
 def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:
-    """Return rounds of ``(source rank, destination rank)`` after which every rank holds the furthest state.
+    """Return rounds of ``(source rank, destination rank)`` after which every rank holds the most advanced state.
 
-    The ranks with the furthest progress hold state; all others need it. In each round every holder sends to one
-    that needs, so that with h holders n needers are served in ceil(log2((n + h) / h)) rounds. Survivors of a torn
-    step that lag behind are needers like newcomers. Holders that are still leaving a loader pass which others have
-    left already do not send: a newcomer would stay behind in it for good. When no rank holds a trained state (the
-    first generation, or a restart from a checkpoint), rank 0 is the source.
+    Ranks with the most advanced version are holders; all others need the state. In each round every holder sends to one
+    needer, so h holders serve n needers in ceil(log2((n + h) / h)) rounds. Survivors of a torn step that lag behind are
+    needers, like newcomers. Holders that are still leaving a loader pass which other holders have already left do not
+    send: a newcomer would remain in that pass for good. If no rank holds a trained state (the first generation, or a
+    restart from a checkpoint), rank 0 is the source.
 
     Args:
-        progress: progress of each rank, in rank order; not empty.
+        progress: state version of each rank, in rank order; not empty.
     """
     if not progress:
         raise ValueError("progress must hold at least one rank, but got none")

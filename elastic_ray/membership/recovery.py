@@ -1,8 +1,8 @@
 """Recovery of the membership machine after a restart of the controller, from its workers' replies (pure).
 
-The workers hold the truth: they train on without their controller, and each knows which generation it has entered.
-Generations that were announced and that no worker has entered are called off; every other fact is told to the machine
-in the words in which it would have come.
+The workers know the truth: they continue training without their controller, and each knows which generation it has
+entered. Generations that were announced but that no worker has entered are cancelled. Every other fact is passed to the
+machine as the signal that would normally have reported it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_ray.membership.signals import Signal, StepFailed, Switched
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivingWorker:
-    """A living worker."""
+    """State of a worker that is alive, as it reports it."""
 
     worker: str
     node: str
@@ -40,16 +40,16 @@ class SurvivingWorker:
 
     @property
     def veteran(self) -> bool:
-        """True if the worker trains.
+        """True if the worker has trained and is not leaving.
 
-        It enters a generation only when all have agreed on it, or the one before broke.
+        A worker enters a generation only after all ranks agreed on it, or after the previous one broke.
         """
         return self.spec is not None and self.switched > 0 and not self.leaving
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """A roster to begin with, and what has happened since."""
+    """Roster to start with, and the signals that were missed meanwhile."""
 
     workers: dict[str, WorkerRecord]  # the living, by id
     current: GenerationSpec | None  # the generation in effect
@@ -60,12 +60,12 @@ class Recovered:
 
 
 def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: float) -> Recovered:
-    """Return the roster that living workers make up.
+    """Return the roster formed by the surviving workers.
 
     Args:
-        survivors: all living workers; the others count as lost.
-        world_size: workers of the generation in effect, as last noted down.
-        now_s: the time [s].
+        survivors: all living workers; all others count as lost.
+        world_size: number of workers of the generation in effect, as last saved.
+        now_s: the current time [s].
     """
     specs = {w.spec.generation: w.spec for w in survivors if w.spec is not None and w.veteran}
     newest = specs[max(specs)] if specs else None
@@ -101,7 +101,7 @@ def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: flo
 
 
 def _record(survivor: SurvivingWorker, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
-    """Return the membership record of a living worker."""
+    """Return the membership record of a surviving worker."""
     # A worker that trained before, and is no member of the newest, leaves, or the others have continued.
     passed_over = survivor.veteran and newest is not None and newest.rank_of(survivor.worker) is None
     if survivor.leaving or passed_over:

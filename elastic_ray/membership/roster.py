@@ -1,4 +1,4 @@
-"""The membership machine's records: its workers, and the generation that is being entered (pure)."""
+"""Records of the membership machine: its workers, and the generation that is being entered (pure)."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class WorkerRecord:
 
     @property
     def stays(self) -> bool:
-        """True if the worker is neither leaving nor to be replaced."""
+        """True if the worker is neither leaving nor marked for replacement."""
         return self.phase is not WorkerPhase.LEAVING and not self.replaced
 
     @property
     def number(self) -> int:
-        """Order of age."""
+        """Number of the worker; older workers have lower numbers."""
         return number(self.worker)
 
     def replace(self, wanted: bool) -> None:
-        """Mark the worker to leave once another is ready in its place, or withdraw the mark."""
+        """Mark the worker to leave once a replacement is ready, or remove the mark."""
         self.replaced = wanted
 
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
@@ -60,21 +60,21 @@ class WorkerRecord:
         self.phase, self.since_s = phase, now_s
 
     def built(self, now_s: float, *, loaded: int, has_state: bool) -> None:
-        """Mark the worker as ready for a generation, with what it has loaded and what it holds."""
+        """Mark the worker as ready for a generation; ``loaded`` and ``has_state`` are as in its ``Ready`` signal."""
         self.enter(WorkerPhase.READY, now_s)
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def built_early(self) -> None:
-        """Remember a ``Ready`` that arrived before the ``Rerun`` it belongs to."""
+        """Record a ``Ready`` signal that arrived before the ``Rerun`` signal it follows."""
         self.rebuilt = True
 
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
-        """Restart the worker in its process, with the state of generation ``state_generation`` or without one."""
+        """Record that the worker restarts in its process, keeping the state of ``state_generation`` if any."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float, *, others: bool) -> None:
-        """Make the worker a member of a generation; with ``others``, of one that continues from theirs."""
+        """Make the worker a member of a generation; ``others``: the generation continues from other workers' state."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
@@ -113,7 +113,7 @@ class InFlight:
 
     @property
     def begun(self) -> bool:
-        """True if the members enter the generation now, whatever else happens."""
+        """True if the members will enter the generation whatever else happens."""
         return self.forced or self.effective_s is not None
 
     def take_effect(self, now_s: float) -> None:
@@ -122,7 +122,7 @@ class InFlight:
 
     @property
     def pause(self) -> Pause:
-        """Longest pause over the workers; zero for a first generation, before which nothing was trained."""
+        """Longest pause of any worker; zero for the first generation, since no training was interrupted."""
         longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
         return longest if self.from_workers else Pause()
 
@@ -132,17 +132,17 @@ class InFlight:
         self.proof = self.proof or told.proof
 
     def could_not_form(self, worker: str) -> None:
-        """Record that a worker could not form its group."""
+        """Record that a worker could not form the generation's group."""
         self.failed.add(worker)
 
 
 def number(worker: str) -> int:
-    """Order of age of a worker's id."""
+    """Return the number in a worker's id; older workers have lower numbers."""
     return int(worker[1:])
 
 
 class Roster:
-    """Workers of a job with their present and next generations; it has queries only."""
+    """Workers of a job with its current and next generation; it only has queries."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerRecord] = {}  # every worker that exists or is asked for, by id
@@ -151,7 +151,7 @@ class Roster:
 
     @property
     def world_size(self) -> int:
-        """Workers of the generation in effect."""
+        """Number of workers of the generation in effect; 0 before the first."""
         return self.current.world_size if self.current is not None else 0
 
     @property
@@ -160,15 +160,15 @@ class Roster:
         return self.current.generation if self.current is not None else 0
 
     def workers_by_node(self) -> dict[str, int]:
-        """Return workers with resources (reserved, or asked for) by node."""
+        """Return the number of workers on each node, including those whose resources are only requested."""
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """Return the number of workers by node, without those that leave or get replaced."""
+        """Return the number of workers on each node that are neither leaving nor marked for replacement."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:
-        """Return workers from whom signs of life are expected."""
+        """Return the workers that should send heartbeats."""
         return {w.worker for w in self.in_phase(WorkerPhase.READY, WorkerPhase.MEMBER)}
 
     def members(self) -> list[WorkerRecord]:
@@ -192,20 +192,20 @@ class Roster:
         return self.in_flight is not None and self.in_flight.spec.rank_of(worker) is not None
 
     def planned(self) -> list[WorkerRecord]:
-        """Return joiners of the generation in flight that have not said that they entered it."""
+        """Return joiners of the generation in flight that have not reported entering it."""
         return [w for w in self.in_phase(WorkerPhase.READY) if self.is_planned(w.worker)]
 
     @property
     def expects_joiners(self) -> bool:
-        """True if workers have a process but are not members yet: they import, build the model, or enter the group."""
+        """True if some workers have a process but are not members yet."""
         return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
 
     def entering(self) -> list[WorkerRecord]:
-        """Return the planned members once they enter the generation in flight."""
+        """Return the joiners of the generation in flight, once it is certain that its members enter it."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:
-        """Return living members of an announced generation that have told nothing of it."""
+        """Return living members of an announced generation that have neither entered it nor failed to form it."""
         told = flight.pauses.keys() | flight.failed
         return [
             w

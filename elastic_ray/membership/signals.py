@@ -11,7 +11,7 @@ from elastic_ray.events import Pause
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """Event of one worker."""
+    """Event concerning one worker."""
 
     worker: str
 
@@ -21,12 +21,12 @@ class Reserved(Signal):
 
 
 class Left(Signal):
-    """Signal: the worker's train function has unwound after it left a generation."""
+    """Signal: the worker's train function has unwound after leaving a generation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Signal):
-    """Signal: the worker's train function has returned, so training is complete for this rank."""
+    """Signal: the worker's train function has returned, so this rank has finished training."""
 
     rank: int = 0
     steps: int = 0  # committed steps of all loaders
@@ -34,14 +34,14 @@ class Finished(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """Signal: the worker ran out of memory and rebuilds in its process; ``has_state`` if it kept a whole state."""
+    """Signal: the worker ran out of memory and rebuilds in its process; ``has_state`` if it kept its full state."""
 
     has_state: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Signal):
-    """Signal: the worker has built everything and waits for a generation."""
+    """Signal: the worker has built its model and waits for a generation."""
 
     has_state: bool = False  # it kept a trained state in memory, which is lost with it
     loaded: int = 0  # steps of the automatic checkpoint that it has loaded, as all others can; 0 without one
@@ -49,7 +49,7 @@ class Ready(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(Signal):
-    """Signal: the worker died or hung; its process is, or will be, gone."""
+    """Signal: the worker died or hung; its process is gone or will be killed."""
 
     cause: str  # why, as a sentence
     newcomer: bool = False  # it is given up as a joiner that is of no use, so that the next one waits
@@ -73,7 +73,7 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """Signal: the worker trains in ``generation`` now."""
+    """Signal: the worker now trains in ``generation``."""
 
     generation: int
     pause: Pause  # the time since its last committed step
@@ -83,7 +83,7 @@ class Switched(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """Signal: the allocator's decision on how many workers run on which node, and why."""
+    """Signal: the allocator has decided how many workers run on each node."""
 
     nodes: Mapping[str, int]  # workers by node
     reason: str  # why, as a sentence
@@ -92,7 +92,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """Signal: exactly these members must leave once others are ready in their places."""
+    """Signal: exactly these members must leave once replacements are ready."""
 
     workers: frozenset[str]
     reason: str

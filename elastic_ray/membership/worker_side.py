@@ -1,8 +1,8 @@
-"""SHELL: a worker's side of the membership protocol: hears plans, forms groups ahead, enters and leaves them.
+"""SHELL: a worker's side of the membership protocol: receives plans, prepares groups, enters and leaves them.
 
-Two threads meet here. The *control thread* (a Ray call, or nothing at all outside a trainer) delivers messages
-through :meth:`WorkerMembership.post`; the *training thread* asks for agreement, switches and regroups. Forming a
-group happens in a thread of its own, so that training on the present group continues meanwhile.
+Two threads meet in this class. The *control thread* (a Ray call, or none at all outside a trainer) delivers messages
+through :meth:`WorkerMembership.post`; the *training thread* waits for agreement, switches and regroups. Another thread
+forms groups, so that training in the current group continues meanwhile.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _DROP_S = 1.0  # a group that is still being dropped when the process exits is n
 
 
 class CommunicatorFactory(Protocol):
-    """Forms the communicator of a generation; may take seconds, may raise ``CommunicationFailedError``."""
+    """Protocol that forms a generation's communicator; slow, and may raise ``CommunicationFailedError``."""
 
     def __call__(self, spec: GenerationSpec, rank: int) -> Communicator: ...
 
 
 class LostGroupError(RuntimeError):
-    """No generation to continue with was announced in time."""
+    """Error raised if no generation to continue with was announced in time."""
 
 
 class WorkerMembership:
-    """Membership of a worker: its present group, the one that forms ahead, and the controller's messages.
+    """Membership of a worker: its current group, the group being prepared, and the controller's messages.
 
     Args:
-        form: makes the communicator of a generation.
-        on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
-        retired: broken groups out of use; one for all runs in a process, for it must outlive each of them.
-        hears: the controller is going to tell what earlier jobs have found.
+        form: forms the communicator of a generation.
+        on_prepare_failed: called (from the forming thread) with the number of a generation that failed to form, and
+            why.
+        retired: broken groups to be dropped later; shared by all runs in a process, since it must outlive each of them.
+        hears: the controller will send the strategies that earlier jobs have found.
 
     Attributes:
-        current, communicator: the present generation and its group; None before the first.
-        generation: number of the present generation, 0 before the first.
-        voided: the present generation was called off.
-        prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
-        wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
-        known_strategies: the fastest that jobs of the model have found, by the form of the group; None while the
-            controller has yet to tell.
-        critical_batch: what the job's branches have measured [samples]; 0 where none have.
-        stop_requested, preempting: the job is to stop; it is to continue another time.
+        current, communicator: the current generation and its group; None before the first.
+        generation: number of the current generation, 0 before the first.
+        voided: the current generation was cancelled.
+        prepared_ahead: number of the prepared generation minus that of the current one; 0 if none is prepared.
+        wanted_batch: batch shape that the controller requests in the current generation, None for no change.
+        known_strategies: fastest strategies of jobs of the model, keyed by the form of the group; None until received.
+        critical_batch: critical batch measured by the job's branches [samples]; 0 if unknown.
+        stop_requested, preempting: the job must stop; the job must stop and will continue later.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WorkerMembership:
         self.known_strategies: Mapping[str, FoundStrategy] | None = None if hears else {}
 
     def post(self, message: ControllerMessage) -> None:
-        """Receive a message of the controller; returns at once."""
+        """Receive a message from the controller, without blocking."""
         with self._news:
             match message:
                 case GenerationSpec():
@@ -114,7 +114,7 @@ class WorkerMembership:
             self._news.notify_all()
 
     def _follow(self) -> None:
-        """Update what the training thread reads in every step, after something was received or done."""
+        """Update the attributes that the training thread reads in every step."""
         self.generation = self.current.generation if self.current is not None else 0
         self.prepared_ahead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
         wish = self._wish
@@ -122,13 +122,13 @@ class WorkerMembership:
         self.voided = self.communicator is not None and self.communicator.voided
 
     def give_up(self, why: str) -> None:
-        """Give up on further generations: waiting calls raise with the reason at once."""
+        """Expect no further generations: waiting calls raise an error with this reason at once."""
         with self._news:
             self._hopeless = why
             self._news.notify_all()
 
     def _take_spec(self, spec: GenerationSpec) -> None:
-        """Receive an announced generation and start to form its group, unless it is void or old."""
+        """Accept an announced generation and start forming its group, unless it is void or outdated."""
         self._void_below = max(self._void_below, spec.void_below)
         if self.is_void(spec.generation):
             return  # its cancellation was faster
@@ -146,11 +146,11 @@ class WorkerMembership:
         self._forming.start()
 
     def is_void(self, generation: int) -> bool:
-        """True once a generation was called off."""
+        """True if a generation was cancelled."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:
-        """Call off the groups of generations that are void."""
+        """Void the groups of cancelled generations."""
         if self.current is not None and self.communicator is not None and self.is_void(self.current.generation):
             self.communicator.void()
         if self._prepared is not None and self.is_void(self._prepared[0].generation):
@@ -161,7 +161,7 @@ class WorkerMembership:
                 self._retired.retire(communicator)
 
     def _prepare(self, spec: GenerationSpec, rank: int) -> None:
-        """Form the group of a generation, in a thread of its own; a failure is reported."""
+        """Form the group of a generation in a separate thread, and report a failure."""
         try:
             communicator = self._form(spec, rank)
         except Exception as error:  # whatever it is, the change must not wait for this worker
@@ -182,14 +182,14 @@ class WorkerMembership:
             self._news.notify_all()
 
     def prepared_spec(self, generation: int) -> GenerationSpec | None:
-        """Return the specification of ``generation`` if its group is formed (or needs none) and still stands."""
+        """Return the specification of ``generation`` if its group is formed (or not needed) and still valid."""
         prepared = self._prepared
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
 
     def take(self, generation: int) -> tuple[GenerationSpec, Communicator | None] | None:
-        """Make the prepared group of ``generation`` the present one; None where it was called off since.
+        """Make the prepared group of ``generation`` the current one; None if it was cancelled meanwhile.
 
-        The communicator is None where this worker is not a member: it leaves.
+        The communicator is None if this worker is not a member of the generation and therefore leaves.
         """
         with self._news:
             if self._prepared is None or self._prepared[0].generation != generation:
@@ -203,10 +203,12 @@ class WorkerMembership:
             return spec, communicator
 
     def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Wait for a group to continue with and make it the present one: any for a newcomer, and for a member whose
-        group is broken only one that replaces it (a planned change still needs everybody's agreement).
+        """Wait for a group to continue with, and make it the current one.
 
-        Raises LostGroupError: none was formed within ``timeout_s``, or none will be.
+        A newcomer accepts any group; a member whose group is broken accepts only one that replaces it, not a planned
+        change.
+
+        Raises LostGroupError: no group was formed within ``timeout_s``, or none ever will be.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -229,7 +231,7 @@ class WorkerMembership:
         return self._prepared is not None and (self.current is None or self.is_void(self.current.generation))
 
     def close(self, *, broken: bool) -> None:
-        """Release every group; ``broken`` when operations may be pending in them."""
+        """Release every group; ``broken`` if operations may be pending in them."""
         with self._news:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:

@@ -1,4 +1,4 @@
-"""Monitoring inside the step: what each worker measures of it, known to all of them."""
+"""Monitoring of training steps: each worker's measurements, known to all workers."""
 
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance, StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures

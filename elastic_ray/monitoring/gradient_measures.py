@@ -1,4 +1,4 @@
-"""Measures of a model's gradients, and of the steps that trained it (pure)."""
+"""Measures of a model's gradients, and of its training steps (pure)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from placement.goodput.model import NoiseScale
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientVariance:
-    """Variance of single samples' gradients, as measured in one step; a raw, unbiased estimate.
+    """Variance of per-sample gradients, measured in one step; a raw, unbiased estimate.
 
     Attributes:
-        step: optimizer steps that were committed before the one that was measured.
-        batch_size: samples of that step, N.
+        step: optimizer steps committed before the measured step.
+        batch_size: N, number of samples in that step.
         groups: tr(Sigma) of each parameter group: the trace of the covariance of one sample's gradient. The gradient of
             a mean over n samples has variance tr(Sigma) / n.
     """
@@ -37,13 +37,13 @@ class GradientVariance:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNorms:
-    """2-norms in one step.
+    """2-norms of gradients and updates in one step.
 
     Attributes:
-        step: optimizer steps that were committed before the one that was measured.
-        gradients: of the mean gradient of the step's samples as ``backward()`` left it, by parameter group: without
-            AMP's loss scale, and before user code has clipped it.
-        updates: of what the optimizer added to the parameters, ``|p_after - p_before|``, likewise.
+        step: optimizer steps committed before the measured step.
+        gradients: norm for each parameter group of the step's mean gradient as left by ``backward()``: without AMP's
+            loss scale, and before user code clips it.
+        updates: norm for each parameter group of the change made by the optimizer, ``|p_after - p_before|``.
     """
 
     step: int
@@ -63,17 +63,17 @@ class GradientNorms:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasures:
-    """Measures of one model's steps, the same on every rank after each committed step of training.
+    """Measures of one model's steps, the same on every rank after each committed training step.
 
-    What has not been asked for (``Monitor``), or not been measured yet in the present group, is None. In a group of
-    several workers, what one step has shown is known with the next one.
+    A measure is None if it was not requested (``Monitor``), or not measured yet in the current group. In a group of
+    several workers, the results of one step are known after the next step.
 
     Attributes:
-        noise: the smoothed gradient noise scale; for optimizers of Adam's kind of the preconditioned gradient.
-        initial_batch_size: M0, samples that ``noise.var`` counts for; 0 before the first step.
+        noise: the smoothed gradient noise scale; for Adam and similar optimizers, of the preconditioned gradient.
+        initial_batch_size: M0, the batch size to which ``noise.var`` refers [samples]; 0 before the first step.
         variance: the latest variance of the gradient.
         norms: the latest norms of gradient and update.
-        workers: each rank's times, memory and bytes, in rank order; empty where not asked for.
+        workers: each rank's times, memory and bytes, in rank order; empty if not requested.
     """
 
     noise: NoiseScale | None = None
@@ -84,10 +84,10 @@ class StepMeasures:
 
     @property
     def noise_batch(self) -> float | None:
-        """B_simple = tr(Sigma) / ||G||^2 [samples], at and above 0; None before there is an estimate.
+        """B_simple = tr(Sigma) / ||G||^2 [samples], 0 or more; None until there is an estimate.
 
-        A batch far below it gains from more samples almost as from more steps, one far above hardly at all.
-        Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and appendix A.
+        Far below it, a larger batch helps almost as much as more steps do; far above it, hardly at all. Source:
+        McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", eq. 2.9 and appendix A.
         """
         if self.noise is None or self.noise.sqr <= 0:
             return None

@@ -1,4 +1,4 @@
-"""Measures that each worker of a group takes of a step (pure)."""
+"""Measures that each worker of a group records for a step (pure)."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ _MIB = 2**20
 class WorkerMeasures:
     """Measures of one worker's step.
 
-    They travel in float32, so sizes are in MiB, a power of two: up to 64 MiB they are exact to the byte for gradients
-    in float32, and to 1e-7 beyond.
+    They are sent as float32, so sizes are in MiB, a power of two: up to 64 MiB they are exact to the byte for float32
+    gradients, and to 1e-7 beyond.
 
     Attributes:
-        compute_s: from its first micro-batch until its gradients were complete, without waiting for data [s]. On a GPU
-            this is the time of the process that launches the work, not that of the device.
-        data_s: waiting for the loader's batches in that step [s].
-        sync_s: waiting for reductions to end, in the step before [s].
-        step_s: the whole step before, from its end to that of its predecessor [s]; 0 for the first of a group.
-        passed_s: since the same place in the last step that was committed, pauses included [s]; 0 for the first.
-        host_mib: resident memory of the process, at the end of the step before [MiB].
-        device_mib: what it holds of its GPU, as torch's allocator has reserved it [MiB]; 0 without one.
-        memory_used: part of its memory that is taken, of the host, of its control group or of its GPU, whichever is
-            nearest to its limit; from 0 to 1, looked at once a second.
-        major_faults: pages that it had to fetch from a disk in the step before (swapped out, or of mapped files).
-        sending_s: time in which its gloo connections had bytes that were not acknowledged yet, while their receivers
-            had room for them, by step, looked at twice a second [s]; 0 where the kernel does not tell, as for NCCL.
-        all_reduce_mib: handed to all-reduces in the step before, gradients and votes alike [MiB].
+        compute_s: time from the first micro-batch until the gradients were complete, excluding waits for data [s]. On a
+            GPU this is the time of the process that launches the work, not of the device.
+        data_s: time spent waiting for the loader's batches in that step [s].
+        sync_s: time spent waiting for reductions in the previous step [s].
+        step_s: duration of the previous step, from the end of its predecessor to its own end [s]; 0 for a group's
+            first.
+        passed_s: time since the same point in the last committed step, including pauses [s]; 0 for the first.
+        host_mib: resident memory of the process at the end of the previous step [MiB].
+        device_mib: GPU memory reserved by torch's allocator [MiB]; 0 without a GPU.
+        memory_used: used fraction of the memory of the host, the control group or the GPU, whichever is nearest to its
+            limit; from 0 to 1, sampled once a second.
+        major_faults: pages fetched from a disk in the previous step (swapped out, or of mapped files).
+        sending_s: time per step in which gloo connections had unacknowledged bytes and receivers with room for them,
+            sampled twice a second [s]; 0 if the kernel does not report it, as for NCCL.
+        all_reduce_mib: data passed to all-reduces in the previous step, including gradients and votes [MiB].
         all_gather_mib: the worker's own parts of all-gathers [MiB].
         all_to_all_mib: the worker's own parts of all-to-alls [MiB].
-        reduce_mib: handed to reductions towards one rank [MiB].
-        broadcast_mib: broadcast from this worker [MiB].
-        send_mib: sent to single ranks [MiB].
+        reduce_mib: data passed to reductions to a single rank [MiB].
+        broadcast_mib: data broadcast from this worker [MiB].
+        send_mib: data sent to single ranks [MiB].
     """
 
     compute_s: float = 0.0
@@ -59,15 +60,15 @@ class WorkerMeasures:
 
     @property
     def wire_mib(self) -> float:
-        """Bytes that the worker handed to collectives in the step before [MiB].
+        """Data that the worker passed to collectives in the previous step [MiB].
 
-        What crosses the network depends on the algorithm: a ring's all-reduce of b bytes sends 2 b (R - 1) / R.
+        The network traffic depends on the algorithm: a ring all-reduce of b bytes sends 2 b (R - 1) / R.
         """
         return float(sum(getattr(self, f"{operation}_mib") for operation in OPERATIONS))
 
     @property
     def wire_mib_per_s(self) -> float:
-        """Rate of bytes to collectives over the whole time of the step before [MiB/s]; 0 before a step was timed."""
+        """Data passed to collectives per second of the previous step [MiB/s]; 0 before a step was timed."""
         return self.wire_mib / self.step_s if self.step_s > 0 else 0.0
 
 
@@ -81,14 +82,14 @@ def mib(count: int) -> float:
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Return fields of ``WorkerMeasures`` for the bytes counted between two looks at a group's traffic."""
+    """Return fields of ``WorkerMeasures`` for the bytes counted between two readings of a group's traffic."""
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 
 def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
-    """Return a row of zeros but for the place of ``rank``.
+    """Return a row that holds a worker's measures at the position of ``rank``, and zeros elsewhere.
 
-    A sum of the rows over all ranks holds every worker's measures.
+    The sum of all ranks' rows holds every worker's measures.
     """
     values = [0.0] * (len(FIELDS) * world_size)
     first = len(FIELDS) * rank

@@ -1,4 +1,4 @@
-"""Monitoring of one run's steps: what is asked for, and what was measured (pure)."""
+"""Monitoring of one run's steps: requests and measures (pure)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Monitoring:
     """Monitoring of one run: requests, and the measures of its models.
 
     Args:
-        traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
-        sending_s: time in which its connections were sending [s].
+        traffic: returns the bytes passed to the current group's collectives, keyed by operation; empty without a group.
+        sending_s: returns the time that the group's connections have spent sending [s].
     """
 
     def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict, sending_s: Callable[[], float] = float) -> None:
@@ -42,16 +42,16 @@ class Monitoring:
         return self._request
 
     def ask(self, monitor: Monitor) -> None:
-        """Measure this as well, from the next group on that is entered; on all ranks alike.
+        """Request further measurements, starting with the next group that is entered; call this on all ranks.
 
-        So what is asked for before the first epoch is measured from the first step on.
+        Measurements requested before the first epoch thus start with the first step.
         """
         self._request = self._request.joined(monitor)
         if monitor.workers:
             self.meter.ask()
 
     def take_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """Record the loop's report ``number`` of the run."""
+        """Record the loss in report ``number`` of the run, if it has one."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
@@ -61,7 +61,7 @@ class Monitoring:
         self._models.append(measures)
 
     def measures(self, model: int = 0) -> StepMeasures:
-        """Return the measures of a model, in wrapping order; before there is one, of the workers only."""
+        """Return the measures of a model, by wrapping order; before it is wrapped, those of the workers only."""
         if model < len(self._models):
             return self._models[model]()
         return StepMeasures(workers=self.meter.workers)
@@ -72,9 +72,9 @@ class StepMeter:
     """Meter of this worker's steps; part of the control sums.
 
     Args:
-        clock: the time [s]; only differences of it count.
-        traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
-        sending_s: time in which the present group's connections were sending, since it was formed [s].
+        clock: returns the time [s]; only differences matter.
+        traffic: returns the bytes passed to the current group's collectives, keyed by operation; empty without a group.
+        sending_s: returns the time that the current group's connections have spent sending since it was formed [s].
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class StepMeter:
         self._sizes: Mapping[str, float] = {}  # of the step before
 
     def ask(self) -> None:
-        """Measure from now on. Before the first epoch, on all ranks alike."""
+        """Start measuring; call this before the first epoch, on all ranks."""
         self.on = True
 
     def begin_step(self, *, goes_on: bool = False) -> None:
         """Start a training step, before its first micro-batch is fetched.
 
         Args:
-            goes_on: it is committed together with the step before; the means of both are told.
+            goes_on: the step is committed together with the previous one, and only their mean is reported.
         """
         if goes_on:
             self._of += 1
@@ -119,11 +119,11 @@ class StepMeter:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def leave_out(self) -> None:
-        """Leave out a step that was begun, and that another worker makes."""
+        """Leave out a step that was started but is run by another worker."""
         self._of = max(1, self._of - 1)
 
     def waited_for_data(self, seconds: float) -> None:
-        """Add the time that the loader took for a micro-batch of the step [s]."""
+        """Add the time spent waiting for a micro-batch of the step [s]."""
         self._data_s += seconds
 
     def end_step(self) -> None:
@@ -150,7 +150,7 @@ class StepMeter:
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def begin(self) -> None:
-        """Enter a group; the time between two groups is no step."""
+        """Enter a group; the time between two groups does not count as a step."""
         self.workers = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0
@@ -163,7 +163,7 @@ class StepMeter:
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this worker's row of measures, taken once its gradients are complete for the first time."""
+        """Return this worker's row of measures, fixed when its gradients are first complete."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()
@@ -190,11 +190,11 @@ class StepMeter:
 
 
 class _Looks:
-    """Interpolation of a growing time to single steps, from looks some steps apart.
+    """Average per step of a growing total that is read only every few steps.
 
     Args:
-        clock: the time [s]; only differences of it count.
-        total_s: what is looked at [s].
+        clock: returns the time [s]; only differences matter.
+        total_s: returns the growing total [s].
     """
 
     def __init__(self, clock: Callable[[], float], total_s: Callable[[], float]) -> None:
@@ -203,11 +203,11 @@ class _Looks:
         self._steps = 0
 
     def begin(self) -> None:
-        """Restart with the present total as the start."""
+        """Restart with the current total as the baseline."""
         self._at_s, self._seen_s, self._by_step, self._steps = self._clock(), self._total_s(), 0.0, 0
 
     def end_step(self) -> float:
-        """End a step; return what a step has taken, as of the last look."""
+        """End a step and return the average increase per step, as of the last reading."""
         self._steps += 1
         now_s = self._clock()
         if now_s - self._at_s >= _SENDING_S:
@@ -218,7 +218,7 @@ class _Looks:
 
 
 def host_bytes() -> int:
-    """Return the resident set of this process [bytes]; where the kernel has no ``/proc``, the largest that it had."""
+    """Return the resident set size of this process [bytes]; without ``/proc``, its peak."""
     try:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -231,7 +231,7 @@ def host_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """Return the memory held by torch's allocator on the present CUDA device [bytes]; 0 if the process uses none."""
+    """Return the memory reserved by torch's allocator on the current CUDA device [bytes]; 0 if none is used."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -239,17 +239,17 @@ def device_bytes() -> int:
 
 
 def major_faults() -> int:
-    """Return the number of pages that this process has fetched from a disk since it began."""
+    """Return the number of pages that this process has fetched from a disk so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def memory_used() -> float:
-    """Return the used part, from 0 to 1, of this process's memory: the largest of host, control group and device."""
+    """Return the largest used fraction, 0 to 1, of host, control group and device memory."""
     return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
 
 
 def _host_used(proc: Path) -> float:
-    """Return the used fraction of the host's memory; 0 if the kernel does not tell."""
+    """Return the used fraction of the host's memory; 0 if the kernel does not report it."""
     lines = _text(proc / "meminfo").splitlines()
     told = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
     total, available = told.get("MemTotal", 0), told.get("MemAvailable")
@@ -259,7 +259,7 @@ def _host_used(proc: Path) -> float:
 def _group_used(proc: Path, groups: Path) -> float:
     """Return the used fraction of the control group's memory limit (version 2); 0 without a limit.
 
-    Cached files that nobody has used lately do not count: the kernel drops them first.
+    Inactive cached files do not count: the kernel drops them first.
     """
     for line in _text(proc / "self" / "cgroup").splitlines():
         if not line.startswith("0::"):
@@ -273,7 +273,7 @@ def _group_used(proc: Path, groups: Path) -> float:
 
 
 def _device_used() -> float:
-    """Return the used fraction of the present CUDA device's memory, by all its users; 0 if this process uses none."""
+    """Return the fraction of the current CUDA device's memory used by any process; 0 if this process uses none."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0.0

@@ -1,4 +1,4 @@
-"""State of a job that a restarted controller needs beyond what workers tell it: small and plain (pure)."""
+"""State of a job that a restarted controller needs beyond what workers report: small and plain (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_VALUE = 1 << 16  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerState:
-    """A job as its controller knew it."""
+    """Facts about a job that its controller saves for its successor."""
 
     job: str
     run: str  # its run (:func:`run_of`); a trial that is paused and continues has another one
@@ -64,7 +64,7 @@ class ControllerState:
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:
-        """The inverse of ``json.dumps(dataclasses.asdict(state))``. Raises ValueError: it is something else."""
+        """Parse ``json.dumps(dataclasses.asdict(state))``. Raises ValueError: the text is invalid."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
@@ -78,12 +78,12 @@ class ControllerState:
 
 
 def run_of(spec: JobSpec) -> str:
-    """Return a digest that tells a run of a job, or of a trial, from others of the same controller."""
+    """Return a digest that identifies one run of a job or trial among all runs under the same controller."""
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 
 def as_text(value: Sealed | None) -> str | None:
-    """Return as text, for a note, what a train function returned, if it is small; else None."""
+    """Return a train function's return value as text to store in a note; None if there is none or it is too large."""
     return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
 
 

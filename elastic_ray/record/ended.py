@@ -1,4 +1,4 @@
-"""A job that has ended, as the cluster remembers it for an hour (pure)."""
+"""A finished job, which the cluster remembers for an hour (pure)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EndedJobNote:
     def of(
         cls, spec: JobSpec, status: JobStatus, ended_s: float, error: BaseException | Raised | None, metrics: Any
     ) -> EndedJobNote:
-        """Gather it."""
+        """Build the record of a job that has just ended."""
         lines = str(getattr(error, "traceback_text", "")).strip().splitlines()
         return cls(
             status=dataclasses.replace(status, metrics=dict(metrics)),
@@ -46,13 +46,13 @@ class EndedJobNote:
 
     @property
     def duration_s(self) -> float:
-        """Time from submission to end [s]."""
+        """Time from submission to the end [s]."""
         status = self.status
         parts = (status.waiting_s, status.starting_s, status.pausing_s, status.catching_up_s, status.training_s)
         return sum(parts)
 
     def to_json(self) -> str:
-        """Return it as text; of metrics that JSON cannot hold the ``repr``."""
+        """Return the record as JSON; if JSON cannot hold the metrics, their values are replaced by their ``repr``."""
         names = [field.name for field in dataclasses.fields(JobStatus) if field.name not in _LEFT_OUT]
         said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "status"}
         status = {name: getattr(self.status, name) for name in names} | {"phase": self.status.phase.value}
@@ -67,7 +67,7 @@ class EndedJobNote:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EndedJobNote:
-        """The inverse of :meth:`to_json`. Raises ValueError: it is something else, or of a newer release."""
+        """Parse the output of :meth:`to_json`. Raises ValueError: the text is invalid or comes from a newer release."""
         told = load(text)
         if not isinstance(told, dict) or not isinstance(told.get("status"), dict):
             raise ValueError("a note of an ended job must be an object with an object 'status'")

@@ -1,4 +1,4 @@
-"""A job's events as they happen: logged, recorded, and noted for the controller after this one."""
+"""A job's events as they happen: logged, recorded, and saved for a restarted controller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EventLog:
     """Log of a job's events.
 
     Args:
-        keep: takes every event as well, for the controller after this one.
+        keep: called with every event to save it for a restarted controller.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class EventLog:
         self._spec, self._record, self._machine, self._keep = spec, record, machine, keep
 
     def add(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
-        """Add an event.
+        """Add an event; ``before`` and ``after`` are the numbers of workers.
 
         Args:
             **facts: further fields of ``JobEvent``.
@@ -52,9 +52,9 @@ class EventLog:
         self.add(kind, workers, workers, reason, **facts)
 
     def warn(self, what: str) -> None:
-        """Add a warning: something fails that the job does not need."""
+        """Add a warning about a failure that the job tolerates."""
         self.note(EventKind.WARNING, what)
 
     def storage(self, what: str) -> None:
-        """Add an event about storage for the job's user."""
+        """Add an event about storage."""
         self.note(EventKind.STORAGE, what)

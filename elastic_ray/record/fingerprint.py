@@ -1,16 +1,16 @@
-"""Fingerprint of jobs that train the same model, so that measurements of one hold for all (pure).
+"""Fingerprint shared by jobs that train the same model, so that they share measurements (pure).
 
-Two jobs have the same fingerprint if their steps should take the same time on the same nodes at the same batch:
+Two jobs have equal fingerprints if their steps should take equal time on the same nodes at the same batch. Included:
 
-- the name that the user gave, ``ElasticTrainer(model_fingerprint="resnet18-224")``; else, of every wrapped model, its
-  class, the names, shapes, types and ``requires_grad`` of its parameters, the class of its optimizer, whether AMP
-  scales its loss, and the strategy of its synchronisation where that is not all-reduce; and the class of the training
-  loader's dataset and, where it holds tensors, their shapes and types;
+- the user's name for the model, ``ElasticTrainer(model_fingerprint="resnet18-224")``. Without a name, the following of
+  every wrapped model: its class, the names, shapes, types and ``requires_grad`` of its parameters, the class of its
+  optimizer, whether AMP scales its loss, and its synchronisation strategy if that is not all-reduce. In addition, the
+  class of the training loader's dataset and, if it holds tensors, their shapes and types;
 - the resources of one worker.
 
-Not in it: learning rates, seeds, batch sizes (measurements name theirs), numbers of workers, GPU types (measurements
-are kept by type), and what the forward pass does with the parameters: jobs that differ only there (a stride, a
-resolution that the dataset does not show) and not in the classes' names are to be given names.
+Not included: learning rates, seeds, batch sizes (part of each measurement), numbers of workers, GPU types (measurements
+are kept by type), and what the forward pass does with the parameters. Jobs that differ only in the forward pass (a
+stride, a resolution that the dataset does not show) and not in class names need different user names.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from placement.policies.shared.base import describe
 
 
 def fingerprint(spec: JobSpec, loader: LoaderInfo | None) -> str | None:
-    """Return the job's fingerprint, for people ``Net-1f0c9a2b7d3e on 1 CPU``.
+    """Return the job's fingerprint in readable form, such as ``Net-1f0c9a2b7d3e on 1 CPU``.
 
-    None while nothing is known of its model.
+    None while nothing is known about the job's model.
     """
     name = spec.model_fingerprint
     if name is None:

@@ -1,4 +1,4 @@
-"""Losses of a job so far (pure)."""
+"""Losses of a job and its members so far, and the history of its size (pure)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ MOST_FRUITLESS = 3  # restarts without a new checkpoint between them: what ends 
 
 
 class Losses:
-    """Losses of members and of the whole job.
+    """Counts of losses of members and of the whole job.
 
-    A loss of all workers is a failure, and so is that of one to an exception of its own; ``FailureConfig.max_failures``
-    allows so many. Where that is 0, as Ray
-    Train has it by default, the job restarts for as long as it makes progress. To be preempted, saved between two
-    steps, is no failure.
+    The loss of all workers is a failure, and so is the loss of one worker to its own exception.
+    ``FailureConfig.max_failures`` limits the number of failures. If it is 0, Ray Train's default, the job restarts as
+    long as it makes progress. Preemption, which saves the job between two steps, is not a failure.
 
     Args:
-        max_failures: failures that the job may restart after; 0 for as long as it makes progress, -1 for no limit.
-        restart: whether 0 allows that; else the first failure is the last.
+        max_failures: failures after which the job may restart; 0 as long as it makes progress, -1 for no limit.
+        restart: whether the job may restart if ``max_failures`` is 0; if False, its first failure ends it.
 
     Attributes:
-        lost: losses so far, in whole jobs.
-        raised: workers that were lost to an exception of their own.
-        fruitless: restarts since a checkpoint was newer than at the one before.
+        lost: losses so far; 1 is a loss of the whole job, and a lost member counts as its fraction.
+        raised: number of workers lost to an exception of their own.
+        fruitless: number of restarts in a row without a new checkpoint between them.
         saved_steps: steps of the newest checkpoint at the last restart.
     """
 
@@ -40,29 +39,29 @@ class Losses:
         self._just_raised = False  # since a group has trained last
 
     def recall(self, *, lost: float, failures: int, raised: int, fruitless: int, saved_steps: int) -> None:
-        """Restore the counts of the controller before."""
+        """Restore the counts of the previous controller."""
         self.lost, self.failures, self.raised = lost, failures, raised
         self.fruitless, self.saved_steps = fruitless, saved_steps
 
     def some_lost(self, before: int, after: int) -> None:
-        """Count lost members, each as its part of the job, because losses often come together."""
+        """Count lost members, each as its fraction of the job, because losses often occur together."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def one_raised(self) -> bool:
-        """Count a worker that is lost to its own exception; returns whether the others may train on."""
+        """Count a worker lost to its own exception; returns True if the other workers may continue training."""
         self.raised += 1
         self._just_raised = True
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """Close the losses: a group trains after the last one."""
+        """Record that a group trains again after the last loss."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
-        """Record the loss of the whole job; True if it may restart.
+        """Record the loss of the whole job; True if the job may restart.
 
         Args:
-            saved_steps: steps of its newest checkpoint; 0 without one.
+            saved_steps: steps of the job's newest checkpoint; 0 without a checkpoint.
         """
         self.lost += 1.0
         self.failures += 1
@@ -77,7 +76,7 @@ class Losses:
         return self._restart and self.fruitless <= MOST_FRUITLESS
 
     def mean_time_s(self, observed_s: float) -> float:
-        """Mean time between losses of the whole job [s], after so long [s]."""
+        """Return the mean time between losses of the whole job [s], given ``observed_s`` of observation [s]."""
         return mean_time_between_losses_s(self.lost, observed_s)
 
 
@@ -89,11 +88,12 @@ class SizeHistory:
     """History of a job's sizes; times are monotonic [s].
 
     Attributes:
-        resizes: how often it has changed size.
-        resize_cost_s: pause of a change of size, the latest counting most [s].
-        start_s: from the last start of processes to the group that they formed [s].
+        resizes: number of size changes.
+        resize_cost_s: pause of a size change [s], an exponential average.
+        start_s: time from the last start of processes until they formed a group [s].
         settled_s: when the last group was formed.
-        launched_at_s: when the processes began that start now [s since the epoch]; None where none start.
+        launched_at_s: when the processes that are now starting were launched [s since the epoch]; None if none are
+            starting.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -107,7 +107,7 @@ class SizeHistory:
         self._stuck: tuple[int, int] = (-1, 0)
 
     def recall(self, state: ControllerState, at_s: float) -> None:
-        """Restore the history of the controller before; the time now is ``at_s`` [s since the epoch]."""
+        """Restore the history of the previous controller; ``at_s`` is the current time [s since the epoch]."""
         if state.launched_at_s is not None:
             self.launched(self.settled_s - max(0.0, at_s - state.launched_at_s), state.launched_at_s)
         self.most_workers, self.resizes = state.most_workers, state.resizes
@@ -115,20 +115,20 @@ class SizeHistory:
         self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float, at_s: float) -> None:
-        """Record that processes start while no group trains; ``at_s`` is the same time in seconds since the epoch."""
+        """Record that processes start while no group trains; ``at_s`` is ``now_s`` in seconds since the epoch."""
         if self._launched_s is None:
             self._launched_s, self.launched_at_s = now_s, at_s
 
     def starting_s(self, now_s: float) -> float:
-        """Return for how long processes have been starting while no group trains [s]; 0 where one does."""
+        """Return for how long processes have been starting while no group trains [s]; 0 if none are starting."""
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
     def told_of_start(self, now_s: float) -> dict[str, float]:
-        """Return the starting time as an event's detail; empty if no worker starts."""
+        """Return the starting time as the detail of an event; empty if no processes are starting."""
         return {"start_s": self.starting_s(now_s)} if self._launched_s is not None else {}
 
     def start_ended(self) -> None:
-        """End the present start, which gave no group."""
+        """End the current start, successful or not."""
         self._launched_s = self.launched_at_s = None
 
     def settled(self, note: Note, now_s: float) -> None:
@@ -144,10 +144,10 @@ class SizeHistory:
             self.resize_cost_s += 0.3 * (note.pause.pause_s - self.resize_cost_s)
 
     def is_stuck(self, steps: int) -> bool:
-        """True if group after group fails without progress (ranks that run different code, a cut network).
+        """True if many groups in a row fail without progress (ranks that run different code, a broken network).
 
         Args:
-            steps: committed when the present one failed.
+            steps: committed steps when the current group failed.
         """
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
         return self._stuck[1] > _STUCK_FAILURES
@@ -157,5 +157,5 @@ class SizeHistory:
         return f"{_STUCK_FAILURES} groups in a row failed without a single step; the last: {reason}"
 
     def saves_soon(self, now_s: float) -> bool:
-        """True if the job has trained for so short a time that it need not have saved itself."""
+        """True if the job has trained so briefly that it need not have saved a checkpoint yet."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

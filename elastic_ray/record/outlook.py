@@ -1,4 +1,4 @@
-"""Outlook of a job: where its time went, and how far it is (pure)."""
+"""Outlook of a job: how its time was spent, and how much work is left (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAST_EFFICIENCY = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Parts of the time since a job's submission; they sum to the whole [s, each >= 0]."""
+    """Parts of the time since a job's submission, which sum to the whole [s, each >= 0]."""
 
     waiting_s: float = 0.0  # for resources, without processes
     starting_s: float = 0.0  # from the start of its processes until a group trained
@@ -33,7 +33,7 @@ class TimeSpent:
 
     @property
     def total_s(self) -> float:
-        """Time since submission, for an ended job until its end [s]."""
+        """Time from submission until now, or until the end of an ended job [s]."""
         return self.waiting_s + self.starting_s + self.pausing_s + self.catching_up_s + self.training_s
 
     @property
@@ -43,13 +43,13 @@ class TimeSpent:
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
     def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
-        """Add a span without a training group; processes started during its last ``started_for_s``."""
+        """Add a span without a training group; processes were starting during its last ``started_for_s``."""
         starting_s = min(max(0.0, started_for_s), lasted_s)
         waiting_s = self.waiting_s + (lasted_s - starting_s)
         return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)
 
     def with_group(self, lasted_s: float, paused_s: float, *, catching_up: bool) -> TimeSpent:
-        """Add a span in which a group trained, except for its pauses."""
+        """Add a span in which a group trained, minus ``paused_s`` of pauses."""
         pause_s = min(max(0.0, paused_s), lasted_s)
         name = "catching_up_s" if catching_up else "training_s"
         trained_s = getattr(self, name) + (lasted_s - pause_s)
@@ -57,13 +57,13 @@ class TimeSpent:
 
 
 def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, started_for_s: float = 0.0) -> TimeSpent:
-    """Divide the time since submission by what a job's events tell.
+    """Divide the time since submission into its parts, according to a job's events.
 
     Args:
-        events: of the job, in their order; one whose clock went back counts as of the same time as the one before.
-        submitted_s: when it was submitted [s since the epoch].
-        now_s: the present [s since the epoch]; without meaning after the event of the job's end.
-        started_for_s: where no group trains now, for how long its processes have been starting [s].
+        events: the job's events, in order; an event with an earlier time than its predecessor counts as simultaneous.
+        submitted_s: when the job was submitted [s since the epoch].
+        now_s: the current time [s since the epoch]; ignored if the job has ended.
+        started_for_s: how long processes have been starting, if no group trains now [s].
     """
     spent, since, paused, goal = TimeSpent(), submitted_s, 0.0, 0
     trains = ended = False
@@ -88,7 +88,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Return the step at which a job has caught up with the steps that it lost; 0 if it has lost none."""
+    """Return the step at which a job will have redone the steps that it lost; 0 if it has nothing to redo."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -96,7 +96,7 @@ def steps_to_reach(events: Iterable[JobEvent]) -> int:
 
 
 def _goal(before: int, event: JobEvent) -> int:
-    """Return ``steps_to_reach`` after an event."""
+    """Return the value of ``steps_to_reach`` after one more event."""
     if event.kind is EventKind.CAUGHT_UP:
         return 0
     if event.kind is EventKind.RESTART and (reached := int(_number(event, "reached_steps"))) > _number(event, "steps"):
@@ -105,10 +105,11 @@ def _goal(before: int, event: JobEvent) -> int:
 
 
 def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float | None) -> Pause | None:
-    """Return the last pause that a job's events tell of; None before the first.
+    """Return the last pause in a job's events; None before the first.
 
     Args:
-        first_step_s: what its first step took [s].
+        generation: generation that ``first_step_s`` belongs to.
+        first_step_s: duration of that generation's first step [s]; None if unknown.
     """
     for event in reversed(events):
         if event.kind in (EventKind.RESIZE, EventKind.FAILURE) and event.pause_s > 0:
@@ -119,7 +120,7 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
 
 
 def _number(event: JobEvent, name: str) -> float:
-    """Return a number of an event's detail; 0 where it has none, or one that is not finite."""
+    """Return a number from an event's detail; 0 if it is missing or not finite."""
     value = event.detail.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
@@ -127,9 +128,9 @@ def _number(event: JobEvent, name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Return progress in whose first epoch a pass over the dataset counts as its length: dataset / M0 iterations.
+    """Return progress that, in its first epoch, assumes an epoch of dataset / M0 iterations.
 
-    That is what one takes at M0. At a larger batch fewer are counted; the first epoch that has ended tells how many.
+    This is the length at M0. A larger batch needs fewer iterations, as the first completed epoch shows.
     """
     if progress is None or progress.epoch_ends or progress.usual_epoch is not None:
         return progress
@@ -139,7 +140,7 @@ def with_length(progress: Progress | None, dataset_size: int | None, init_batch_
 
 
 def progress_ratio(progress: Progress | None) -> float | None:
-    """Return iterations done / (done + left), 0 to 1; None without a declared length."""
+    """Return iterations done / (done + left), 0 to 1; None if the length is not declared."""
     left = remaining(progress)
     if progress is None or left is None:
         return None
@@ -150,15 +151,15 @@ def progress_ratio(progress: Progress | None) -> float | None:
 def samples_to_end(
     progress: Progress | None, dataset_size: int | None, init_batch_size: int | None, efficiency: float | None
 ) -> int | None:
-    """Return samples until the end (>= 0); None where the length, or how many samples an iteration takes, is unknown.
+    """Return samples until the end (>= 0); None if the length or the samples per iteration are unknown.
 
-    Epochs left x dataset; without a dataset of known size iterations left x M0 / efficiency.
+    Computed as epochs left x dataset; if the dataset's size is unknown, as iterations left x M0 / efficiency.
 
     Args:
-        progress: of the job, in iterations at M0.
-        dataset_size: samples of an epoch, of one pass over the training loader.
+        progress: progress of the job, in iterations at M0.
+        dataset_size: samples in one pass over the training loader; None if unknown.
         init_batch_size: M0 [samples].
-        efficiency: statistical, of the present batch, above 0; None where it is unknown.
+        efficiency: statistical efficiency of the current batch, above 0; None if unknown.
     """
     left = remaining(progress)
     if progress is None or left is None:
@@ -172,12 +173,12 @@ def samples_to_end(
 
 
 def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodput: float | None) -> float | None:
-    """Return iterations left x M0 / goodput [s, >= 0]; None where one of them is unknown.
+    """Return iterations left x M0 / goodput [s, >= 0]; None if any of these is unknown.
 
     Args:
-        progress: of the job, in iterations at M0.
+        progress: progress of the job, in iterations at M0.
         init_batch_size: M0 [samples].
-        goodput: of the present configuration [samples/s].
+        goodput: goodput of the current configuration [samples/s].
     """
     left = remaining(progress)
     if left is None or not init_batch_size or not goodput or not math.isfinite(goodput) or goodput < 0:
@@ -188,23 +189,23 @@ def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodp
 def eta_range(
     eta_s: float | None, rates: Iterable[float], efficiency: float | None
 ) -> tuple[float, float] | tuple[None, None]:
-    """Return the likely bounds of a time to the end, low <= eta <= high [s]; None where it is unknown.
+    """Return likely bounds of the time to the end, low <= eta <= high [s]; (None, None) if it is unknown.
 
-    With v the coefficient of variation of recent speeds (standard deviation / mean) and c = min(2 v, 0.75), c = 0.5
-    while there are fewer than three of them::
+    Let v be the coefficient of variation of recent speeds (standard deviation / mean), and c = min(2 v, 0.75), or c =
+    0.5 if there are fewer than three speeds. Then::
 
         low  = E eta / (1 + c)
         high = eta / (1 - c)
 
-    E is the statistical efficiency of the present batch, at least 0.1: the noise scale tends to grow as training
-    proceeds, and the most that can come of it is that each sample counts in full (McCandlish et al. 2018). What the
-    allocator may do to the job's size is not part of it.
+    E is the statistical efficiency of the current batch, at least 0.1: the noise scale tends to grow during training,
+    and at best every sample will count in full (McCandlish et al. 2018). The bounds ignore size changes by the
+    allocator.
 
     Args:
-        eta_s: time to the end at the present goodput [s].
-        rates: measured throughputs of the present workers and batch [samples/s]; those that are no positive number do
-            not count.
-        efficiency: E, 0 to 1; None where it is unknown, and counts as 1.
+        eta_s: time to the end at the current goodput [s].
+        rates: measured throughputs of the current workers and batch [samples/s]; values that are not positive numbers
+            are ignored.
+        efficiency: E, 0 to 1; None if unknown, which counts as 1.
     """
     if eta_s is None or not math.isfinite(eta_s) or eta_s < 0:
         return None, None
@@ -220,12 +221,12 @@ def eta_range(
 
 
 def reports_to_end(reports: int, most: int | None) -> float | None:
-    """Return the progress, 0 to 1, of a run that ends with report ``most``; None without such a bound."""
+    """Return the progress, 0 to 1, of a run that ends with report number ``most``; None without such a limit."""
     return min(1.0, max(0, reports) / most) if most else None
 
 
 def seconds_of_reports(trained_s: float, made: int, left: int) -> float | None:
-    """Time of this number of further reports at the pace of those made here [s]; None before the first."""
+    """Return the time for ``left`` more reports at the pace of those made so far [s]; None before the first."""
     return trained_s / made * max(0, left) if made > 0 else None
 
 
@@ -238,11 +239,11 @@ def waits_for(
     storage: str,
     needs_node: bool,
 ) -> str:
-    """Return what a job waits for: storage, else slots or a node, a placement group, processes; empty if it trains.
+    """Return what a job waits for: storage, slots, a node, a placement group, or processes; empty if nothing.
 
     Args:
-        storage: what it waits for storage for; empty where storage answers.
-        needs_node: whether no node that there is could ever hold one of its workers.
+        storage: description of what the job waits for from storage; empty if storage responds.
+        needs_node: no existing node can ever hold one of the job's workers.
     """
     if phase.ended:
         return ""
@@ -259,7 +260,7 @@ def waits_for(
 
 
 def _slots(spec: JobSpec) -> str:
-    """Return text such as ``2 slots (CPU 1, GPU 1) on T4``."""
+    """Return a description of the slots needed, such as ``2 slots (CPU 1, GPU 1) on T4``."""
     needs = ", ".join(f"{name} {amount:g}" for name, amount in sorted(spec.bundle.items()))
     kind = spec.label_selector.get(GPU_TYPE_LABEL, "")
     number = "1 slot" if spec.min_workers == 1 else f"{spec.min_workers} slots"

@@ -1,4 +1,4 @@
-"""A job's history as its controller keeps it: phase, events, reports, checkpoints, outcome (pure)."""
+"""A job's history as kept by its controller: phase, events, reports, checkpoints, outcome (pure)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from elastic_ray.worker.messages import WorkerReport
 class JobRecord:
     """Record of a job.
 
-    What it has to write waits in its backlogs for the job's ``RecordWriter``. What it has to write waits in its
-    backlogs for the job's ``RecordWriter``.
+    Lines to be written wait in its backlogs for the job's ``RecordWriter``.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -58,10 +57,10 @@ class JobRecord:
         self.looked = False  # whether it is known what storage has
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:
-        """Read the stored state of an earlier run or of this one; return the checkpoints that are not kept.
+        """Read the stored state of this run or an earlier one; returns paths of checkpoints that are no longer kept.
 
-        It counts more than what is known here: a message that a checkpoint is there may have been lost, and a
-        user may have deleted one.
+        Storage overrides the state known here: a message about a new checkpoint may have been lost, or a user may have
+        deleted a checkpoint.
         """
         self.looked = True
         if self._is_trial:
@@ -81,14 +80,14 @@ class JobRecord:
 
     @property
     def restart_point(self) -> tuple[str | None, ResumePoint | None]:
-        """Latest checkpoint and where it stands, None where it does not say; (None, None) before the first."""
+        """Latest checkpoint and its resume point (None if it has none); (None, None) before the first checkpoint."""
         latest = self._retention.latest
         path = latest[0] if latest is not None else self._start
         return (path, self._resume) if path is not None else (None, None)
 
     @property
     def states(self) -> tuple[StateFile, ...]:
-        """Automatic checkpoints that are further than the restart point, newest first."""
+        """Automatic checkpoints that are more advanced than the restart point, newest first."""
         point = self.restart_point[1]
         steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
@@ -96,18 +95,18 @@ class JobRecord:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Path of what a restart would continue from; empty before the first."""
+        """Path of the checkpoint from which a restart would continue; empty before the first."""
         states = self.states
         return states[0].path if states else self.restart_point[0] or ""
 
     @property
     def resume_point(self) -> ResumePoint | None:
-        """Resume point of a restart; None at the beginning."""
+        """Resume point of a restart; None if the job would start from scratch."""
         states = self.states
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """Record an automatic checkpoint; its writer deletes the files of those that are not kept."""
+        """Record an automatic checkpoint; its writer deletes the files of displaced checkpoints."""
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
@@ -115,13 +114,13 @@ class JobRecord:
 
     @property
     def last_state(self) -> StateFile | None:
-        """Automatic checkpoint that a job which has finished leaves; None where it leaves none."""
+        """Automatic checkpoint that remains when the job finishes; None if none remains."""
         return self._states[0] if self._states and self._keeps_last else None
 
     def _left_state(self, phase: JobPhase) -> str:
-        """Return the directory of the automatic checkpoints that a job leaves which ends in this phase.
+        """Return the directory of the automatic checkpoints that remain if the job ends in `phase`.
 
-        Empty for none.
+        Empty if none remain.
         """
         left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         return posixpath.dirname(left.path) if left is not None else ""
@@ -130,7 +129,7 @@ class JobRecord:
     def workers_at_most(self) -> int:
         """Largest number of workers that can continue from the resume point, 0 for no limit.
 
-        Each needs samples in its first step: two, where there are as many, for BatchNorm cannot do with one.
+        Each worker needs two samples in its first step if possible, because BatchNorm fails with one.
         """
         point = self.resume_point
         return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
@@ -145,32 +144,32 @@ class JobRecord:
         self.phase = JobPhase.RUNNING
 
     def begins_again(self, *, waits_because: str | None) -> None:
-        """Record that the job has no workers: others start, or it waits for resources, for this reason."""
+        """Record that the job has no workers: new ones start, or the job waits for resources for the given reason."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
     def paused(self, why: str) -> None:
-        """Record that the job has no workers until it is resumed."""
+        """Record that the job has no workers until a user resumes it."""
         self.phase, self.message = JobPhase.PAUSED, why
 
     def ending(self, phase: JobPhase, message: str) -> None:
-        """Record the job's end; the outcome follows with :meth:`end`."""
+        """Record that the job ends; :meth:`end` later records its outcome."""
         self.phase, self.message = phase, message
 
     def waits_for_resources(self, why: str, *, needs_node: bool = False) -> None:
-        """Store a sentence on why the job has no workers yet, and whether it needs a node that does not exist."""
+        """Store the reason why the job has no workers yet, and whether it needs a node that does not exist."""
         self.message, self.needs_node = why, needs_node
 
     def user_told(self, text: str) -> None:
-        """Store a worker's message to the job's user."""
+        """Store a worker's message for the job's user."""
         self.told = text
 
     def allocator_told(self, note: str, cost_usd: float | None, start_s: float | None) -> None:
-        """Store the allocator's message, the job's cost [USD], and when it would start [s from now]."""
+        """Store the allocator's message, the job's cost [USD], and its expected start [s from now]."""
         self.note, self.cost_usd, self.start_s = note, cost_usd, start_s
 
     def batch_chosen(self, reason: str) -> None:
-        """Store why the batch has changed."""
+        """Store why the batch size has changed."""
         self.batch_reason = reason
 
     def event(self, event: JobEvent) -> None:
@@ -181,16 +180,16 @@ class JobRecord:
             self.message = ""
 
     def proven(self, event: JobEvent) -> None:
-        """Add an event to the run's file only."""
+        """Write an event to the run's file without keeping it in memory."""
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
-        """Continue with what a controller before this one has noted down; :meth:`catch_up` follows."""
+        """Continue with the events saved by the previous controller; call :meth:`catch_up` next."""
         self.phase, self.message = phase, message
         self.events = list(events)
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
-        """Receive rank 0's report; returns the checkpoints that are not kept any more."""
+        """Store a report of rank 0; returns the paths of checkpoints that are no longer kept."""
         report = report_of(message, workers)
         self._put(report)
         if report.checkpoint is None:
@@ -200,7 +199,7 @@ class JobRecord:
         return self._retention.add(report.checkpoint, report.metrics)
 
     def report_again(self, message: WorkerReport, workers: int) -> Report | None:
-        """Receive a report that may be known, and may not; returns it if it was not."""
+        """Store a report that may be known already; returns the report if it was new, otherwise None."""
         if message.index in self._reports:
             return None
         report = report_of(message, workers)
@@ -220,11 +219,11 @@ class JobRecord:
 
     @property
     def last_report(self) -> int:
-        """Number of the last report."""
+        """Number of the last report; 0 before the first."""
         return self._reports.last
 
     def restored(self, checkpoint: StoredCheckpoint) -> Report:
-        """Return a report that was never heard of, with the checkpoint that it left in storage."""
+        """Return a report rebuilt from its stored checkpoint, because the report itself was never received."""
         point = checkpoint.resume_point
         report = Report(
             index=checkpoint.index,
@@ -237,11 +236,12 @@ class JobRecord:
         return report
 
     def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
-        """Continue the files of an earlier controller, whose events are here, after their end.
+        """Continue the files of the previous controller, whose events are already in this record.
 
         Args:
-            lines: that ``events.jsonl`` lacks.
-            reports: the last ones of ``reports.jsonl``.
+            lines: event lines that ``events.jsonl`` lacks.
+            first_report: number of the first report of this run; 0 if unknown.
+            reports: the last reports in ``reports.jsonl``.
         """
         for line in lines:
             self.unwritten_events.add(line)
@@ -255,19 +255,19 @@ class JobRecord:
             self._reports.began_with(first_report)
 
     def waits(self, who: str, what: str) -> None:
-        """Record what `who` waits for storage for; empty for nothing."""
+        """Record what `who` is waiting for from storage; an empty text ends the wait."""
         if what:
             self._waits[who] = what
         else:
             self._waits.pop(who, None)
 
     def clear_waiters(self) -> None:
-        """Clear the waiters, which may be gone; those that still wait report soon."""
+        """Clear all waits, because the waiting processes may be gone; those still waiting report again soon."""
         self._waits.clear()
 
     @property
     def waiting(self) -> str:
-        """Sentence on what the job waits for storage for; empty while storage answers."""
+        """Description of what the job is waiting for from storage; empty while storage responds."""
         return "; ".join(dict.fromkeys(self._waits.values()))
 
     def end(
@@ -287,12 +287,12 @@ class JobRecord:
         )
 
     def outcome(self) -> JobOutcome | None:
-        """Return how the job ended; None before."""
+        """Return the job's outcome; None before its end."""
         return self._outcome
 
 
 def report_of(message: WorkerReport, workers: int) -> Report:
-    """Return a report as the job's users see it; ``workers`` is the size of the job then."""
+    """Return a report in the form shown to users; ``workers`` is the job's size at that time."""
     return Report(
         index=message.index,
         metrics=message.metrics,

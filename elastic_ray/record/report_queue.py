@@ -1,4 +1,4 @@
-"""A job's reports for a reader that takes them one by one, and how far training may run ahead of that (pure)."""
+"""A job's reports for a reader that consumes them one by one, and a limit on how far training runs ahead (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST = 1000
 class BoundedLog(Generic[T]):
     """Log of the last numbered items.
 
-    Numbers grow by one, but for this: they may come in another order, and a restart goes back and repeats some.
+    Numbers usually grow by one, but items may arrive out of order, and a restart repeats some numbers.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -32,15 +32,15 @@ class BoundedLog(Generic[T]):
         return number in self._things
 
     def get(self, number: int) -> T | None:
-        """Return the item of this number; None if there is none (any more)."""
+        """Return the item with this number; None if there is none or it is no longer kept."""
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
-        """True if items of this number are no longer kept."""
+        """True if an item with this number would no longer be kept."""
         return self._full and number < self.low
 
     def put(self, number: int, thing: T) -> None:
-        """Keep a thing, in place of an earlier one of its number."""
+        """Store an item, replacing an earlier item of the same number."""
         self.first = min(self.first or number, number)
         if self.gone(number):
             return
@@ -54,11 +54,11 @@ class BoundedLog(Generic[T]):
             self.low += 1
 
     def began_with(self, number: int) -> None:
-        """Set the number of the first item, which is not kept."""
+        """Set the number of the first item, which itself is not kept."""
         self.first = number
 
     def values(self) -> tuple[T, ...]:
-        """Return the kept items, by number."""
+        """Return the kept items, in order of their numbers."""
         return tuple(self._things[number] for number in sorted(self._things))
 
 
@@ -66,7 +66,7 @@ _MOST_LINES = 20_000
 
 
 class Backlog:
-    """Lines that wait to be written; of too many, the oldest are dropped, and counted."""
+    """Lines waiting to be written; if there are too many, the oldest are dropped and counted."""
 
     def __init__(self, most: int = _MOST_LINES) -> None:
         self._most = most
@@ -81,7 +81,7 @@ class Backlog:
         return line in self._lines
 
     def add(self, line: str) -> None:
-        """Add a line; too many drop the oldest."""
+        """Add a line; if there are too many, the oldest waiting line is dropped."""
         self._lines.append(line)
         if len(self._lines) - self._taken > self._most:
             del self._lines[self._taken]
@@ -93,19 +93,19 @@ class Backlog:
         return dropped
 
     def take(self) -> tuple[str, ...]:
-        """Return the lines to write now; either :meth:`written` or :meth:`failed` follows before the next call."""
+        """Return the lines to write now; call :meth:`written` or :meth:`failed` before the next call."""
         assert not self._taken, "lines are being written"
         self._taken = len(self._lines)
         return tuple(self._lines)
 
     def written(self) -> None:
-        """Drop the taken lines, which are in the file."""
+        """Remove the lines of the last :meth:`take`, which are now in the file."""
         for _ in range(self._taken):
             self._lines.popleft()
         self._taken = 0
 
     def failed(self) -> None:
-        """Keep the lines, which could not be written."""
+        """Keep the lines of the last :meth:`take`, which could not be written."""
         self._taken = 0
         while len(self._lines) > self._most:
             self._lines.popleft()
@@ -117,15 +117,15 @@ _LOOK_S = 1.0
 
 
 class ReportQueue:
-    """Reports in the order of their numbers, each once, whatever order they come in and however often.
+    """Reports in order of their numbers, each delivered once, even if they arrive out of order or repeatedly.
 
-    A restart from a checkpoint repeats the reports after it; those that were taken already are not given again. Only
-    the last ones are kept: an earlier one is to be looked for in the run's file, see :meth:`gone`.
+    A restart from a checkpoint repeats the reports after it; those already delivered are not delivered again. Only the
+    last reports are kept; read earlier ones from the run's file, see :meth:`gone`.
 
     Args:
-        taken: number of the last report before the first one here; a run that continues from a checkpoint counts on.
-        ahead: how many reports that are not taken may have been made before the next one waits; None for any number.
-        keep: how many are kept.
+        taken: number of the last report before this run, from which a run that continues from a checkpoint counts on.
+        ahead: number of undelivered reports that training may make before it waits for the reader; None for any number.
+        keep: number of reports to keep.
     """
 
     def __init__(self, *, taken: int = 0, ahead: int | None = None, keep: int = MOST) -> None:
@@ -136,41 +136,41 @@ class ReportQueue:
         self._changed = asyncio.Event()
 
     def put(self, report: Report) -> None:
-        """Put a worker's report into the queue."""
+        """Add a worker's report to the queue."""
         if report.index not in self._reports and not self._reports.gone(report.index):
             self._reports.put(report.index, report)
             self._wake()
 
     def begin_after(self, taken: int) -> None:
-        """Set the report after which the run continues; called before anything is put here."""
+        """Set the number of the report after which the run continues; call this before adding reports."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
-        """Return the number of the report that follows number ``after``."""
+        """Return the number of the report after number ``after``, or after the last delivered one if None."""
         return (self._taken if after is None else after) + 1
 
     def gone(self, number: int) -> bool:
-        """True if the report of this number was here and is no longer kept."""
+        """True if the report with this number is too old to be kept."""
         return self._reports.gone(number)
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest report that is kept, or would be."""
+        """Number of the oldest report that is kept."""
         return self._reports.low
 
     async def wait_for_reader(self, index: int) -> None:
-        """Wait until the worker that has made this report may train on."""
+        """Wait until the worker that made report ``index`` may continue training."""
         while self._open and self._ahead is not None and index > self._taken + self._ahead:
             await self._changed.wait()
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report that follows number ``after``, which counts as taken with all before it.
+        """Return the report after number ``after``; that report and all earlier ones then count as delivered.
 
         Args:
-            after: the last report that was dealt with; None for none of this run's.
+            after: number of the last report that the reader has processed; None if it has processed none of this run.
             wait_s: longest wait [s].
 
-        Returns None if there is none (yet), or the queue was closed.
+        Returns None if there is no such report yet, or the queue was closed.
         """
         after = self._taken if after is None else after
         if after > self._taken:
@@ -188,9 +188,9 @@ class ReportQueue:
         return self._reports.get(after + 1)
 
     def _past_a_hole(self, number: int, now_s: float) -> Report | None:
-        """Return the report after a missing one, if that has been missing for a while.
+        """Return the next report after a missing one that has been missing for a while; None until then.
 
-        Its controller has died with it.
+        A missing report was lost when its controller died.
         """
         if self._reports.last <= number:
             self._hole = None
@@ -202,7 +202,7 @@ class ReportQueue:
         return next(report for report in self._reports.values() if report.index > number)
 
     def close(self) -> None:
-        """Close the queue: there will be no more reports, and no caller waits."""
+        """Close the queue: no more reports will come, and all waiting callers return."""
         self._open = False
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Submission of a run as its directory keeps it, so that another cluster can submit the job again (pure)."""
+"""Submission stored in a run's directory, so that another cluster can submit the job again (pure)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESUMED = ".resumed-"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedJob:
-    """A submission of a job, as its driver has made it."""
+    """A job's submission, as made by its driver."""
 
     job: str
     storage: str  # directory of the run
@@ -32,12 +32,12 @@ class SubmittedJob:
     format: int = _FORMAT
 
     def to_json(self) -> str:
-        """The inverse of :meth:`from_json`."""
+        """Return the submission as JSON for :meth:`from_json`."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SubmittedJob:
-        """Read what :meth:`to_json` has written. Raises ValueError: it is something else."""
+        """Parse the output of :meth:`to_json`. Raises ValueError: the text is invalid."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a submission must be a JSON object, but got {values!r:.80}")
@@ -56,12 +56,12 @@ class SubmittedJob:
 
     @property
     def next_submission(self) -> str:
-        """Id of the submission that continues the script: the same from whoever asks, for Ray takes an id once."""
+        """Id of the submission that continues the script; deterministic, so that Ray rejects duplicates."""
         token = hashlib.sha256(f"{self.session} {self.submission}".encode()).hexdigest()[:8]
         return f"{self.submission.partition(_RESUMED)[0]}{_RESUMED}{token}"
 
     def why_not(self, events: Iterable[JobEvent]) -> str | None:
-        """Return why the job is not to be submitted again, by its events; empty if it is, None if it has ended."""
+        """Return why the job cannot be resubmitted, judging by its events; empty if it can, None if it has ended."""
         last = None
         for event in events:
             if event.time_s >= self.submitted_s and event.kind in _ENDS:
@@ -81,7 +81,7 @@ class SubmittedJob:
 
     @property
     def by_hand(self) -> str:
-        """Return how a user continues the job."""
+        """Instructions for a user who wants to continue the job."""
         script = self.script or "its script"
         return f"run {script} with RunConfig(name={self.job!r}) and the same storage_path"
 

@@ -1,4 +1,4 @@
-"""Usage of runs: hours and cost by user, tenant, job and week, from their events (pure)."""
+"""Usage of runs: hours and cost by user, tenant, job and week, computed from their events (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """Row of usage; the fields of ``--json``."""
+    """One row of usage; its fields are those of ``--json``."""
 
     user: str | None = None  # owner of the jobs; None where the row stands for several, as in the next three
     tenant: str | None = None
@@ -32,7 +32,7 @@ class UsageRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """A time with a constant number of workers, within one week, and the part of a run's cost that it has."""
+    """Period with a constant number of workers, within one week and one run."""
 
     user: str
     tenant: str
@@ -44,7 +44,7 @@ class _Span:
 
 
 def week_of(time_s: float) -> str:
-    """Return the ISO week of a time [s since the epoch], in UTC.
+    """Return the ISO week, in UTC, of a time [s since the epoch].
 
     >>> week_of(0.0)
     '1970-W01'
@@ -54,11 +54,11 @@ def week_of(time_s: float) -> str:
 
 
 def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]:
-    """Return what one job has used, a row for each user, tenant and week.
+    """Return the usage of one job, with a row for each user, tenant and week.
 
     Args:
-        events: of all its runs, oldest first.
-        seen_s: when its last run was known to continue, if it has not ended [s since the epoch].
+        events: events of all the job's runs, oldest first.
+        seen_s: when the last run was last known to be active, if it has not ended [s since the epoch].
     """
     spans = list(_spans(events, seen_s))
     worker_s: dict[int, float] = defaultdict(float)
@@ -84,9 +84,9 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
 
 
 def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
-    """Return sums over all rows that agree in some of ``DIMENSIONS``, in their order.
+    """Sum rows that agree in the given ``DIMENSIONS``; the sums are sorted by these dimensions.
 
-    A sum without any known cost has none; rows without one count for nothing in the others.
+    A sum of rows without any known cost has no cost; otherwise, rows without a cost count as 0.
     """
     sums: dict[tuple[str, ...], UsageRow] = {}
     for row in rows:
@@ -105,7 +105,7 @@ def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
 
 
 def _spans(events: Sequence[JobEvent], seen_s: float) -> Iterator[_Span]:
-    """Yield times with workers, cut where a week begins."""
+    """Yield periods with workers, divided at the start of each week."""
     user = tenant = ""
     gpus = cpus = 0.0
     run = 0
@@ -127,7 +127,7 @@ def _spans(events: Sequence[JobEvent], seen_s: float) -> Iterator[_Span]:
 
 
 def _costs(events: Sequence[JobEvent]) -> dict[int, float]:
-    """Return the last known cost of each run, counted from 0."""
+    """Return the last known cost of each run [USD], keyed by the run's number from 0."""
     costs: dict[int, float] = {}
     run = 0
     for event in events:
@@ -138,6 +138,6 @@ def _costs(events: Sequence[JobEvent]) -> dict[int, float]:
 
 
 def _amount(told: object, name: str) -> float:
-    """Return a number of a file that anybody may have written; 0 where it is none."""
+    """Return a number of 0 or more from an untrusted file; 0 if it is anything else."""
     value = told.get(name, 0.0) if isinstance(told, dict) else 0.0
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else 0.0

@@ -1,6 +1,6 @@
-"""Verification of a run's events: equal starts of groups, each sample once in an epoch, steps repeated (pure).
+"""Verification of a run's events: identical group state, each sample once per epoch, repeated steps (pure).
 
-Each proof is a link of a chain (``elastic_ray.state.progress``). A line that is missing, added or changed breaks it.
+Each proof is a link of a chain (``elastic_ray.state.progress``). A missing, added or modified line breaks the chain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _sum_of_all = functools.lru_cache(maxsize=8)(hash_of_all)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Finding of one check."""
+    """Result of one check."""
 
     line: int  # of the events' file, from 1; 0 for the whole
     what: str  # "group", "epoch", "steps", "line" or "checkpoint"
@@ -45,16 +45,16 @@ class _Proof:
 
     @property
     def says(self) -> str:
-        """Name of what the proof is about."""
+        """Name of the epoch or generation that the proof belongs to."""
         if self.event.kind is EventKind.PASS:
             return f"epoch {self.facts.get('epoch')}"
         return f"generation {self.event.generation}"
 
 
 def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
-    """Inspect all lines of a run's ``events.jsonl``.
+    """Check all lines of a run's ``events.jsonl``.
 
-    Returns what was found, in the order of the lines.
+    Returns the findings, in the order of the lines.
     """
     found: list[Finding] = []
     proofs = _read(lines, found)
@@ -79,13 +79,13 @@ def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
 
 
 def _place(proof: _Proof, proofs: Iterable[_Proof]) -> str:
-    """Return in words where a link follows."""
+    """Return a description of the place in the chain that a proof follows."""
     before = next((each for each in proofs if each.link == proof.before), None)
     return "the start" if before is None else f"step {before.step} ({before.says})"
 
 
 def _read(lines: Iterable[str], found: list[Finding]) -> list[_Proof]:
-    """Return the proofs in these lines, once each; what cannot be one is a finding."""
+    """Return the distinct proofs in these lines; invalid lines are added to ``found``."""
     proofs: list[_Proof] = []
     known: set[int] = set()
 
@@ -118,7 +118,7 @@ def _read(lines: Iterable[str], found: list[Finding]) -> list[_Proof]:
 
 
 def _check(kind: EventKind, facts: Mapping[str, Any]) -> None:
-    """Raise ValueError for facts that no run has told."""
+    """Raise ValueError if a proof has values that no run can produce."""
     counts = ("epoch", "steps", "samples", "of") if kind is EventKind.PASS else ("step", "epoch", "digest", "bytes")
     for name in counts:
         value = facts.get(name)
@@ -127,7 +127,7 @@ def _check(kind: EventKind, facts: Mapping[str, Any]) -> None:
 
 
 def _group(proof: _Proof) -> Finding:
-    """Return what the beginning of a group proves."""
+    """Return the finding for the start of a group."""
     facts = proof.facts
     members = printable(", ".join(map(str, facts.get("members", ()))))
     begins = f"{proof.says} began at step {proof.step} with {members}"
@@ -139,7 +139,7 @@ def _group(proof: _Proof) -> Finding:
 
 
 def _epoch(proof: _Proof) -> Finding:
-    """Return what the end of an epoch proves."""
+    """Return the finding for the end of an epoch."""
     facts = proof.facts
     used = f"{proof.says}: {facts.get('samples')} of {facts.get('of')} samples"
     try:
@@ -161,7 +161,7 @@ def _epoch(proof: _Proof) -> Finding:
 
 
 def _missing(proofs: Iterable[_Proof]) -> list[Finding]:
-    """Return findings on epochs before the last one that nothing is known of."""
+    """Return findings for epochs, before the last one, without any proof."""
     told = sorted({-1} | {int(p.facts["epoch"]) for p in proofs if p.event.kind is EventKind.PASS})
     gaps = [(one + 1, other - 1) for one, other in itertools.pairwise(told) if other - one > 1]
     text = "epoch{}: no line says that it ended, or its samples were not known"

@@ -1,4 +1,4 @@
-"""Views of a job for others: the allocator its view, the driver its status (pure)."""
+"""Views of a job for other processes: one for the allocator, and the status for the driver (pure)."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _NO_GPU = None, None
 
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
-    """Return the largest useful number of workers, never fewer than the job's minimum."""
+    """Return the largest useful number of workers, at least the job's minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 
 
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
-    """Refuse a size that the job cannot be held at.
+    """Raise ValueError if the job cannot be held at this number of workers.
 
-    Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+    The number must lie in the job's range and be an allowed size, and the loader must have work for all workers.
     """
     most = max_workers(spec, planner)
     allowed = spec.scheduling.allowed_sizes
@@ -76,7 +76,7 @@ def allocator_view(
     paused: str = "",
     node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
-    """Return the job's view for the allocator; ``resume_point`` says how far it is before its workers can."""
+    """Return the job's view for the allocator; ``resume_point`` gives the progress until workers report."""
     limits = planner.loader.limits if planner.loader is not None else None
     most, wished = _wished(spec, planner, held_at)
     return JobView(
@@ -129,13 +129,13 @@ def allocator_view(
 
 
 def _forecast(planner: BatchPlanner) -> BatchForecast | None:
-    """Return the batches that the job will be held at, as far as its policies know."""
+    """Return the batch sizes at which the job will be held, if its policies know them."""
     coming = planner.latest.coming if planner.latest is not None and planner.held_batch is not None else ()
     return BatchForecast(steps=coming) if coming else None
 
 
 def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[int, int | None]:
-    """Return the most workers, and the fewest that the user's policies ask for; a size held by hand outranks them."""
+    """Return the most workers, and the fewest that the user's policies request; a manual size takes precedence."""
     most = max_workers(spec, planner)
     if held_at is not None:
         return most, None
@@ -146,13 +146,13 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
 
 
 def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
-    """Return the growth limit for now; None for no limit except the job's own."""
+    """Return the largest size for now; None if only the job's own limit applies."""
     # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
     return spec.min_workers if spec.trial is not None and not history.most_workers else None
 
 
 def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
-    """Return bounds of a worker's batch on the present GPU type; None where there are none."""
+    """Return the bounds of a worker's batch on the current GPU type; None if there are none."""
     bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
     return (bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None
 
@@ -167,7 +167,7 @@ def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | 
 
 
 def _run_progress(planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
-    """Return the run's progress; before its first report, where it starts."""
+    """Return the run's progress; before its first report, the progress at which it starts."""
     if planner.latest is not None:
         return planner.latest.progress
     return RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
@@ -182,12 +182,12 @@ def job_status(
     now_s: float,
     started_for_s: float,
 ) -> JobStatus:
-    """Return the job as its driver sees it.
+    """Return the job's status for its driver.
 
     Args:
-        submitted_s: when it was submitted [s since the epoch].
-        now_s: the present [s since the epoch].
-        started_for_s: for how long its processes have been starting, where no group trains [s].
+        submitted_s: when the job was submitted [s since the epoch].
+        now_s: the current time [s since the epoch].
+        started_for_s: how long processes have been starting, if no group trains [s].
     """
     report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
     spent = time_spent(record.events, submitted_s, now_s, started_for_s)
@@ -231,7 +231,7 @@ def job_status(
 
 
 def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
-    """Return what the job waits for; empty if it runs."""
+    """Return what the job waits for; empty if it is running."""
     return waits_for(
         spec,
         record.phase,
@@ -243,9 +243,10 @@ def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
 
 
 def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, record: JobRecord) -> JobStatus:
-    """Return the status with the job's progress, and what is left.
+    """Return the status with the job's progress and remaining work added.
 
-    A trial ends with its last epoch or with the most reports that its sweep gives one, whichever comes first.
+    A trial ends with its last epoch, or with the largest number of reports that its sweep allows, whichever comes
+    first.
     """
     size = planner.loader.dataset_size if planner.loader is not None else None
     first = planner.loader.limits.init_batch_size if planner.loader is not None else None
@@ -279,19 +280,19 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
 
 
 def _in_tokens(planner: BatchPlanner, samples: float | None) -> float | None:
-    """Return a number of samples in tokens; None where the loader's batch is not declared in tokens."""
+    """Return a number of samples in tokens; None if the loader's batch is not declared in tokens."""
     tokens = planner.loader.tokens if planner.loader is not None else None
     return None if tokens is None or samples is None else samples * tokens.per_sample
 
 
 def _note(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -> str:
-    """Return the notes on a job while it runs."""
+    """Return the notes to show on a job that has not ended."""
     slow = map(str, report.stragglers) if report is not None else ()
     return "; ".join(filter(None, (record.note, record.waiting, wish_note(planner), record.told, *slow)))
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """Return a text on the sizes that the user's policies ask for; empty without a wish."""
+    """Return a text on the sizes that the user's policies request; empty if they request none."""
     match planner.wish:
         case (None, None):
             return ""
@@ -312,11 +313,11 @@ def members(
     silence_s: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> tuple[WorkerInfo, ...]:
-    """Return members of the present generation by rank, as far as their processes are known.
+    """Return the members of the current generation in rank order, leaving out those whose process is not known.
 
     Args:
-        silence_s: by worker, for how long it has been silent [s].
-        ratios: by worker, its time for equal work over the group's median.
+        silence_s: time since each worker was last heard from [s], keyed by worker.
+        ratios: each worker's time for equal work, divided by the group's median, keyed by worker.
     """
     spec = machine.current
     if spec is None or record.phase.ended:
@@ -339,7 +340,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Return why a job has ended on one line, with what its train function raised."""
+    """Return one line on why a job has ended, including the exception of its train function."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

@@ -1,7 +1,7 @@
-"""Attribution of a train function's exception: to one worker, which is lost, or to the program, which ends (pure).
+"""Attribution of a train function's exception to one worker, which is lost, or to the program (pure).
 
-A program's error comes on every rank, or comes back. What one worker raises alone, and its replacement does not, is
-taken for the fault of its process, its GPU or its node.
+A program error occurs on every rank, or recurs. An exception that only one worker raises, and its replacement does not,
+is attributed to the worker's process, GPU or node.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CAUSE = 120  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerError:
-    """Exception of one worker."""
+    """Exception raised by one worker."""
 
     worker: str
     node: str
@@ -44,14 +44,14 @@ class WorkerError:
     raised: BaseException | Raised | None
 
     def is_like(self, other: WorkerError) -> bool:
-        """True if both have one type and one place."""
+        """True if both exceptions have the same type and were raised at the same place in the code."""
         mine, its = self.origin, other.origin
         return mine is not None and its is not None and (mine.kind, mine.place) == (its.kind, its.place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """Verdict on what an exception means for its job."""
+    """Verdict on whether an exception ends its job or only costs it a worker."""
 
     ends: BaseException | Raised | None  # the error that ends the job; None where only the worker is lost
     reason: str  # why, a sentence
@@ -62,7 +62,7 @@ class WorkerErrors:
     """Judge of the exceptions of a job's workers.
 
     Args:
-        losses: counts those that cost the job a member.
+        losses: counter of the exceptions that cost the job a member.
     """
 
     def __init__(self, losses: Losses) -> None:
@@ -76,11 +76,11 @@ class WorkerErrors:
         self._noted: list[tuple[float, NodeFailure]] = []
 
     def of_member(self, error: WorkerError, *, others_train: bool, now_s: float) -> ErrorVerdict:
-        """Judge the exception of a worker that trained.
+        """Judge the exception of a worker that was training.
 
         Args:
             others_train: other workers hold the state and have not returned from the train function.
-            now_s: the time [s, monotonic].
+            now_s: the current time [s, monotonic].
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -98,7 +98,7 @@ class WorkerErrors:
         return ErrorVerdict(ends=None, reason="no other worker has raised the same")
 
     def _same(self, error: WorkerError, now_s: float) -> WorkerError | None:
-        """Return an earlier exception that shows this one to be the program's."""
+        """Return an earlier exception that shows that this one is a program error; None if there is none."""
         self._members = self._members[-_KEPT:]
         alike = [(now_s - at_s, each) for at_s, each in self._members if error.is_like(each)]
         lately = [each for ago_s, each in alike if ago_s < REMEMBER_S]
@@ -110,9 +110,9 @@ class WorkerErrors:
         return lately[0] if lately else before[0] if len(before) > 1 else None
 
     def of_newcomer(self, error: WorkerError, *, joined: bool, now_s: float) -> ErrorVerdict:
-        """Judge the exception of a worker that came to others and has not trained a step; ``joined``: it was a member.
+        """Judge the exception of a worker that has not trained a step in a training group; ``joined``: it was a member.
 
-        It ends the job only where it returns an exception that cost the job the member which it replaces.
+        The exception ends the job only if the worker had joined and an earlier member was lost to the same exception.
         """
         before = self._same(error, now_s) if joined else None
         if before is not None:
@@ -125,11 +125,11 @@ class WorkerErrors:
         return ErrorVerdict(ends=None, reason="it has not trained a step")
 
     def of_start(self, error: WorkerError, *, beside: Collection[str], nodes: int, wanted: int) -> ErrorVerdict:
-        """Judge the exception of a worker of a job that does not train yet.
+        """Judge the exception of a worker of a job that is not training yet.
 
         Args:
-            beside: workers that the job has, all started before this exception.
-            nodes: how many nodes there are that could run a worker of the job.
+            beside: the job's other workers, all of which were started before this exception.
+            nodes: number of nodes that could run a worker of the job.
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -151,17 +151,17 @@ class WorkerErrors:
         return ErrorVerdict(ends=None, reason="other nodes may start it")
 
     def _programs(self, error: WorkerError, reason: str) -> ErrorVerdict:
-        """Return a verdict that blames the program: no node is to blame for errors that were noted before."""
+        """Return a verdict that blames the program, and clear failures previously attributed to nodes."""
         self._noted = []
         return ErrorVerdict(ends=error.raised, reason=reason)
 
     def note(
         self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
     ) -> None:
-        """Record a worker that failed for the allocator.
+        """Record a worker's failure, to be reported to the allocator.
 
         Args:
-            now_s: the time [s, monotonic].
+            now_s: the current time [s, monotonic].
             of_device: the error names a disk or a GPU of the node.
         """
         told = {"node": node, "worker": worker, "cause": cause[:_CAUSE]}
@@ -169,7 +169,7 @@ class WorkerErrors:
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]
 
     def failures(self, now_s: float) -> tuple[NodeFailure, ...]:
-        """Return the workers that failed in the last day."""
+        """Return the worker failures of the last day."""
         aged = (dataclasses.replace(each, age_s=max(0.0, now_s - at_s)) for at_s, each in self._noted)
         return tuple(each for each in aged if each.age_s < FORGET_S)
 
@@ -178,14 +178,14 @@ class WorkerErrors:
         return self._last.raised if self._last is not None else None
 
     def settled(self, *, started: bool = False) -> None:
-        """A group trains after the last loss, and after starts that failed; ``started``: from a checkpoint or anew."""
+        """Record that a group trains again; ``started``: it started from a checkpoint or from scratch."""
         self._last, self._starts, self._tried = None, [], set()
         self._losses.settled()
         if started:  # its steps may be fewer than those before, and more than enough
             self._last_of_member = None
 
     def at_end(self, steps: int) -> BaseException | Raised | None:
-        """Return the last exception after which no step was trained: survivors have only returned without that worker.
+        """Return the last member's exception if the survivors have not trained a step since; None otherwise.
 
         Args:
             steps: committed steps of a worker that has returned from the train function.

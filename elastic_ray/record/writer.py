@@ -1,4 +1,4 @@
-"""SHELL: a job's storage as its controller uses it, in threads of the job's own: nothing else waits for storage."""
+"""SHELL: a job's storage as used by its controller, in separate threads, so that only they wait for storage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _THREADS = 4  # one each may hang: writing events and reports, looking for check
 
 
 class _BacklogWriter:
-    """Writer of one backlog, one call at a time: a call that hangs is waited for, as it may yet write its lines."""
+    """Writer of one backlog, one call at a time; a call that hangs is awaited, because it may still write its lines."""
 
     def __init__(self, what: str, backlog: Backlog, append: Callable[[tuple[str, ...]], None]) -> None:
         self.what, self.backlog = what, backlog
@@ -49,11 +49,11 @@ class _BacklogWriter:
         return bool(self.backlog) and self.idle and now_s >= self._not_before_s
 
     def start(self, background: Background, calls: StorageCalls, *, pause_s: float = 0.0) -> None:
-        """Write what waits, and nothing more before ``pause_s`` has passed then [s]."""
+        """Write the waiting lines; the next write starts at least ``pause_s`` [s] after this one ends."""
         self.task = background.start(self._write(calls, pause_s))
 
     async def _write(self, calls: StorageCalls, pause_s: float) -> None:
-        """Write what waits; a failure makes it wait longer each time."""
+        """Write the waiting lines; each failure doubles the wait before the next attempt."""
         lines = self.backlog.take()
         try:
             await asyncio.wrap_future(calls.start(self.what, lambda: self._append(lines)).answer)
@@ -71,11 +71,11 @@ class _BacklogWriter:
 
 
 class RecordWriter:
-    """Writer of a record's backlogs, which also reads what is stored and deletes what is not kept.
+    """Writer of a record's backlogs, which also reads stored state and deletes checkpoints.
 
     Args:
-        background: what runs beside the controller's loop.
-        tell: takes what the job's user is to know of its storage, a sentence, once.
+        background: runs tasks beside the controller's loop.
+        tell: called once with each sentence about storage that the job's user should read.
     """
 
     def __init__(self, spec: JobSpec, record: JobRecord, background: Background, tell: Callable[[str], None]) -> None:
@@ -91,7 +91,7 @@ class RecordWriter:
         self._block: dict[int, Report] = {}
 
     def tick(self, now_s: float) -> None:
-        """Write what is due, and note what storage does not answer; called about ten times a second [s, monotonic]."""
+        """Write lines that are due at ``now_s`` [s, monotonic], and record storage calls that are unanswered."""
         reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
         for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
             if writer.due(now_s):
@@ -102,7 +102,7 @@ class RecordWriter:
         self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
 
     async def finish(self) -> None:
-        """Write what is left, and finish deleting, as far as storage allows: its user waits for the job's end."""
+        """Write the remaining lines and finish deletions, within seconds: the user waits for the job's end."""
         writers = (self._events, self._reports)
         away = self._calls.waiting() or any(writer.problem for writer in writers)
         until_s = time.monotonic() + (_LAST_WORDS_AWAY_S if away else _LAST_WORDS_S)
@@ -123,12 +123,12 @@ class RecordWriter:
                 logger.warning("job %s: %d lines were not written: %s", self._spec.job, len(writer.backlog), why)
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete checkpoints."""
+        """Delete the checkpoints at these paths."""
         for path in paths:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
     def finish_states(self) -> None:
-        """Delete automatic checkpoints of a finished job; keep the last one if the record has one."""
+        """Delete a finished job's automatic checkpoints, except the last one if the record keeps it."""
         last = self._record.last_state
         if last is None:
             self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
@@ -147,9 +147,9 @@ class RecordWriter:
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
     async def look(self, timeout_s: float) -> StoredProgress:
-        """Read what storage has of the run. Failures are tried again. Failures are tried again.
+        """Read the stored state of the run, and retry after failures.
 
-        Raises OSError: storage was silent, or failed, for ``timeout_s``.
+        Raises OSError: storage did not answer, or kept failing, for ``timeout_s``.
         """
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
@@ -185,9 +185,9 @@ class RecordWriter:
         return stored
 
     async def report(self, number: int, last: int) -> Report | None:
-        """Return the first report from this number on to ``last``, which memory does not keep.
+        """Read the first report numbered ``number`` to ``last`` from the run's file, since memory no longer holds it.
 
-        None if the file has none.
+        None if the file has no such report or cannot be read.
         """
         if number not in self._block:
             try:
@@ -202,12 +202,12 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Continue with the files of a controller that died: events of the record that they lack are written.
+        """Continue the files of a controller that died, writing the record's events that they lack.
 
         Args:
-            first_report: number of the first report of this run, as the one before knew it; 0 for none.
+            first_report: number of the run's first report, as known to that controller; 0 if there was none.
 
-        Returns the last reports, which the record has taken as well.
+        Returns the last reports, which are also added to the record.
 
         Raises OSError: the files could not be read.
         """
@@ -224,7 +224,7 @@ class RecordWriter:
 
 
 def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
-    """Return the error of a job that cannot start because its storage does not say where it stands."""
+    """Return the error of a job that cannot start because its stored state cannot be read."""
     if isinstance(error, PermissionError):
         return RuntimeError(
             f"the controller of job {spec.job!r} may not read {spec.storage_path}: {error}. Files of a run are their "

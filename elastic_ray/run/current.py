@@ -1,4 +1,4 @@
-"""The session of the train loop that runs in this thread, and the end of a worker's part in a job."""
+"""Session of the train loop that runs in this thread, and the exception that ends a worker's part in a job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _latest: weakref.ref[Session] | None = None  # of this process; its thread keeps
 
 
 def session_of_thread() -> Session | None:
-    """Return the session of this thread's train loop; None where nothing has asked for one.
+    """Return the session of this thread's train loop; None if the thread has none.
 
-    Torch runs backward passes on a GPU in threads of its own, and hooks, ``autograd.Function.backward`` and what is
-    recomputed of a forward pass with them: they belong to the run that was set last in this process.
+    On a GPU, torch runs backward passes in its own threads, including hooks, ``autograd.Function.backward`` and
+    recomputed forward passes. These threads belong to the run that was set last in this process.
     """
     session = _session.get()
     if session is None and _latest is not None and _is_thread_of_torch():
@@ -29,14 +29,14 @@ def session_of_thread() -> Session | None:
 
 
 def _is_thread_of_torch() -> bool:
-    """True if torch runs a backward pass in this thread, which no Python code has started."""
+    """True if torch runs a backward pass in this thread, and no Python code started the thread."""
     torch = sys.modules.get("torch")
     in_backward = torch is not None and torch._C._current_graph_task_id() != -1
     return in_backward and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def check_present(session: object) -> None:
-    """Raise RuntimeError if a later run of this process has taken the place of this one."""
+    """Raise RuntimeError if a later run of this process has replaced the session's run."""
     present = _session.get()
     if present is not None and present is not session:
         raise RuntimeError(
@@ -46,14 +46,14 @@ def check_present(session: object) -> None:
 
 
 def set_session(session: Session | None) -> None:
-    """Set (or forget) the session of this thread's train loop."""
+    """Set (or, with None, clear) the session of this thread's train loop."""
     global _latest
     _session.set(session)
     _latest = weakref.ref(session) if session is not None else None
 
 
 def set_worker_session(session: Session | None) -> None:
-    """Set the session of a worker of a job, where no other thread may start a run of its own."""
+    """Set the session of a job's worker, in whose process no other thread may start a run."""
     global _in_worker
     set_session(session)
     _in_worker = session is not None
@@ -65,7 +65,7 @@ def in_worker() -> bool:
 
 
 def check_thread() -> None:
-    """Raise RuntimeError in a thread of a worker that knows nothing of the job: what it calls would be lost."""
+    """Raise RuntimeError in a worker's thread that has no session, because the effect of its call would be lost."""
     if _in_worker and session_of_thread() is None:
         raise RuntimeError(
             f"elastic_ray was called in thread {threading.current_thread().name!r}, which knows nothing of the job: "

@@ -1,4 +1,4 @@
-"""Participants of a run: a model's gradients, in the moments of a step and of a change of group (pure)."""
+"""Participants of a run: hooks by which a model's gradients react to steps and changes of group (pure)."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ if TYPE_CHECKING:
 
 
 class Participant:
-    """Makes the gradients of one model the same on all ranks. What is not overridden does nothing.
+    """Keeps the gradients of one model identical on all ranks. Methods that are not overridden do nothing.
 
-    In a step: :meth:`before_forward`, backward passes (seen through hooks of one's own), then :meth:`before_update`,
-    and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside ``no_sync``, ``.grad`` holds
-    the mean over the step's samples; while models ``drift``, over this rank's alone. When all ranks have committed a
-    step that trained, :meth:`after_step` is called on each.
+    In a step: :meth:`before_forward`, backward passes (observed through the participant's own hooks), then
+    :meth:`before_update`, and :meth:`applied` if the optimizer steps. When ``backward()`` returns outside ``no_sync``,
+    ``.grad`` holds the mean over the step's samples; while replicas ``drift``, the mean over this rank's samples. When
+    all ranks have committed a step that trained, :meth:`after_step` is called on each.
 
-    Between two groups: ``local`` may put a planned change off; before it all ranks call :meth:`before_change` in the
-    group that they leave, which a loss of ranks leaves out; :meth:`capture` travels to ranks that are behind, into
-    their :meth:`restore`; then :meth:`enter_group` is called on all. What differs from rank to rank (residuals of a
-    compression, delayed gradients) has to be made equal, or given up, by then.
+    Between two groups: ``local`` may postpone a planned change. Before the change, all ranks call :meth:`before_change`
+    in the group that they leave, unless ranks were lost. The state from :meth:`capture` is sent to ranks that are
+    behind, which :meth:`restore` it. Then :meth:`enter_group` is called on all ranks. By then, anything that differs
+    from rank to rank (residuals of a compression, delayed gradients) must have been made equal or dropped.
 
-    A lost step: :meth:`remember` at its beginning, :meth:`roll_back` before it is drawn again.
+    In a lost step: :meth:`remember` at its start, :meth:`roll_back` before its batch is drawn again.
 
-    The registry walks the models in the order in which the loop wraps them, the same on all ranks.
+    The registry visits the models in the order in which the loop wraps them, which is the same on all ranks.
     """
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """The model is about to be called."""
+        """Prepare for a forward pass, right before the model is called."""
 
     def before_update(self) -> None:
-        """The optimizer was asked to step."""
+        """Prepare for an optimizer step, when user code has called the optimizer."""
 
     def applied(self) -> None:
-        """The optimizer steps."""
+        """Record that the optimizer steps."""
 
     def prepare_average(self) -> None:
         """A round has ended, and the ranks are about to vote on it: start what :meth:`after_step` waits for."""
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """All ranks have committed a step that trained: average models, where it is time.
+        """Average the replicas if due, after all ranks have committed a step that trained.
 
         Args:
-            agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
-                otherwise, while the gradients of this one are added up.
+            agree_on_scale: The ``GradScaler`` is shared with a model whose replicas drift, so that ranks may have
+                updated it differently, while this model's gradients are reduced.
         """
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Measure the noise of a single gradient in the model's layers, or stop; True if the layers allow it.
+        """Start or stop measuring per-example gradient noise in the model's layers; True if the layers allow it.
 
         Args:
-            every: steps from one measurement to the next; None for as often as it costs little.
+            every: Steps from one measurement to the next; None for as often as is cheap.
         """
         return False
 
     def join(self, what: Announced) -> None:
-        """Join the collectives that others have announced of the model, because this rank has no sample in the step."""
+        """Join the model's collectives that other ranks have announced, because this rank has no samples in the step."""
 
     def remember(self) -> Any:
-        """A step begins: what it takes to undo it."""
+        """Return what is needed to undo the step that is about to start."""
         return None
 
     def roll_back(self, remembered: Any) -> None:
-        """The step was lost."""
+        """Undo a lost step, with the value that :meth:`remember` returned."""
 
     # -- what it is asked ----------------------------------------------------------------------------------------------
 
@@ -88,27 +88,27 @@ class Participant:
 
     @property
     def period(self) -> int:
-        """Steps from one average of the model to the next; 1 where its gradients are reduced."""
+        """Number of steps between two averages of the model; 1 if its gradients are reduced in every step."""
         return 1
 
     @property
     def gives_back(self) -> bool:
-        """True if ranks that are late between two averages give steps to others."""
+        """True if slow ranks give away steps to other ranks between two averages."""
         return False
 
     @property
     def steps_to_average(self) -> int:
-        """Steps up to the next average of the model."""
+        """Number of steps until the next average of the model."""
         return 1
 
     @property
     def settled(self) -> bool:
-        """True if replicas are identical after the committed steps, and this rank holds everything to be saved."""
+        """True if replicas are identical after the committed steps, and this rank holds everything that must be saved."""
         return True
 
     @property
     def divided(self) -> bool:
-        """True if optimizer state is divided among ranks; the same on all of them."""
+        """True if optimizer state is divided among ranks; equal on all ranks."""
         return False
 
     @property
@@ -118,7 +118,7 @@ class Participant:
 
     @property
     def meets_in_passes(self) -> bool:
-        """True if forward and backward passes wait for other ranks, besides reductions of gradients."""
+        """True if forward and backward passes wait for other ranks in collectives other than gradient reductions."""
         return False
 
     @property
@@ -128,74 +128,74 @@ class Participant:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that ended on this rank: larger is later, 0 before the first."""
+        """Marker of the last average completed on this rank: a larger one is later, 0 before the first."""
         return 0
 
     @property
     def scaler(self) -> object | None:
-        """AMP's ``GradScaler``; None without AMP, and where ranks never update it otherwise."""
+        """AMP's ``GradScaler``; None without AMP, or if ranks never update it differently."""
         return None
 
     @property
     def strategy_name(self) -> str:
-        """Name of the strategy in force."""
+        """Name of the current strategy."""
         return ""
 
     @property
     def strategy_key(self) -> str | None:
-        """Key of strategies whose step times may be mixed; None while one is being chosen."""
+        """Key under which step times may be pooled, by strategy; None while a strategy is being chosen."""
         return ""
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races, by the form of the group."""
+        """Strategies that have won races, keyed by the form of the group."""
         return {}
 
     def set_strategy(self, strategy: object) -> None:
-        """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
+        """Switch to another strategy from the next step on; raises ValueError or TypeError if the model cannot use it."""
 
     def set_topology(self, topology: str) -> None:
-        """Go on by another way through the group; raises ValueError where it cannot be."""
+        """Switch to another reduction topology; raises ValueError if the model cannot use it."""
         raise ValueError("the gradients of a sharded model have no topology")
 
     def fix_drift(self) -> int:
-        """Fix what happens after the step that ranks agree on; returns a digest of it, equal on all ranks."""
+        """Fix the action after the step on which ranks agree; return a digest of the action, equal on all ranks."""
         return 0
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Make models one that differ from rank to rank.
+        """Merge diverged replicas into one model.
 
         Args:
-            gather: have rank 0 hold the whole state of optimizers.
+            gather: Also collect the whole optimizer state on rank 0.
         """
 
     def prepare_to_save(self) -> None:
-        """Rank 0 is about to save: have it hold what only other ranks hold; all ranks call it."""
+        """Collect on rank 0, before it saves, the state that only other ranks hold; called on every rank."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+        """Equalise state that differs from rank to rank, before a planned change; called on every rank.
 
         Args:
-            stays: whether each rank is in the next group as well; what only others hold is handed over.
+            stays: For each rank, whether it is also in the next group. State that only leavers hold is handed over.
 
-        Raises CommunicationFailedError: the present group broke meanwhile.
+        Raises CommunicationFailedError: The current group broke meanwhile.
         """
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Make models one in a new group, before its ranks exchange state, among those that hold a trained one.
+        """Merge the replicas of ranks that hold a trained state, in a new group and before it exchanges state.
 
         Args:
-            holds: whether this rank holds such a state.
-            counts: whether it has that marker, and adds to the one model.
+            holds: Whether this rank holds a trained state.
+            counts: Whether this rank has that marker, and so contributes to the merged model.
         """
 
     def enter_group(self) -> None:
-        """A group was entered, and all ranks hold the same state."""
+        """Enter a new group, in which all ranks hold the same state."""
 
     def capture(self) -> Any:
-        """State for joiners and checkpoints, as nested dicts, lists and tuples of tensors and plain values."""
+        """Return the state for joiners and checkpoints: nested dicts, lists and tuples of tensors and plain values."""
         return {}
 
     def restore(self, tree: Any) -> None:

@@ -1,16 +1,16 @@
-"""Registry of what a train function has built: models, loaders, hooks, buffers (pure).
+"""Registry of the objects that a train function has built: models, loaders, hooks, buffers (pure).
 
-Hooks of one point are called in the order of registration, and those that a hook adds in the same round. Where the
-order of moments matters, ``tests/run/test_registry.py`` fails if two change places:
+Hooks of one point are called in the order of registration; hooks that a hook adds are called in the same round. The
+order of the following moments matters, and ``tests/run/test_registry.py`` fails if two of them are swapped:
 
-* ``BEFORE_FIRST_EPOCH`` comes before the first group: the job is told the loader that hooks may set. The loader of an
-  earlier run joins before models check its batch, and a model that a hook wraps is checked as others are.
-* In a new group ranks exchange state, models enter, agreements begin anew, buffers are averaged, ``SHAPE_CHANGED`` is
-  called: each works on what the one before has settled.
-* Between steps models are made one, then their buffers; rank 0 gathers what it saves, and ``BETWEEN_STEPS`` saves it.
-  The group changes after that, for leavers may hold parts. They hand over in ``before_change``, in the old group.
-* Who is preempted makes models one before it leaves, and calls no hook.
-* ``BEFORE_END`` comes before policies end and the run says that it has ended: hooks may end a last epoch.
+* ``BEFORE_FIRST_EPOCH`` precedes the first group, because the job is then told the loader, which hooks may set. An
+  earlier run's loader joins before models check its batch. A model that a hook wraps is checked like any other.
+* In a new group, in this order: ranks exchange state, models enter, agreements are reset, buffers are averaged, and
+  ``SHAPE_CHANGED`` is called. Each relies on the result of the one before.
+* Between steps, replicas are merged, then their buffers. Rank 0 gathers the state to save and ``BETWEEN_STEPS`` saves
+  it. The group changes only then, because leavers may hold parts; they hand these over in ``before_change``.
+* A worker that is preempted merges replicas before it leaves, and calls no hook.
+* ``BEFORE_END`` precedes the end of policies and the report that the run has ended: hooks may end a last epoch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HookPoint(enum.Enum):
 
 
 class ModelRegistry:
-    """The wrapped models in the order in which the loop wraps them; the first stands for the job's efficiency."""
+    """Registry of wrapped models, in order of wrapping; the first model determines the job's efficiency."""
 
     def __init__(self) -> None:
         self._noises: list[Noise] = []
@@ -65,7 +65,7 @@ class ModelRegistry:
 
     @property
     def infos(self) -> tuple[ModelInfo, ...]:
-        """Descriptions of the models for the job."""
+        """Descriptions of the models that are sent to the controller."""
         return tuple(self._infos)
 
     def __len__(self) -> int:
@@ -73,18 +73,23 @@ class ModelRegistry:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Learning rates of the first model as user code and schedulers set them; empty before there is one."""
+        """Learning rates of the first model, as set by user code and schedulers; empty before there is a model."""
         return self._rates[0]() if self._rates else ()
 
     def add(self, info: ModelInfo, noise: Noise, rates: Callable[[], tuple[float, ...]] = tuple) -> int:
-        """Add a newly wrapped model, with what gives its noise scale and its learning rates; return its number."""
+        """Add a newly wrapped model and return its number.
+
+        Args:
+            noise: Returns the model's noise scale.
+            rates: Returns the model's learning rates.
+        """
         self._rates.append(rates)
         self._infos.append(info)
         self._noises.append(noise)
         return len(self._noises) - 1
 
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """Add a function that returns the factor on learning rates in the latest step of a newly wrapped model."""
+        """Add a function that returns a newly wrapped model's learning rate factor in the latest step."""
         self._rate_factors.append(factor)
 
     @property
@@ -97,24 +102,24 @@ class ModelRegistry:
         return self._noises[0]() if self._noises else None
 
     def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
-        """Have ``signal`` give what rank 0 knows of a newly wrapped model's gradient signal."""
+        """Add a function that returns rank 0's estimate of a newly wrapped model's gradient signal."""
         self._signals.append(signal)
 
     @property
     def signal(self) -> NoiseSignal | None:
-        """Gradient signal of the first model as rank 0 knows it; None before there is a model."""
+        """Rank 0's estimate of the first model's gradient signal; None before there is a model."""
         return self._signals[0]() if self._signals else None
 
     def gain(self, scale: float) -> float:
-        """Return the statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
+        """Return the progress of one step at ``scale`` x the initial batch size, in steps at the initial size."""
         return 1.0 if scale == 1.0 else step_gain(scale, self.noise())
 
 
 class LoaderRegistry:
-    """Registry of loaders; the leading one's limits are the job's, and it follows the batch that the job chooses.
+    """Registry of loaders. The leading loader sets the job's limits, and uses the batch that the job chooses.
 
     Args:
-        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
+        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
     """
 
     def __init__(self, *, fixed_batch: bool = False) -> None:
@@ -137,16 +142,16 @@ class LoaderRegistry:
 
     @property
     def leading(self) -> weakref.ref[Any] | None:
-        """The loader that leads."""
+        """Weak reference to the leading loader; None if there is none."""
         return self._leading
 
     @property
     def is_left(self) -> bool:
-        """True if the leading loader has been let go, or led an opening that failed."""
+        """True if the leading loader has been garbage-collected, or if opening its run failed."""
         return self._failed or (self._leading is not None and self._leading() is None)
 
     def fail(self) -> None:
-        """Record that the opening of the run failed: the next loader that is made leads."""
+        """Record that opening the run failed, so that the next loader to be made leads."""
         self._failed = True
 
     def leads(self, loader: object) -> bool:
@@ -163,13 +168,13 @@ class LoaderRegistry:
         self._made = [*(known for known in self._made if known() is not None), close]
 
     def close(self) -> None:
-        """Close the run's loaders: their worker processes end, whoever still holds the loaders."""
+        """Close the run's loaders: end their worker processes, even if the loaders are still referenced."""
         for reference in self._made:
             if (close := reference()) is not None:
                 close()
 
     def late(self) -> Iterator[Callable[[Any], None]]:
-        """Yield the functions by which loaders that still exist join another run."""
+        """Yield, for each late loader that still exists, the function that moves it to another run."""
         for reference in self._late:
             if (join := reference()) is not None:
                 yield join
@@ -179,8 +184,8 @@ class Registry:
     """Registry of one run: its models, loaders, hooks and buffers.
 
     Args:
-        monitoring: what is measured of the run's steps.
-        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
+        monitoring: Measurements that the run's monitors have requested.
+        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
     """
 
     def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
@@ -201,24 +206,24 @@ class Registry:
         self.folds_random = True  # torch's generators become each rank's own with the first epoch
 
     def keep_random(self) -> None:
-        """Leave torch's generators as user code has seeded them."""
+        """Leave torch's random generators as user code has seeded them."""
         self.folds_random = False
 
     @property
     def least_share(self) -> int:
-        """Smallest number of samples that the models must be trained with at once."""
+        """Smallest number of samples per forward pass that the models require."""
         return self._least_share
 
     def ask_for_shares(self, least: int) -> None:
-        """Have no worker train with fewer samples at once, where that can be."""
+        """Request that no worker train with fewer than ``least`` samples at once, if possible."""
         self._least_share = max(self._least_share, least)
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
-        """Have ``hook`` called at every such point."""
+        """Register ``hook`` to be called at every such point."""
         self._hooks[point].append(hook)
 
     def save_when(self, due: Callable[[], bool]) -> None:
-        """Set how this worker sees whether it has something to save."""
+        """Set the function that returns True if this worker has something to save."""
         self._saves = due
 
     @property
@@ -231,25 +236,25 @@ class Registry:
         return bool(self._hooks[point])
 
     def call(self, point: HookPoint) -> None:
-        """Call the hooks of a point of the run."""
+        """Call the hooks registered for a point of the run."""
         for hook in self._hooks[point]:
             hook()
 
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """Add a function that returns the factor on learning rates in the latest step of a newly wrapped model."""
+        """Add a function that returns a newly wrapped model's learning rate factor in the latest step."""
         self.models.add_rate_factor(factor)
 
     def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
-        """Have ``signal`` give what rank 0 knows of a newly wrapped model's gradient signal."""
+        """Add a function that returns rank 0's estimate of a newly wrapped model's gradient signal."""
         self.models.add_signal(signal)
 
     def add_buffers(self, buffers: BufferSync) -> None:
-        """Add a model's buffers, synchronised at the end of every pass and in every new group."""
+        """Add a model's buffers, which are synchronised at the end of every pass and in every new group."""
         self._buffers.append(buffers)
 
     @property
     def buffer_layout(self) -> int:
-        """A digest of what the ranks must have in common to synchronise all buffers."""
+        """Digest of the buffers' layout, which must be equal on all ranks to synchronise them."""
         return digest([buffers.layout for buffers in self._buffers])
 
     def sync_buffers(self, communicator: Communicator) -> None:
@@ -258,17 +263,17 @@ class Registry:
             buffers(communicator)
 
     def add_effort(self, seconds: Callable[[], float | None]) -> None:
-        """Add the time of a model's operations for one sample at its GPU's peak [s]; None while not known."""
+        """Add a function that returns a model's time per sample at its GPU's peak [s], or None while unknown."""
         self._efforts.append(seconds)
 
     @property
     def peak_s(self) -> float | None:
-        """Time that all models need for one sample at the GPU's peak [s]; None where that is not known."""
+        """Time that all models together need per sample at the GPU's peak [s]; None if unknown."""
         found = [effort() for effort in self._efforts]
         return sum(each for each in found if each) if found and None not in found else None
 
     def add_gradients(self, gradients: Participant) -> None:
-        """Add a model's gradients."""
+        """Add a model's participant, which synchronises its gradients."""
         self._gradients.append(gradients)
 
     @property
@@ -277,14 +282,14 @@ class Registry:
         return tuple(each.strategy_name for each in self._gradients)
 
     def set_strategy(self, model: int, strategy: object) -> None:
-        """Have a model continue with another strategy; all ranks ask for the same between the same two steps.
+        """Switch a model to another strategy; all ranks must make the same call between the same two steps.
 
-        Raises ValueError, TypeError: there is no such model or strategy, or the model cannot have it.
+        Raises ValueError, TypeError: The model or the strategy does not exist, or the model cannot use the strategy.
         """
         self._of(model).set_strategy(strategy)
 
     def set_topology(self, model: int, topology: str) -> None:
-        """Have a model's gradients take another way; as :meth:`set_strategy`."""
+        """Switch a model's gradients to another reduction topology; same conditions as :meth:`set_strategy`."""
         self._of(model).set_topology(topology)
 
     def _of(self, model: int) -> Participant:
@@ -294,12 +299,12 @@ class Registry:
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
-        """Strategies of the models that have won races, by the form of the group."""
+        """Strategies of the models that have won races, keyed by the form of the group."""
         return {form: found for each in self._gradients for form, found in each.found_strategies.items()}
 
     @property
     def strategy_key(self) -> str | None:
-        """Keys of all models' strategies; None while one of them is being chosen."""
+        """Joined keys of all models' strategies; None while a strategy is being chosen."""
         if len(self._gradients) == 1:
             return self._gradients[0].strategy_key
         keys = [each.strategy_key for each in self._gradients]
@@ -307,19 +312,19 @@ class Registry:
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch of the loader that leads, as it was made; None where they are not known."""
+        """Number of samples per epoch of the leading loader, as constructed; None if unknown."""
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
 
     @property
     def loader_info(self) -> LoaderInfo | None:
-        """Description of the leading loader and the models for the job; None without a loader."""
+        """Description of the leading loader and the models, for the controller; None without a loader."""
         loader = self.loaders.info
         return dataclasses.replace(loader, models=self.models.infos) if loader is not None else None
 
     def halving(self, steps: int) -> Halving | None:
-        """Return which steps a single rank takes in two halves after ``steps`` committed ones; None for none.
+        """Return which steps a single rank splits in two after ``steps`` committed ones; None for no steps.
 
-        Models whose layers show the noise measure it there instead.
+        Splitting measures the gradient noise. Models whose layers can measure it themselves do so instead.
         """
         wanted = self._wanted_halving(steps)
         by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None
@@ -331,13 +336,13 @@ class Registry:
         return wanted
 
     def need_halves(self) -> None:
-        """Have steps halved from now on: the layers of a model have not shown its noise."""
+        """Request that steps be halved from now on, because a model's layers could not measure its noise."""
         if not self._needs_halves:
             self._needs_halves = True
             self.halving_changes += 1
 
     def _wanted_halving(self, steps: int) -> Halving | None:
-        """Return the steps for which somebody needs the noise: a batch that adapts, or a monitor."""
+        """Return the steps in which the noise is needed, by an adaptive batch or by a monitor; None for no steps."""
         if self._adds_up or not any(each.gives_statistics for each in self._gradients):
             return None
         limits = self.loaders.info.limits if self.loaders.info is not None else None
@@ -350,63 +355,63 @@ class Registry:
         return Halving(since=steps + UNHALVED_STEPS, adapts=adapts, every=every, least=least)
 
     def adds_up_gradients(self) -> None:
-        """Record that the loop accumulates gradients over steps: no step is halved from now on."""
+        """Record that the loop accumulates gradients over steps, so that no step is halved from now on."""
         if not self._adds_up:
             self._adds_up = True
             self.halving_changes += 1
 
     def have_chosen(self, number: int) -> bool:
-        """True if none of the first `number` models has its strategy still being chosen."""
+        """True if the strategies of the first `number` models have all been chosen."""
         return all(each.strategy_key is not None for each in self._gradients[:number])
 
     @property
     def meets_in_passes(self) -> bool:
-        """True if passes of a model wait for other ranks, besides reductions of gradients."""
+        """True if a model's passes wait for other ranks in collectives other than gradient reductions."""
         return any(each.meets_in_passes for each in self._gradients)
 
     @property
     def gradients_are_local(self) -> bool:
-        """True if some models' gradients differ from rank to rank."""
+        """True if any model's accumulated gradients differ from rank to rank."""
         return any(each.local for each in self._gradients)
 
     @property
     def gradients_wait(self) -> bool:
-        """True if some gradients wait for an update."""
+        """True if any model's gradients wait for an update."""
         return any(each.is_open for each in self._gradients)
 
     @property
     def drifts(self) -> bool:
-        """True if replicas of some models intentionally diverge."""
+        """True if the replicas of any model intentionally diverge."""
         return any(each.drifts for each in self._gradients)
 
     @property
     def round_period(self) -> int:
-        """Most steps of a round, which ranks make by themselves; 1 where a model's gradients are reduced in each."""
+        """Largest number of steps in a round of rank-local steps; 1 if any model reduces gradients in every step."""
         if len(self.drifting) < len(self._gradients):
             return 1
         return min((each.period for each in self._gradients), default=1)
 
     @property
     def gives_back(self) -> bool:
-        """True if ranks that are late in a round give steps to others."""
+        """True if slow ranks give away steps to other ranks within a round."""
         return self.round_period > 1 and all(each.gives_back for each in self._gradients)
 
     @property
     def round_steps(self) -> int:
-        """Steps of the round that begins now: up to the next average."""
+        """Number of steps in the round that starts now, up to the next average."""
         if self.round_period == 1:
             return 1
         return min(each.steps_to_average for each in self._gradients)
 
     @property
     def in_parts(self) -> bool:
-        """True if state is divided among ranks that can each write their part; the same on all of them."""
+        """True if state is divided among ranks and each rank can write its own part; equal on all ranks."""
         gradients = self._gradients
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
 
     @property
     def saves_together(self) -> bool:
-        """True if no rank alone can save at the end: state lies with several, or models differ; the same on all."""
+        """True if no single rank can save at the end, because state is divided or replicas differ; equal on all ranks."""
         return any(each.divided or each.tabled or each.drifts for each in self._gradients)
 
     @property
@@ -418,16 +423,16 @@ class Registry:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that ended on this rank: larger is later, 0 before the first."""
+        """Marker of the last average completed on this rank: a larger one is later, 0 before the first."""
         return max((each.marker for each in self._gradients), default=0)
 
     def drift_layout(self, *, trained: int) -> int:
-        """Return a digest of what the ranks must have in common to average models after a step.
+        """Return a digest that must be equal on all ranks to average models after a step.
 
-        0 where none is averaged.
+        The digest is 0 if no model is averaged.
 
         Args:
-            trained: steps that have trained; or whether this one has.
+            trained: Number of steps that have trained, or whether the current step has.
         """
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self._gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
@@ -438,7 +443,7 @@ class Registry:
             each.prepare_average()
 
     def after_step(self) -> None:
-        """Let the models average after a training step that all ranks have committed, where it is due."""
+        """Average models if due, after a training step that all ranks have committed."""
         if len(self._gradients) == 1:
             self._gradients[0].after_step(agree_on_scale=False)
             return
@@ -448,14 +453,14 @@ class Registry:
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
-        """Join the collectives that others have announced of a model, because this rank has no sample in the step."""
+        """Join a model's collectives that other ranks have announced, because this rank has no samples in the step."""
         self._gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Make models one that differ from rank to rank.
+        """Merge diverged replicas into one model.
 
         Args:
-            gather: have rank 0 hold the whole state of optimizers.
+            gather: Also collect the whole optimizer state on rank 0.
         """
         for each in self._gradients:
             each.collapse(gather=gather)
@@ -467,17 +472,17 @@ class Registry:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
-        """Rank 0 is about to save: have it hold what only other ranks hold."""
+        """Collect on rank 0, before it saves, the state that only other ranks hold."""
         for each in self._gradients:
             each.prepare_to_save()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare all models for a change of the group that its ranks have agreed on.
+        """Prepare all models for a change of group on which the ranks have agreed.
 
         Args:
-            stays: whether each of its ranks is in the next one.
+            stays: For each rank, whether it is in the next group.
 
-        Raises CommunicationFailedError: it broke meanwhile.
+        Raises CommunicationFailedError: The current group broke meanwhile.
         """
         for each in self._gradients:
             each.before_change(stays)

@@ -42,36 +42,36 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Parts of a run. Rooms above take it whole; what is below takes the parts that it needs.
+    """Components of a run. Higher layers receive the whole run; lower layers receive only the components they need.
 
     Args:
-        worker: id of this worker, unique in the job.
-        membership: this worker's side of the membership protocol.
-        controller: whom it tells of itself.
-        elastic: whether the group may change.
-        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
-        faults: scripted faults, None outside tests.
-        expected: where this worker will stand in the group that it is to join, as far as that is known.
-        most_workers: that there may ever be; None in a group of fixed size.
-        unit: of which this worker is one; None where each is a rank by itself.
-        stragglers: what is done about slow workers.
+        worker: Id of this worker, unique in the job.
+        membership: This worker's side of the membership protocol.
+        controller: Receives this worker's reports.
+        elastic: Whether the group may change.
+        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
+        faults: Injects scripted faults; None outside tests.
+        expected: This worker's expected rank and world size in its first group, if known.
+        most_workers: Largest number of workers that the job may ever have; None in a group of fixed size.
+        unit: Unit to which this worker belongs; None if each worker is a rank by itself.
+        stragglers: Configured response to slow workers.
 
     Attributes:
-        states: what all ranks share.
-        registry: what the train function has built.
-        sums: what accumulators were given in steps that are not committed yet.
-        tally: which samples a step has used.
-        shares: which steps of a round this rank makes.
-        unit, wishes: the unit, and what its workers know alike; None where each is a rank by itself.
-        agreed: what the ranks have agreed on and not yet carried out.
-        replicas: compares the wrapped models of the ranks.
-        consensus: this rank's announcements and votes.
-        meter: what all ranks know of each other's.
-        stragglers: which workers are slow, and what share of a step's samples each takes.
-        gpu_types: what share each takes of them because of its GPU's type.
-        synced: whether this worker has become part of the job, with the first epoch.
-        shape_changes: how often the group or the batch shape has changed.
-        models: how many models the loop has wrapped.
+        states: State shared by all ranks.
+        registry: Objects that the train function has built.
+        sums: Contributions to accumulators in steps that are not committed yet.
+        tally: Records the samples that a step has used.
+        shares: Decides which steps of a round this rank executes.
+        unit, wishes: The unit, and the requests that all its workers know; None if each worker is a rank by itself.
+        agreed: Decisions that the ranks have agreed on and not yet carried out.
+        replicas: Compares the wrapped models of the ranks.
+        consensus: This rank's announcements and votes.
+        meter: Measurements of each rank, known to all ranks.
+        stragglers: Detects slow workers, and sets each worker's share of a step's samples.
+        gpu_types: Sets each worker's share according to its GPU's type.
+        synced: Whether this worker has joined the job, at its first epoch.
+        shape_changes: Number of changes of the group or the batch shape so far.
+        models: Number of models that the loop has wrapped.
     """
 
     def __init__(
@@ -130,21 +130,23 @@ class Run:
 
     @property
     def speaks(self) -> bool:
-        """True if this worker speaks for its unit, or is one by itself."""
+        """True if this worker represents its unit towards the job, or is a rank by itself."""
         return self.unit is None or self.unit.leads
 
     @property
     def voided(self) -> bool:
-        """True if the present group was called off, as all workers of a unit know."""
+        """True if the current group was called off and, in a unit, all its workers know that."""
         return self.membership.voided if self.wishes is None else self.wishes.voided
 
     def agree_in_unit(self, failure: str | None, *, saves: bool = False, measured: float = 0.0) -> str | None:
-        """At one place of the program on all workers of a unit: why what they did fails, on one of them or more.
+        """Agree, at the same place of the program on all workers of a unit, on why their work failed, if it did.
 
         Args:
-            failure: why it fails on this one; None if it does not.
-            saves: the state is to be saved, whether or not it is time.
-            measured: how many parameter groups' statistics were, as all of them learn.
+            failure: Why the work failed on this worker; None if it succeeded.
+            saves: Save the state even if no save is due.
+            measured: Number of parameter groups whose statistics were measured, which all workers learn.
+
+        Returns the failure of this worker or of another one; None if all succeeded.
         """
         due = saves or self.registry.saving_is_due
         if self.wishes is None or self.wishes.settle(well=failure is None, due=due, measured=measured):
@@ -162,16 +164,16 @@ class Run:
             self.controller.tell(kind, text, dict(detail or {}))
 
     def tell_once(self, kind: str, text: str, number: int) -> None:
-        """Notify the user from any rank; of several that say the same under one number, the job hears the first."""
+        """Notify the user from any rank; if several ranks send the same text and number, the job records the first."""
         self.controller.tell(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
-        """Pass a named moment of the run, for scripted faults."""
+        """Mark that the run has reached a named moment, at which scripted faults may be injected."""
         if self.faults is not None:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
     def refuse_in_round(self, what: str, way_out: str) -> None:
-        """Raise RuntimeError if the loop is within a round, whose steps each rank makes by itself."""
+        """Raise RuntimeError if the loop is within a round, whose steps each rank makes independently."""
         step = self.ledger.outermost
         if step is not None and step.leads and self.registry.drifting and self.registry.round_period > 1:
             raise RuntimeError(
@@ -181,13 +183,13 @@ class Run:
             )
 
     def mark_synced(self) -> None:
-        """Mark this worker as part of the job."""
+        """Mark this worker as having joined the job."""
         self.synced = True
 
     def run_out_of_memory(self) -> bool:
-        """Record that this rank ran out of memory in the step in progress; False if smaller micro-batches do not help.
+        """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.
 
-        Where it has taken more than an equal share, or its gradients are averaged already, the group has to change.
+        If this rank had more than an equal share, or its gradients are already averaged, the group must change.
         """
         step, info = self.ledger.outermost, self.registry.loaders.info
         if self.unit is not None:
@@ -216,7 +218,7 @@ class Run:
         return True
 
     def bound_memory(self, step: LoaderStep) -> None:
-        """Bound the samples taken at once on all ranks, after a step that did not fit into a worker's memory."""
+        """Limit the samples per forward pass on all ranks, after a step that exceeded a worker's memory."""
         failed, progress, info = max(map(max, step.sizes)), self.states.progress, self.registry.loaders.info
         progress.bound_memory(failed)
         assert info is not None and progress.memory_bound is not None, "the loader leads"
@@ -235,21 +237,23 @@ class Run:
         )
 
     def set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape from the next step on, None for the loader's own."""
+        """Use another batch shape from the next step on; None for the loader's own."""
         self.states.set_shape(shape)
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
 
     def may_choose(self, number: int) -> bool:
-        """True if this model's strategy may be chosen now: one at a time, because all share the timed steps."""
+        """True if this model's strategy may be chosen now: one at a time, because models share the timed steps."""
         return self.registry.have_chosen(number)
 
     def add_model(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
     ) -> int:
-        """Participate in the training of a newly wrapped model; returns its number, in the order of wrapping.
+        """Register a newly wrapped model; return its number, in order of wrapping.
 
-        Raises RuntimeError: training has begun. ValueError: the model shares parameters with another one.
+        Raises:
+            RuntimeError: Training has started.
+            ValueError: The model shares parameters with another one.
         """
         if self.synced:
             raise RuntimeError(
@@ -267,24 +271,24 @@ class Run:
 
 
 class Group:
-    """Present group of a worker. Its attributes are read many times in a step, and change with :meth:`follow` alone.
+    """Current group of a worker. Its attributes are read many times per step, and only :meth:`follow` changes them.
 
     Args:
-        expected: where this worker will stand in the first one, as far as that is known.
-        most_workers: that there may ever be; None in a group of fixed size.
+        expected: This worker's expected rank and world size in its first group, if known.
+        most_workers: Largest number of workers that the job may ever have; None in a group of fixed size.
 
     Attributes:
-        generation_spec: the present generation as announced, None before the first.
-        generation: how often the group has changed, 0 before the first.
-        rank: rank of this worker in the present generation; 0 before the first.
-        world_size: number of ranks of the present generation; 1 before the first, and for who has left.
-        communicator: the present generation's; where there is none, all that is asked of it raises RuntimeError.
-        returned: workers that belong to the group no more, for their train functions have returned.
-        members: the members of the present generation by rank; none before the first.
-        nodes: the node of each rank of the present generation; before the first, of this worker alone.
-        domains: the network's domain of each rank's node, likewise; empty where its label does not say.
-        rank_info: where this worker stands in the present generation; before the first, where it is expected to.
-        mixed: whether the present generation is on several types of GPU.
+        generation_spec: The current generation as announced; None before the first.
+        generation: Number of the current generation, 0 before the first.
+        rank: Rank of this worker in the current generation; 0 before the first.
+        world_size: Number of ranks in the current generation; 1 before the first, and for a worker that has left.
+        communicator: Communicator of the current generation; without one, every call on it raises RuntimeError.
+        returned: Workers that have left the group because their train functions returned.
+        members: The members of the current generation, in rank order; empty before the first.
+        nodes: The node of each rank of the current generation; before the first, one entry for this worker.
+        domains: The network domain of each rank's node, as for ``nodes``; empty strings for nodes without the label.
+        rank_info: This worker's rank and world size in the current generation; before the first, the expected ones.
+        mixed: Whether the current generation uses several types of GPU.
     """
 
     def __init__(
@@ -295,7 +299,7 @@ class Group:
         self.follow()
 
     def follow(self) -> None:
-        """Enter, as the membership does, another group; a worker without one is alone."""
+        """Switch to the membership's current group; a worker without a group is alone."""
         spec, communicator = self._membership.current, self._membership.communicator
         self.generation_spec: GenerationSpec | None = spec
         self.generation = spec.generation if spec is not None else 0
@@ -317,28 +321,28 @@ class Group:
 
     @property
     def replaces_broken(self) -> bool:
-        """True if the present generation was announced because the one before had broken."""
+        """True if the current generation was announced because the previous one had broken."""
         spec = self.generation_spec
         return spec is not None and 1 < spec.generation <= spec.void_below
 
     @property
     def equal_shares(self) -> bool:
-        """True if the ranks must have equal shares of each step."""
+        """True if the ranks must have equal shares of each step's samples."""
         return self.generation_spec is not None and self.generation_spec.equal_shares
 
     @property
     def most_workers(self) -> int:
-        """Largest number of ranks that the group may ever have: the same on all of them, also before they join."""
+        """Largest number of ranks that the group may ever have; equal on all ranks, even before they join."""
         return self.rank_info.world_size if self._most_workers is None else self._most_workers
 
     @property
     def traffic(self) -> Mapping[str, int]:
-        """Bytes given to the group's collectives, by operation; empty before the first generation."""
+        """Bytes passed to the group's collectives, keyed by operation; empty before the first generation."""
         return self.communicator.traffic if self.members else {}
 
     @property
     def sending_s(self) -> float:
-        """Time in which the group's connections were sending [s]; 0 before the first generation."""
+        """Time for which the group's connections were sending [s]; 0 before the first generation."""
         return self.communicator.connections.sending_s() if self.members else 0.0
 
 
@@ -346,9 +350,9 @@ _installed = False
 
 
 def watch_optimizers() -> None:
-    """Inspect every step of any optimizer in this process, as the session of its thread wants it.
+    """Install a hook by which a thread's session inspects every step of any optimizer in this process.
 
-    The hook stays: torch walks through its hooks in a step, and does not bear that one is taken out meanwhile.
+    The hook is never removed: torch iterates over its hooks during a step, and cannot handle a removal meanwhile.
     """
     global _installed
     if not _installed:
@@ -359,7 +363,7 @@ def watch_optimizers() -> None:
 
 
 def _note_made(kind: Any) -> None:
-    """Have the session of the thread hear of each scheduler that is made."""
+    """Patch a scheduler class so that the thread's session is notified of each new scheduler."""
     original = kind.__init__
 
     @functools.wraps(original)
@@ -380,9 +384,9 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class OptimizerWatch:
-    """Watch of optimizers that step in a group of several workers without having been wrapped.
+    """Watch of unwrapped optimizers that step in a group of several workers.
 
-    Each worker has its own samples, so that a model that is not synchronised becomes another one on each of them.
+    Each worker has its own samples, so the replicas of a model that is not synchronised diverge.
     """
 
     def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:
@@ -393,9 +397,9 @@ class OptimizerWatch:
         self._schedulers = weakref.WeakKeyDictionary()
 
     def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
-        """Check a scheduler that was made; ``late`` if training has begun in a group that may change.
+        """Check a newly made scheduler; ``late`` if training has started in a group that may change.
 
-        Raises RuntimeError: so late, and for the optimizer of a wrapped model.
+        Raises RuntimeError: The scheduler is late, and its optimizer belongs to a wrapped model.
         """
         if late and optimizer in self._known:
             raise RuntimeError(
@@ -408,7 +412,7 @@ class OptimizerWatch:
         self._schedulers[optimizer] = [*map(weakref.ref, self.schedulers_of(optimizer)), weakref.ref(scheduler)]
 
     def schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """Return schedulers of an optimizer that were made in this run and are still there."""
+        """Return the schedulers of an optimizer that were made in this run and still exist."""
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
@@ -416,7 +420,7 @@ class OptimizerWatch:
         self._known.add(optimizer)
 
     def look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step. Raises RuntimeError: no model was wrapped at all."""
+        """Check an optimizer that is about to step. Raises RuntimeError: No model was wrapped at all."""
         world_size = self._group.world_size
         if world_size == 1 or optimizer in self._known or optimizer in self._warned:
             return

@@ -1,4 +1,4 @@
-"""Adaptation of a run by policies: what they may see, and how their requests are carried out."""
+"""Adaptation of a run by policies: what policies can observe, and how their requests are carried out."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Adaptation:
     """Adaptation of one run by its policies.
 
     Args:
-        run: the run that policies look at, and change.
-        sizes: fewest and most workers of the job; None where the group cannot change.
+        run: The run that policies observe and change.
+        sizes: Smallest and largest number of workers of the job; None if the group cannot change.
     """
 
     def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:
@@ -48,16 +48,16 @@ class Adaptation:
         return self._run.states.progress
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Ask these policies as well. Raises PolicyError: the state of one is not plain."""
+        """Add policies. Raises PolicyError: The state of a policy is not plain."""
         self.runner.add(policies)
         self.active = bool(self.runner)
         if self.active:
             self._run.meter.ask()
 
     def register(self, states: SharedState) -> None:
-        """Have what policies keep travel, and be undone with a lost step.
+        """Register the policies' state, to be sent to joiners and rolled back with a lost step.
 
-        Raises PolicyError: it cannot be sent to other ranks.
+        Raises PolicyError: A policy's state cannot be sent to other ranks.
         """
         if self.runner:
             self.runner.check_plain()
@@ -65,53 +65,53 @@ class Adaptation:
             states.register_rollback(self.runner.capture, self.runner.restore, "adaptation")
 
     def with_state(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return saved states with that of policies that begin now, where the run had none before."""
+        """Return saved states, with the initial state of the policies added if the saved run had none."""
         return {"adaptation": self.runner.capture(), **trees} if self.active else trees
 
     @property
     def rate_factor(self) -> float:
-        """Factor by which policies have multiplied learning rates."""
+        """Product of the factors that policies have applied to learning rates."""
         return self.runner.values.rate_factor
 
     @property
     def wish(self) -> tuple[int | None, int | None] | None:
-        """Fewest and most workers that the policies ask for; None for no wish, and once the training is over."""
+        """Smallest and largest number of workers that policies request; None without a request or after training."""
         epochs = self._progress.epochs
         is_over = self.stopped or (epochs is not None and self._progress.epoch >= epochs)
         return None if is_over else self.runner.values.wish
 
     @property
     def held_batch(self) -> int | None:
-        """Global batch that the policies have set; None where the job chooses."""
+        """Global batch that policies have set; None if the job chooses."""
         return self.runner.values.batch_size
 
     @property
     def coming(self) -> tuple[tuple[float, int], ...]:
-        """Batches that the policies will ask for, as far as they know: (samples from now, batch), by samples."""
+        """Batches that policies announce to set later: (samples from now, batch), ordered by samples."""
         samples = self.runner.values.samples
         return tuple((at - samples, size) for at, size in self._coming or () if at > samples)
 
     @property
     def stopped(self) -> bool:
-        """True if policies have ended the training."""
+        """True if a policy has ended the training."""
         return self.runner.values.stopped is not None
 
     def ends(self, loader_pass: PassProgress) -> bool:
-        """True if policies have ended the training in this pass."""
+        """True if a policy has ended the training in this pass."""
         stopped, progress = self.runner.values.stopped, self._progress
         if stopped is None or stopped[0] != progress.epoch or stopped[1] >= len(progress.passes):
             return False
         return progress.passes[stopped[1]] is loader_pass
 
     def held_shape(self) -> BatchChoice | None:
-        """Return the division of the batch that policies have set, in the present group; None if the job chooses."""
+        """Return the batch set by policies as divided in the current group; None if the job chooses the batch."""
         info, batch_size = self._run.registry.loaders.info, self.held_batch
         if info is None or batch_size is None:
             return None
         return cut_within(info.limits, batch_size, self._run.group.world_size)
 
     def before_step(self, step: LoaderStep) -> None:
-        """Call ``before_train`` and ``before_epoch`` before the first step of a run and of an epoch."""
+        """Call the policies' ``before_step``, preceded by ``before_train`` and ``before_epoch`` if due."""
         if not step.leads:
             return
         values, self._step = self.runner.values, step
@@ -123,12 +123,12 @@ class Adaptation:
         self._call("before_step")
 
     def after_step(self, step: LoaderStep, samples: int) -> None:
-        """Apply what all ranks agreed on with a committed training step, and ask the policies again.
+        """Apply the requests agreed on with a committed training step, and call the policies' ``after_step``.
 
         Args:
-            samples: that were committed with it.
+            samples: Number of samples committed with the step.
 
-        Raises PolicyError: of a strict policy, on every rank.
+        Raises PolicyError: A strict policy failed; raised on every rank.
         """
         values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:
@@ -158,7 +158,7 @@ class Adaptation:
             self.runner.call(hook, self._view())
 
     def _view(self) -> PolicyView:
-        """Return the run as policies see it now."""
+        """Return the run's current state as shown to policies."""
         run, values, progress, step = self._run, self.runner.values, self._progress, self._step
         info, workers = run.registry.loaders.info, run.meter.workers
         limits = info.limits if info is not None else None
@@ -196,7 +196,7 @@ class Adaptation:
         )
 
     def apply(self, request: Request, values: SharedValues) -> str:
-        """Carry a request out on this rank; returns why it cannot be, empty where it was."""
+        """Carry out a request on this rank; return the reason if it cannot be carried out, else ""."""
         match request:
             case SetBatch():
                 return self._set_batch(request, values)
@@ -219,7 +219,7 @@ class Adaptation:
         return ""
 
     def _set_batch(self, request: SetBatch, values: SharedValues) -> str:
-        """Have steps of this many samples, in every group from now on."""
+        """Set the global batch for every group from now on; return the reason if it cannot be set, else ""."""
         info = self._run.registry.loaders.info
         if info is None or info.limits.fixed or info.limits.max_batch_size is None:
             return "the batch is fixed: call loader.autoscale_batch_size(max_batch_size=...) to let it change"
@@ -236,7 +236,7 @@ class Adaptation:
         return ""
 
     def _resize(self, request: Resize, values: SharedValues) -> str:
-        """Have the controller hear of the wish with the next report."""
+        """Record the requested sizes for the next report to the controller; return the reason if refused, else ""."""
         if self._sizes is None:
             return "the group cannot change: there is no allocator to ask"
         least, most = self._sizes
@@ -247,7 +247,7 @@ class Adaptation:
         return ""
 
     def _set_strategy(self, request: SetStrategy | SetTopology) -> str:
-        """Return why a model cannot have another strategy or topology; empty where it will."""
+        """Set a model's strategy or topology; return the reason if the model cannot use it, else ""."""
         registry = self._run.registry
         try:
             if isinstance(request, SetTopology):

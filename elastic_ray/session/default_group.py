@@ -1,8 +1,8 @@
-"""SHELL over torch.distributed: its default process group is the job's present group in every train function.
+"""SHELL over torch.distributed: in every train function, the default process group is the job's current group.
 
-Torch's own groups cannot change size. This one has no connections: a collective of it is one of the present
-generation, with the meaning of ``elastic_ray.all_reduce`` (see there). Objects that hold it, as a ``DeviceMesh``,
-outlive changes of the group; its rank and size are those of the present one. It belongs to the process, and asks the
+Torch's own groups cannot change size. This one has no connections: its collectives run in the current generation, and
+behave like ``elastic_ray.all_reduce`` (see there). Objects that hold it, such as a ``DeviceMesh``, survive changes of
+the group; its rank and size are always the current ones. The group belongs to the process, and delegates to the
 thread's session.
 """
 
@@ -58,9 +58,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
-    """Default process group that stands for the job's present group.
+    """Default process group that represents the job's current group.
 
-    Collectives are over when they return, also with ``async_op=True``.
+    Collectives are complete when they return, even with ``async_op=True``.
     """
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- its place -----------------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """Return this worker's rank; while it catches up, a rank of the group whose results it replays."""
+        """Return this worker's rank; during catch-up, a rank in the group whose results are replayed."""
         session = session_of_thread()
         return 0 if session is None else min(session.group.rank_info.rank, self.size() - 1)
 
     def size(self) -> int:
-        """Return the number of workers; while this one catches up, of those that the others' results are of."""
+        """Return the number of workers; during catch-up, the size of the group whose results are replayed."""
         session = session_of_thread()
         if session is None:
             return 1
@@ -88,13 +88,13 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup:
-        """Return another object for the same group. Raises ValueError: the ranks given are not all ranks."""
+        """Return another object for the same group. Raises ValueError: `ranks` does not contain all ranks."""
         if len(ranks) != self.size():
             raise ValueError(_SUBGROUP.format(what="new_group()"))
         return _made(str(options["group_name"]))
 
     def split_group(self, *args: Any, **options: Any) -> Any:
-        """Raise ValueError: all ranks are one group."""
+        """Raise ValueError, because all ranks form one group."""
         raise ValueError(_SUBGROUP.format(what="split_group()"))
 
     # -- reductions ----------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
-        """Reduce tensors in place on one rank."""
+        """Reduce tensors over all ranks, in place on one rank."""
         for tensor in tensors:
             found = self._reduced("reduce", tensor, _op_of(opts), root=opts.rootRank)
             if self.rank() == opts.rootRank:
@@ -133,7 +133,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> EndedWork:
-        """Reduce all ranks' tensors to this rank's place."""
+        """Reduce one tensor per rank over all ranks; each rank receives its own."""
         for output, given in zip(outputs, inputs, strict=True):
             flat = torch.cat([each.reshape(-1) for each in given])
             sizes = [each.numel() for each in given]
@@ -141,7 +141,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Reduce one tensor, cut into as many equal parts as there are ranks, to this rank's part."""
+        """Reduce one tensor, divided into equal parts by rank; each rank receives its own part."""
         self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 
@@ -180,7 +180,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork([each for places in outputs for each in places])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Gather every rank's tensor, one after the other."""
+        """Gather every rank's tensor into one, concatenated by rank."""
         if output.numel() != tensor.numel() * self.size():
             prepared = output.numel() // max(1, tensor.numel())
             raise RuntimeError(_SIZES.format(what="all_gather", prepared=prepared, present=self.size()))
@@ -192,7 +192,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """Gather several tensors of every rank, one rank after the other."""
+        """Gather several tensors of every rank, each concatenated by rank."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return EndedWork(outputs)
@@ -208,7 +208,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(tensors)
 
     def _gathered(self, what: str, tensor: Tensor, *, root: int = 0) -> list[Tensor]:
-        """Return every rank's tensor, by rank."""
+        """Return every rank's tensor, in rank order."""
 
         def perform(communicator: Communicator, device: Any) -> list[Tensor]:
             world, sent = communicator.world_size, _bytes_of(tensor, device)
@@ -286,20 +286,20 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def barrier(self, opts: Any = None) -> EndedWork:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have reached the barrier."""
         _call("barrier", (), [], lambda communicator, device: [], list)
         return EndedWork([])
 
     # -- from one rank to another --------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> EndedWork:
-        """Send a tensor to one rank, which receives it."""
+        """Send a tensor to one rank, which must receive it."""
         (tensor,) = tensors
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         return Transfer(lambda communicator: communicator.send(sent, destination, _tag(tag)))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> EndedWork:
-        """Receive a tensor from one rank, which sends it."""
+        """Receive a tensor from one rank, which must send it."""
         found = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         return Transfer(
             lambda communicator: communicator.receive(found, source, _tag(tag)), lambda: _put(tensors, [found])
@@ -317,7 +317,7 @@ class Transfer(EndedWork):
         self._communicator = self._run.group.communicator
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until it has come; raises CommunicationFailedError where a rank is lost between steps."""
+        """Wait for the transfer to complete; raises CommunicationFailedError if a rank is lost between steps."""
         if (work := self._work) is not None:
             self._work = None
             self._tried(functools.partial(self._end, work))
@@ -328,11 +328,11 @@ class Transfer(EndedWork):
         self._come()
 
     def is_completed(self) -> bool:
-        """True once it was waited for."""
+        """True once the transfer has been waited for."""
         return self._work is None
 
     def _tried(self, act: Callable[[], Any]) -> Any:
-        """Return what ``act`` does; None in a step that is lost, or by it."""
+        """Return the result of ``act``; None if the step is already lost, or is lost by the call."""
         ledger = self._run.ledger
         if ledger.failed or ledger.replaying:
             return None
@@ -355,11 +355,12 @@ def _call(
     perform: Callable[[Communicator, Any], list[Tensor]],
     alone: Callable[[], list[Tensor]],
 ) -> list[Tensor]:
-    """Return the result of a collective; in a step as tensors where they are, between steps by what is kept of it.
+    """Return the result of a collective: in a step as tensors in place, between steps from its recorded bytes.
 
     Args:
-        detail: what all ranks must have in common.
-        perform: carries it out in a group of several, with tensors on a device.
+        detail: Facts that must be equal on all ranks.
+        perform: Executes the collective in a group of several ranks, with tensors on a device.
+        alone: Returns the result for a single rank.
     """
     session = session_of_thread()
     if session is None:
@@ -383,7 +384,7 @@ def _call(
 
 
 def _session() -> Session:
-    """Return the session of this thread's train loop; raises RuntimeError in a thread that knows of none."""
+    """Return the session of this thread's train loop; raises RuntimeError in a thread without one."""
     session = session_of_thread()
     if session is None:
         check_thread()
@@ -392,9 +393,9 @@ def _session() -> Session:
 
 
 def _of_bytes(content: bytes) -> Any:
-    """Return the size of the group that a result is of, and the result.
+    """Return a recorded result, preceded by the size of the group that produced it.
 
-    Raises RuntimeError: the others have made another collective here.
+    Raises RuntimeError: The other ranks made a different collective at this point.
     """
     found = from_bytes(content)
     if not isinstance(found, list) or not found or not isinstance(found[0], int):
@@ -403,9 +404,9 @@ def _of_bytes(content: bytes) -> Any:
 
 
 def _put(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Write results where the user has them; of a group that has become smaller meanwhile, the last one fills up.
+    """Copy results to the user's tensors; if the group has shrunk meanwhile, the last result fills the rest.
 
-    As torch's own groups do, it counts as no change of what autograd has kept.
+    As in torch's own groups, autograd does not count the copy as a modification of saved tensors.
     """
     for number, place in enumerate(places):
         place.data.copy_(results[min(number, len(results) - 1)].view(place.shape))
@@ -416,7 +417,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bytes_of(tensor: Tensor, device: Any) -> Tensor:
-    """Return a copy of its memory, which travels whatever the type is."""
+    """Return a copy of a tensor's memory as uint8, which can be sent regardless of the dtype."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.to(device, copy=True, memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
@@ -430,7 +431,7 @@ def _op_of(options: Any) -> Any:
 
 
 def _check_reduces(what: str, tensor: Tensor, op: Any) -> str:
-    """Return the name of a reduction; raises TypeError where it does not take the tensor, which gloo tells too late."""
+    """Return the name of a reduction; raises TypeError if it does not support the tensor (gloo raises too late)."""
     name, kinds = next((each for known, each in _NUMBERS.items() if op == known), ("", ""))
     kind = "c" if tensor.is_complex() else "f" if tensor.is_floating_point() else "i"
     kind = "b" if tensor.dtype == torch.bool else kind
@@ -452,7 +453,7 @@ def _tag(tag: int) -> int:
 
 
 class _AllRanks(dict[int, int]):
-    """Mapping of group ranks to the same world ranks, for the present group."""
+    """Mapping of group ranks to equal world ranks, for the current group."""
 
     def _present(self) -> dict[int, int]:
         return {rank: rank for rank in range(dist.get_world_size())}
@@ -480,7 +481,7 @@ class _AllRanks(dict[int, int]):
 
 
 def _made(name: str) -> DefaultGroup:
-    """Return a group with what torch looks for in one: a name, and a backend by device."""
+    """Return a group with the attributes that torch expects: a name, and a backend per device."""
     group: Any = DefaultGroup()
     store = dist.HashStore()  # type: ignore[attr-defined]
     backend: Any = dist.ProcessGroupGloo(store, 0, 1, _NEVER)
@@ -493,7 +494,7 @@ def _made(name: str) -> DefaultGroup:
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> DefaultGroup:
-    """Create a group, which torch names later."""
+    """Return a new group, which torch names later."""
     return _made("")
 
 
@@ -503,7 +504,7 @@ def is_ours() -> bool:
 
 
 def install() -> None:
-    """Have ``torch.distributed`` be initialised with the present group, unless the program has done that itself."""
+    """Initialise ``torch.distributed`` with the current group, unless the program has already initialised it."""
     if not dist.is_available() or dist.is_initialized():
         return
     if BACKEND.upper() not in dist.Backend._plugins:
@@ -518,7 +519,7 @@ def install() -> None:
 
 
 def install_unit(unit: UnitGroup) -> None:
-    """Have ``torch.distributed`` be initialised with the fixed group of a unit, in which nothing of ours has a part."""
+    """Initialise ``torch.distributed`` with a unit's fixed group, in which elastic-ray takes no part."""
     if not _ORIGINALS:
         _accept(dist)
     if dist.is_initialized():
@@ -530,7 +531,7 @@ def install_unit(unit: UnitGroup) -> None:
 
 
 def uninstall_unit(unit: UnitGroup) -> None:
-    """The run in a unit is over."""
+    """Destroy the fixed group of a unit after its run."""
     if unit in _UNITS:
         _UNITS.remove(unit)
         _ORIGINALS["destroy_process_group"]()
@@ -538,7 +539,7 @@ def uninstall_unit(unit: UnitGroup) -> None:
 
 
 def _follow_ranks() -> None:
-    """Have torch take the ranks of a group of ours from the present one."""
+    """Patch torch's rank tables so that our groups have the ranks of the current group."""
     world: Any = dist.distributed_c10d._world
     for group in world.pg_group_ranks:
         if isinstance(group, DefaultGroup):
@@ -550,11 +551,11 @@ _UNITS: list[UnitGroup] = []  # the one whose group the default group is
 
 
 def _accept(module: Any) -> None:
-    """Have calls that would begin or end the default group do nothing where it is the job's."""
+    """Patch torch so that initialising or destroying the default group does nothing if it is the job's."""
     core: Any = module.distributed_c10d
 
     def init_process_group(*args: Any, **options: Any) -> None:
-        """Do nothing in a job; alone, replace our group if more than this process is asked for."""
+        """Do nothing in a job; in a standalone process, replace our group if several processes are requested."""
         session = session_of_thread()
         others = session is None or (not session.elastic and session.group.rank_info.world_size == 1)
         asks = any(options.get(each) for each in ("store", "world_size")) or int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -564,13 +565,13 @@ def _accept(module: Any) -> None:
             _ORIGINALS["init_process_group"](*args, **options)
 
     def destroy_process_group(group: Any = None) -> None:
-        """Destroy only groups that are not ours."""
+        """Destroy the group unless it is ours."""
         ours = group is None or group is dist.GroupMember.WORLD or isinstance(group, DefaultGroup)
         if not is_ours() or not ours:
             _ORIGINALS["destroy_process_group"](group)
 
     def new_group(*args: Any, **options: Any) -> Any:
-        """Make a group as torch does, with the present group's ranks."""
+        """Return a group made by torch, with the current group's ranks."""
         made = _ORIGINALS["new_group"](*args, **options)
         if is_ours():
             _follow_ranks()

@@ -1,4 +1,4 @@
-"""SHELL: changes of group and batch, and collectives of the train function that continue through them."""
+"""SHELL: changes of group and batch, and collectives of the train function that survive such changes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _LONGEST_WAIT = 1000
 
 
 class GroupChanges:
-    """Changes of this rank from one group into the next, and from one batch shape to another.
+    """Changes of this rank from one group to the next, and from one batch shape to another.
 
     Every method returns in a group, or raises ``WorkerDismissed`` or ``LostGroupError``.
 
     Args:
-        adaptation: policies of the user's, whose batch goes first.
-        results: of user code's own collectives, which ranks that are behind in a new group receive.
-        explain: why a collective of a group that cannot change has failed, from what that says itself.
-        regroup_timeout_s: longest wait for a generation to continue with.
+        adaptation: The user's policies, whose batch takes precedence.
+        results: Results of user code's own collectives, which are sent to ranks that are behind in a new group.
+        explain: Returns why a collective failed in a group that cannot change, given the collective's own error.
+        regroup_timeout_s: Longest wait for a generation with which to continue.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GroupChanges:
     def join(self, *, timeout_s: float) -> None:
         """Join a group for the first time.
 
-        Raises WorkerDismissed: the job ended or shrank before this worker's turn came.
+        Raises WorkerDismissed: The job ended or shrank before this worker joined.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -77,12 +77,12 @@ class GroupChanges:
                     self._controller.failed(self._membership.generation, str(error))
 
     def between_steps(self, can_switch: Callable[[int], bool]) -> None:
-        """Carry out what the ranks have agreed on.
+        """Carry out the decisions that the ranks have agreed on.
 
         Args:
-            can_switch: whether a group of a given size may begin here.
+            can_switch: Returns True if a group of a given size may start at this point.
 
-        Raises WorkerDismissed: this worker leaves, or the job stops.
+        Raises WorkerDismissed: This worker leaves, or the job stops.
         """
         run, agreed = self._run, self._run.agreed
         if agreed.preempted and not agreed.stop:
@@ -100,7 +100,7 @@ class GroupChanges:
             self._set_shape(batch)
 
     def _switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
-        """Switch to the agreed generation, unless that has to wait, or its size does not suit the place here."""
+        """Switch to the agreed generation, unless it must wait or its size is not possible at this point."""
         try:
             if self._waits_for_gradients():
                 return
@@ -130,15 +130,15 @@ class GroupChanges:
             self._regroup(str(error), left)
 
     def _staying(self, following: GenerationSpec) -> list[bool]:
-        """Return for each rank of the present group whether it is in the following one."""
+        """Return, for each rank of the current group, whether it is in the following one."""
         return [following.rank_of(member.worker) is not None for member in self._run.group.members]
 
     def _waits_for_gradients(self) -> bool:
-        """True if a planned change waits, because it would lose gradients that ``no_sync`` has left on each rank.
+        """True if a planned change must wait, because it would lose gradients that ``no_sync`` has left on each rank.
 
-        All ranks come here. They answer alike, though one may have left out an update that others have made.
+        Called on every rank. The ranks get the same answer, even if one has skipped an update that others have made.
 
-        Raises CommunicationFailedError: the group broke.
+        Raises CommunicationFailedError: The group broke.
         """
         ranks = float(self._run.registry.gradients_are_local)
         if self._run.group.world_size > 1:
@@ -148,9 +148,9 @@ class GroupChanges:
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:
-        """Find a group to continue with; returns the loader passes that its furthest rank has ended.
+        """Find a group with which to continue; return the number of loader passes that its furthest rank has ended.
 
-        Raises CommunicationFailedError: the group is one that cannot change.
+        Raises CommunicationFailedError: The group cannot change.
         """
         if not self._run.elastic:
             raise CommunicationFailedError(self._explain(cause))
@@ -158,7 +158,7 @@ class GroupChanges:
         return self._regroup(cause, self._membership.generation)
 
     def _regroup(self, cause: str, generation: int) -> int:
-        """Wait for the next generation and enter it; returns the loader passes that its furthest rank has ended."""
+        """Wait for the next generation and enter it; return the number of passes that its furthest rank has ended."""
         while True:
             self._controller.failed(generation, cause)
             try:
@@ -167,7 +167,7 @@ class GroupChanges:
                 cause, generation = str(error), self._membership.generation
 
     def _take_next(self, timeout_s: float) -> int:
-        """Wait for a group and enter it; returns the loader passes that its furthest rank has ended."""
+        """Wait for a group and enter it; return the number of loader passes that its furthest rank has ended."""
         if self._run.wishes is None:
             spec, communicator = self._taken(timeout_s)
         else:
@@ -176,7 +176,7 @@ class GroupChanges:
         return self._go_to(spec, communicator)
 
     def _taken(self, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """The group to continue with."""
+        """Return the group with which to continue."""
         try:
             return self._membership.take_next(timeout_s=timeout_s)
         except LostGroupError:
@@ -185,7 +185,7 @@ class GroupChanges:
             raise
 
     def _taken_by_unit(self, wishes: UnitWishes, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Enter a group on all workers of a unit alike: one may have missed that it was called off meanwhile."""
+        """Return the same next group on all workers of a unit, even if one missed that a group was called off."""
         taken, ended = None, None
         newest = 1
         while True:
@@ -202,12 +202,12 @@ class GroupChanges:
                 return taken
 
     def _follow(self) -> None:
-        """Enter, as the membership does, another group."""
+        """Switch the run to the membership's current group."""
         self._run.group.follow()
         self._run.consensus.follow_group()
 
     def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
-        """Enter a group that stands; returns the loader passes that its furthest rank has ended."""
+        """Enter a formed group; return the number of loader passes that its furthest rank has ended."""
         if communicator is None:
             self._run.moment("leaving")
             self._run.shares.close()
@@ -222,11 +222,11 @@ class GroupChanges:
         return self.furthest_passes
 
     def _enter(self, spec: GenerationSpec, communicator: Communicator) -> int:
-        """Exchange state in a freshly formed group until all of its ranks are bit-identical.
+        """Exchange state in a newly formed group until all ranks are bit-identical.
 
         Raises:
-            CommunicationFailedError: the group broke meanwhile; this rank's state is whole, or it has none.
-            ReplicasDifferError: the ranks train on datasets of other lengths, or have built different things.
+            CommunicationFailedError: The group broke meanwhile. This rank's state is complete, or it has none.
+            ReplicasDifferError: The ranks train on datasets of different lengths, or have built different objects.
         """
         run, registry = self._run, self._run.registry
         run.moment("receiving")
@@ -257,12 +257,13 @@ class GroupChanges:
         return exchanged.passes
 
     def _prove(self, spec: GenerationSpec, communicator: Communicator) -> Link:
-        """Have all ranks compare what they hold alike, before the first step of a group.
+        """Compare the state that must be identical on all ranks, before the first step of a group.
 
         Raises:
-            CommunicationFailedError: the group broke, or a joiner differs, which raises what follows.
-            ReplicasDifferError: members differ among themselves, which is raised on every rank, or this rank joins and
-                differs from them.
+            CommunicationFailedError: The group broke, or a joiner differs (the joiner itself raises
+                ReplicasDifferError).
+            ReplicasDifferError: Members differ among themselves, which is raised on every rank, or this rank is a
+                joiner and differs from the members.
         """
         run, progress = self._run, self._run.progress
         run.moment("received")
@@ -292,11 +293,11 @@ class GroupChanges:
         return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape; that of a policy goes first."""
+        """Set another batch shape, unless a policy has set one."""
         self._run.set_shape(self._adaptation.held_shape() or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:
-        """True if all ranks save, each its part, or later, by what was ``heard`` with the step's own sums."""
+        """True if each rank saves its own part, now or later, according to the votes ``heard`` with the step's sums."""
         registry, group = self._run.registry, self._run.group
         if not heard or group.world_size == 1 or not registry.in_parts or registry.drifts:
             return False
@@ -307,9 +308,10 @@ class GroupChanges:
         return saving is not Saving.ALONE
 
     def _make_equal(self, *, ends: bool = False) -> None:
-        """Have all ranks hold the same model, those of another group if this one breaks.
+        """Make the model identical on all ranks, or adopt another group's model if this group breaks.
 
-        Then it is saved: by all ranks, where each has a part of it, or by the first one, which gets the whole.
+        The model can then be saved: by all ranks if each has a part of it, or by the first rank, which receives all of
+        it.
         """
         try:
             self._ready_to_save(ends=ends)
@@ -318,9 +320,9 @@ class GroupChanges:
             self.regroup(str(error))
 
     def _ready_to_save(self, *, ends: bool) -> None:
-        """Prepare the ranks to save as they agree: together, alone or later.
+        """Prepare the ranks to save in the way they agree on: together, alone or later.
 
-        Raises CommunicationFailedError: the group broke.
+        Raises CommunicationFailedError: The group broke.
         """
         saving = self._agree_on_saving(ends=ends)
         if saving is Saving.LATER:
@@ -332,7 +334,7 @@ class GroupChanges:
             self._run.registry.prepare_to_save()
 
     def before_last_save(self) -> bool:
-        """Have the ranks save together what the run ends with; False if the group broke. All ranks call it."""
+        """Prepare the ranks to save the run's final state; False if the group broke. Called on every rank."""
         try:
             self._ready_to_save(ends=True)
         except CommunicationFailedError:
@@ -341,7 +343,7 @@ class GroupChanges:
         return True
 
     def _agree_on_saving(self, *, ends: bool) -> Saving:
-        """Agree on how to save; called on every rank. Raises CommunicationFailedError: the group broke."""
+        """Agree on how to save; called on every rank. Raises CommunicationFailedError: The group broke."""
         registry, group = self._run.registry, self._run.group
         if group.world_size == 1:
             return Saving.ALONE
@@ -358,14 +360,14 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Results of collectives since all ranks were last known to be at one place, in order."""
+    """Results of collectives since all ranks were last known to be at the same point, in order."""
 
     first: int = 0
     contents: list[bytes] = dataclasses.field(default_factory=list)
     place: tuple[int, int] = (0, 0)  # committed steps and ended passes then
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
-        """Drop older results, because all ranks are at ``place``, after the first ``number`` collectives."""
+        """Drop older results, because all ranks have reached ``place`` after ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 
@@ -377,12 +379,12 @@ class CollectiveResults:
             self.first += 1
 
     def of(self, number: int) -> bytes | None:
-        """Return the result of collective `number`, if it is known."""
+        """Return the result of collective `number`; None if it is not kept."""
         index = number - self.first
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
-        """Exchange results in a new group: ranks that are behind get them from one that is furthest."""
+        """Exchange results in a new group: ranks that are behind receive them from one of the furthest ranks."""
         mine, place = progress.collectives, _place(progress)
         self.begin(mine, place)
         rows = communicator.gather_ints([mine, self.first])
@@ -409,8 +411,8 @@ class UserCollectives:
     """Collectives of the train function, whose results survive changes of the group.
 
     Args:
-        changes: of group, which find another one where a collective between two steps fails.
-        passes: of its loaders, which commit steps that were left by ``break`` before a collective.
+        changes: Finds another group if a collective between two steps fails.
+        passes: Passes of the loaders, which commit steps that were left by ``break`` before a collective.
     """
 
     def __init__(self, run: Run, changes: GroupChanges, passes: LoaderPasses, results: CollectiveResults) -> None:
@@ -421,7 +423,7 @@ class UserCollectives:
         return self._run.states.progress
 
     def next_known(self) -> bytes | None:
-        """Return the next collective's result between steps where this worker catches up; else None."""
+        """Return the next collective's recorded result if this worker catches up between steps; else None."""
         progress, kept = self._progress, self._results
         if not kept.contents or self._run.ledger.depth or kept.place != _place(progress):
             return None
@@ -430,18 +432,18 @@ class UserCollectives:
     def call(
         self, what: str, detail: object, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Carry out a collective and return its result, as bytes.
+        """Execute a collective and return its result as bytes.
 
         Args:
-            detail: what all ranks must have in common besides.
-            perform: carries it out in a group of several.
-            alone: its result for this rank alone: before it has joined, while it catches up, and in a step that is
-                lost already.
+            detail: Further facts that must be equal on all ranks.
+            perform: Executes the collective in a group of several ranks.
+            alone: Returns the result for this rank alone: before it has joined, during catch-up, and in a step that is
+                already lost.
 
         Raises:
-            WorkerDismissed: the job ended or shrank meanwhile.
-            RanksDisagreeError: the ranks make different calls.
-            RuntimeError: this worker joined within code whose results nobody has any more.
+            WorkerDismissed: The job ended or shrank meanwhile.
+            RanksDisagreeError: The ranks make different calls.
+            RuntimeError: This worker joined within code whose results are no longer held by any rank.
         """
         if self._run.ledger.replays_passes or not self._run.group.generation:
             return alone()
@@ -478,7 +480,7 @@ class UserCollectives:
     def _carried_out(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Carry out a collective and return its result; raises CommunicationFailedError, RanksDisagreeError."""
+        """Execute a collective and return its result; raises CommunicationFailedError, RanksDisagreeError."""
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()
@@ -493,7 +495,7 @@ class UserCollectives:
     def _within_step(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Carry out a collective within a step and return its result; if the group breaks, the step is lost."""
+        """Execute a collective within a step and return its result; if the group breaks, the step is lost."""
         if self._run.ledger.failed:
             return alone()
         try:

@@ -1,4 +1,4 @@
-"""SHELL: the passes of a run's loaders: each step's end, and each pass's, agreed on by all ranks."""
+"""SHELL: the passes of a run's loaders; all ranks agree on the end of each step and of each pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LoaderPasses:
     """Passes of a run's loaders, and their steps.
 
     Args:
-        adaptation: policies of the user's, asked between steps.
+        adaptation: The user's policies, which are called between steps.
     """
 
     def __init__(self, run: Run, changes: GroupChanges, adaptation: Adaptation) -> None:
@@ -53,7 +53,7 @@ class LoaderPasses:
         return self._run.ledger.step
 
     def check_group(self, loader_pass: PassProgress) -> None:
-        """Continue with the next group before a step is divided, if the present one was called off."""
+        """Switch to the next group before a step is divided, if the current group was called off."""
         run = self._run
         known = run.membership if run.wishes is None else run.wishes  # what all workers of a unit know
         if known.voided and run.ledger.depth == 0:
@@ -65,27 +65,27 @@ class LoaderPasses:
             self._follow(loader_pass)
 
     def _follow(self, loader_pass: PassProgress) -> None:
-        """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last."""
+        """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last one."""
         if self._run.ledger.depth == 0 and self._changes.furthest_passes > self._run.states.progress.ended_passes:
             loader_pass.end()
             self._run.states.progress.follow_passes(self._changes.furthest_passes)
 
     def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
-        """Compare what decides the data of a pass, before its first step in each group.
+        """Compare the facts that determine a pass's data across ranks, before its first step in each group.
 
-        In a group that replaces a broken one some ranks may still be within the step that this one begins anew, so that
-        they would not announce the same: it is compared at the step's end there. That of a pass within a step is
-        compared at its end, with the announcement that is made there.
+        In a group that replaces a broken one, some ranks may still be within the step that this rank starts again, so
+        that their announcements would not match. The facts are then compared at the end of the step. The facts of a
+        pass nested in a step are compared at the end of that pass, with its announcement.
 
         Args:
-            loader_pass: the pass, whose next step all ranks are about to begin.
-            facts: tells what the ranks must have in common.
+            loader_pass: The pass, whose next step all ranks are about to start.
+            facts: Returns the facts that must be equal on all ranks.
 
-        Returns False if the group broke meanwhile and another one was entered: the step must be cut anew.
+        Returns False if the group broke meanwhile and another one was entered; the step must then be divided again.
 
         Raises:
-            ReplicasDifferError: the ranks would use other samples, or in another order; raised on every rank.
-            RanksDisagreeError: another rank has returned from the train function, after as many steps or fewer.
+            ReplicasDifferError: The ranks would use different samples, or a different order; raised on every rank.
+            RanksDisagreeError: Another rank has returned from the train function after as many steps or fewer.
         """
         run = self._run
         depth, generation = run.ledger.depth, run.group.generation
@@ -109,7 +109,7 @@ class LoaderPasses:
         return True
 
     def _check_returned(self) -> None:
-        """Raise RanksDisagreeError if a step is to follow where another rank's training had ended."""
+        """Raise RanksDisagreeError if another rank's training ended before the step that comes next."""
         steps = self._run.states.progress.loader_steps
         for each in self._run.group.returned:
             if each.steps <= steps:
@@ -131,7 +131,7 @@ class LoaderPasses:
                 self._adaptation.before_step(step)
 
     def _begin_round(self, step: LoaderStep) -> None:
-        """Start a round with this step, where models of several ranks differ by design."""
+        """Start a round with this step, if the replicas of several ranks differ by design."""
         run = self._run
         if run.group.world_size > 1 and run.registry.drifts:
             steps = run.registry.round_steps
@@ -141,7 +141,7 @@ class LoaderPasses:
                 run.shares.begin_round(run.states.progress.loader_steps, len(counts))
 
     def makes_step(self, step: LoaderStep) -> bool:
-        """True if this rank makes the step that has begun; False if another rank does, or the round is lost."""
+        """True if this rank executes the started step; False if another rank does, or the round is lost."""
         run = self._run
         if not run.shares.active or step.taken or run.ledger.round is None:
             return True
@@ -158,7 +158,7 @@ class LoaderPasses:
         return False
 
     def step_of_another(self) -> tuple[int, int] | None:
-        """Rank and number of a step of the round that this rank makes for another; None if all have begun."""
+        """Return rank and number of a step of the round that this rank executes for another; None if all have started."""
         if not self._run.shares.active:
             return None
         try:
@@ -168,20 +168,20 @@ class LoaderPasses:
             return None
 
     def end_after_step(self) -> None:
-        """Let the innermost pass end with its step in progress, once that is committed.
+        """End the innermost pass with the step in progress, once that step is committed.
 
-        A step that is lost is drawn again, and then this is to be said again: what ``break`` cannot have.
+        A lost step is drawn again, and the call must then be repeated. ``break`` does not allow that.
         """
         step = self.step
         assert step is not None, "a pass ends after a step"
         self._asked_to_end = step.loader_pass
 
     def ended_early(self, loader_pass: PassProgress) -> bool:
-        """True if the pass was to end with a step that is committed."""
+        """True if the pass was ended by :meth:`end_after_step` with a step that is committed."""
         return self._ended_early is loader_pass
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
-        """Return the micro-batch that ``fetch`` gives."""
+        """Return the micro-batch from ``fetch``, measuring the time spent waiting for data."""
         if self._run.ledger.depth > 1:
             return fetch()
         since_s = time.perf_counter()
@@ -190,22 +190,23 @@ class LoaderPasses:
         return batch
 
     def end_micro_step(self, step: LoaderStep) -> None:
-        """End a micro-step that does not synchronise; half a batch says nothing of the time of a whole one."""
+        """End a micro-step that does not synchronise. Halved batches are not timed."""
         if not step.halved:
             self._run.clock.micro()
 
     def abandon(self, left: PassProgress) -> None:
         """Abandon a pass that user code left in the middle of a step.
 
-        Whether by ``break`` or by an exception shows later: only the former continues, and then :meth:`settle` commits
-        the step and ends the pass. An iterator that outlives its epoch has been settled already.
+        It is not yet known whether by ``break`` or by an exception. Only after ``break`` does the program continue;
+        then :meth:`settle` commits the step and ends the pass. An iterator that outlives its epoch has already been
+        settled.
         """
         self._run.ledger.abandon(left)
 
     def enter(self) -> PassProgress:
-        """Enter the next loader pass of this epoch, with the position that it has already reached.
+        """Enter the next loader pass of this epoch, at the position that it has already reached.
 
-        Raises RuntimeError: a pass over whole batches is in progress.
+        Raises RuntimeError: A pass over whole batches is in progress.
         """
         self.settle()
         self._run.refuse_in_round("no loader may be iterated", "evaluate after the pass, or between epochs")
@@ -214,7 +215,7 @@ class LoaderPasses:
         return self._run.states.progress.passes[ordinal]
 
     def end_epoch(self) -> None:
-        """End the epoch, and with it passes whose iterators still wait for their ``next``."""
+        """End the epoch, including passes whose iterators still wait for their ``next``."""
         self._run.ledger.abandon_all()
         self.settle()
         self._adaptation.end_epoch()
@@ -225,18 +226,18 @@ class LoaderPasses:
     def edge(
         self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False, abandoned: bool = False
     ) -> bool:
-        """Commit a step whose body has run, or find a group to continue with and have it drawn again.
+        """Commit a step whose body has run; if it is lost, find a group to continue with and draw its batch again.
 
         Args:
-            loader_pass: the pass whose step it is; None for the innermost.
-            ends_pass: the pass ends with this step, and what happens between two steps is put off.
-            abandoned: its loop was left, so that nobody can draw it again.
+            loader_pass: The pass to which the step belongs; None for the innermost.
+            ends_pass: The pass ends with this step. Actions between two steps are then postponed.
+            abandoned: The loop was left, so that the step cannot be drawn again.
 
-        Returns whether the step was committed (by this rank, or by a survivor whose state it took over).
+        Returns whether the step was committed, by this rank or by a survivor whose state it received.
 
         Raises:
-            RuntimeError: another pass was begun within the step and has not ended.
-            WorkerDismissed: this worker leaves here, or the job was stopped.
+            RuntimeError: Another pass was started within the step and has not ended.
+            WorkerDismissed: This worker leaves at this point, or the job was stopped.
         """
         run, ledger = self._run, self._run.ledger
         if ledger.abandoned:
@@ -288,7 +289,7 @@ class LoaderPasses:
     def _edge_in_round(
         self, step: LoaderStep, failure: str | None, ends_early: bool, *, ends_pass: bool, abandoned: bool
     ) -> bool:
-        """Count a step on this rank alone; the last one of its round ends that. As :meth:`edge`."""
+        """Count a step on this rank alone, and end the round after its last step; same result as :meth:`edge`."""
         run, ledger = self._run, self._run.ledger
         if failure is not None:
             return self._lose_round(failure, abandoned=abandoned)
@@ -306,12 +307,12 @@ class LoaderPasses:
         return True
 
     def end_round(self, *, ends_pass: bool = True, abandoned: bool = False) -> bool:
-        """End the round in progress, if there is one, with a vote of all ranks, and average models.
+        """End the round in progress, if any, with a vote of all ranks, and average models.
 
         Args:
-            ends_pass, abandoned: as of :meth:`edge`.
+            ends_pass, abandoned: As in :meth:`edge`.
 
-        Returns True if its steps are committed; else they are to be drawn again.
+        Returns True if its steps are committed; otherwise they must be drawn again.
         """
         run, ledger = self._run, self._run.ledger
         ended = ledger.round
@@ -338,7 +339,7 @@ class LoaderPasses:
         return True
 
     def _lose_round(self, cause: str, *, abandoned: bool = False) -> bool:
-        """Continue with the remaining workers after a round was lost; True if others have committed it."""
+        """Continue with the remaining workers after a round was lost; return True if others have committed it."""
         run, ledger = self._run, self._run.ledger
         lost = ledger.round
         assert lost is not None, "a round is in progress"
@@ -359,10 +360,10 @@ class LoaderPasses:
         return run.states.progress.loader_steps > lost.loader_steps
 
     def _conclude(self, step: LoaderStep, *, trained: bool, ended: StepRound | None = None) -> bool:
-        """Average models after a committed step, and measure it; False if another group was entered meanwhile.
+        """Average models after a committed step, and record its time; False if another group was entered meanwhile.
 
         Args:
-            ended: the round that ends with it; None where it is committed by itself.
+            ended: The round that ends with the step; None if the step is committed by itself.
         """
         steps, samples = (1, step.count) if ended is None else (ended.steps, ended.samples)
         run = self._run
@@ -397,12 +398,13 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            put_off: the user's code after the loop has run already. What happens between two steps waits until the
-                progress says so; a joiner, or the job when it continues later, does not run that code again.
-            abandoned: its loop was left before its end.
-            rest: hashes of the samples that it leaves out; None where it is not to use each of its samples once.
+            put_off: The user's code after the loop has already run. Actions between two steps are postponed until the
+                progress includes that code, so that a joiner, or the job when resumed, does not run it again.
+            abandoned: The loop was left before its end.
+            rest: Returns the hashes of the samples that the pass leaves out; None if the pass is not meant to use each
+                of its samples once.
 
-        Raises WorkerDismissed: as in :meth:`edge`.
+        Raises WorkerDismissed: As in :meth:`edge`.
         """
         self._follow(loader_pass)
         if loader_pass.done:  # another rank has ended it, and this one has taken over its state
@@ -432,7 +434,7 @@ class LoaderPasses:
         self._leave_pass(loader_pass, total, put_off=put_off)
 
     def _prove(self, loader_pass: PassProgress, total: int, rest: Callable[[], int | None]) -> None:
-        """Add a proof of a training pass whose end all ranks have agreed on, if its samples are known."""
+        """Add a proof of a training pass whose end all ranks have agreed on, if the hashes of its samples are known."""
         if loader_pass.hashed is None or not loader_pass.position or self._run.ledger.depth:
             return
         progress = self._run.states.progress
@@ -440,7 +442,7 @@ class LoaderPasses:
         progress.prove({**facts, "hash": loader_pass.hashed, "rest": rest()})
 
     def _tell_proof(self) -> None:
-        """Report the pass that has ended last, if that is news: the rank that was to tell may be gone."""
+        """Report the last pass that ended, unless already reported: the rank that should have reported it may be lost."""
         facts = self._run.states.progress.last_pass
         if facts and facts["link"] != self._told and self._run.elastic and self._run.group.rank == 0:
             self._told = facts["link"]
@@ -448,12 +450,12 @@ class LoaderPasses:
             self._run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
 
     def _end_alone(self, loader_pass: PassProgress) -> None:
-        """End a pass before its last sample after the group was lost, so that no joiner takes it up."""
+        """End a pass before its last sample after the group was lost, so that no joiner resumes it."""
         loader_pass.end()
         self._run.states.progress.end_pass()
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
-        """Leave a pass that all ranks know to be over."""
+        """Leave a pass that all ranks know to have ended."""
         self._tell_proof()
         self._run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:
@@ -472,13 +474,13 @@ class LoaderPasses:
                 self._leave_pass(loader_pass, total, put_off=True)
 
     def _catch_up(self) -> None:
-        """Do what was put off at the end of a pass."""
+        """Carry out the actions that were postponed at the end of a pass."""
         can_switch, self._deferred_change = self._deferred_change, None
         if can_switch is not None:
             self._changes.between_steps(can_switch)
 
     def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
-        """Agree in a collective of its own, and count what accumulators were given."""
+        """Agree in a separate collective, and add up the contributions to accumulators."""
         run = self._run
         added = run.sums.take(run.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
@@ -498,7 +500,7 @@ class LoaderPasses:
         run.ledger.resume(lost, cause)
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
-        """Undo a step in which a worker ran out of memory, and have it drawn again with fewer samples at once."""
+        """Undo a step in which a worker ran out of memory, and draw its batch again in smaller micro-batches."""
         run = self._run
         run.agreed.forget_ran_out()
         run.sums.undo_beyond(run.ledger.depth)
@@ -511,7 +513,7 @@ class LoaderPasses:
             run.tell("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
-        """Give up a lost step whose loop has been left: count it if its update is in the model, and end its pass."""
+        """Give up a lost step whose loop was left: end its pass, and commit the step if the model contains its update."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         before = run.states.progress.loader_steps

@@ -1,7 +1,7 @@
-"""SHELL: one train function's run in one process: its parts, and the order in which a step's end goes through them.
+"""SHELL: one train function's run in one process: its components, and their order at the end of a step.
 
-The loader's ``__next__`` and the wrapped optimizer's ``step`` are the only callers that may change anything; user
-code between them never sees membership, batch size or learning rate move.
+Only the loader's ``__next__`` and the wrapped optimizer's ``step`` may change anything; user code between them never
+sees a change of membership, batch size or learning rate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
-    """Return measurements since the last call; None before the first generation."""
+    """Return measurements since the previous call; None before the first generation."""
     spec = run.group.generation_spec
     if spec is None:
         return None
@@ -86,27 +86,27 @@ _IGNORED = StragglerConfig()
 
 
 class Session:
-    """Session of one run of a train function. One instance serves one run of a train function.
+    """Session of a single run of a train function.
 
     Args:
-        worker: id of this worker, unique in the job.
-        membership: this worker's side of the membership protocol.
-        controller: whom it tells of itself.
-        progress: where to start: the beginning, a checkpoint's resume point, or state kept through a rerun.
-        saved: states to start with, where there are some.
-        elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
-        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
-        regroup_timeout_s: longest wait for a generation to continue with.
-        faults: scripted faults, None outside tests.
-        expected: where this worker will stand in the group that it is to join, as far as that is known.
-        unit: of which this worker is one; None where each is a rank by itself.
-        explain: why a collective of a group that cannot change has failed, from what that says itself.
-        sizes: fewest and most workers of the job; None where the group cannot change.
-        stragglers: what is done about slow workers.
+        worker: Id of this worker, unique in the job.
+        membership: This worker's side of the membership protocol.
+        controller: Receives this worker's reports.
+        progress: Starting point: the beginning, a checkpoint's resume point, or state kept through a rerun.
+        saved: States to start with; None for a fresh start.
+        elastic: Whether the group may change (then the loop must use ``remaining_epochs_until``).
+        fixed_batch: Whether the batch size stays constant even if the loader allows it to adapt.
+        regroup_timeout_s: Longest wait for a generation with which to continue.
+        faults: Injects scripted faults; None outside tests.
+        expected: This worker's expected rank and world size in its first group, if known.
+        unit: Unit to which this worker belongs; None if each worker is a rank by itself.
+        explain: Returns why a collective failed in a group that cannot change, given the collective's own error.
+        sizes: Smallest and largest number of workers of the job; None if the group cannot change.
+        stragglers: Configured response to slow workers.
 
     Attributes:
-        passes, collectives: of its loaders; that user code makes.
-        optimizers: those that step without having been wrapped.
+        passes, collectives: Passes of the run's loaders; collectives called by user code.
+        optimizers: Watch of optimizers that step without having been wrapped.
     """
 
     def __init__(
@@ -169,16 +169,16 @@ class Session:
 
     @property
     def synced(self) -> bool:
-        """True if this worker has become part of the job, with the first epoch."""
+        """True if this worker has joined the job, which happens at the first epoch."""
         return self.run.synced
 
     @property
     def opening_failed(self) -> bool:
-        """True if this run was refused before its first step, or a model of it while being wrapped."""
+        """True if this run was refused before its first step, or while one of its models was being wrapped."""
         return self._opening_failed
 
     def fail_opening(self) -> None:
-        """Leave the run to be opened once more; outside a trainer, a new model begins another one instead."""
+        """Allow the run to be opened again; outside a trainer, a new model starts another run instead."""
         self._opening_failed, self._in_epochs = True, False
         self.registry.loaders.fail()
 
@@ -189,22 +189,22 @@ class Session:
 
     @property
     def shape(self) -> BatchChoice | None:
-        """Batch shape of the adaptive loader, None where its own default holds."""
+        """Batch shape of the adaptive loader; None if its own default applies."""
         return self.states.shape
 
     @property
     def rank(self) -> int:
-        """Rank of this worker in the present generation; 0 before the first."""
+        """Rank of this worker in the current generation; 0 before the first."""
         return self.group.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the present generation; 1 before the first."""
+        """Number of ranks in the current generation; 1 before the first."""
         return self.group.world_size
 
     @property
     def share_weights(self) -> tuple[float, ...] | None:
-        """Shares of the ranks in a step's samples; None where they are equal."""
+        """Weight of each rank in the division of a step's samples; None if the ranks have equal shares."""
         return self.run.gpu_types.weights(self.run.stragglers.weights)
 
     @property
@@ -214,7 +214,7 @@ class Session:
 
     @property
     def preempted(self) -> bool:
-        """True if the ranks have agreed to stop and to continue at another time."""
+        """True if the ranks have agreed to stop now and to continue later."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def new_accumulator(self) -> tuple[int, int]:
@@ -226,20 +226,22 @@ class Session:
         self.run.sums.add(self.ledger.depth, key, name, value)
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
-        """Ask these policies between steps.
+        """Add policies, which are called between steps.
 
-        Raises RuntimeError: training has begun. PolicyError: the state of one is not plain.
+        Raises:
+            RuntimeError: Training has started.
+            PolicyError: The state of a policy is not plain.
         """
         if policies and self.synced:
             raise RuntimeError("policies must be given before the first epoch, so that all workers have the same")
         self.adaptation.add(policies)
 
     def sync_point(self) -> None:
-        """Join the job: everything is built, nothing has been trained.
+        """Join the job, after everything is built and before anything is trained.
 
         Raises:
-            WorkerDismissed: the job ended or shrank before this worker's turn came.
-            UnsafeStateError: a state could not be sent to another worker.
+            WorkerDismissed: The job ended or shrank before this worker joined.
+            UnsafeStateError: A state could not be sent to another worker.
         """
         if self.synced:
             return
@@ -256,7 +258,7 @@ class Session:
         return self.run.synced and self.progress.steps > self._steps_at_join
 
     def _open(self) -> None:
-        """Join the group with what the train function has built."""
+        """Join the group with the objects that the train function has built."""
         self.registry.call(HookPoint.BEFORE_FIRST_EPOCH)
         self.adaptation.register(self.states)
         if self.elastic:
@@ -274,7 +276,7 @@ class Session:
         self.ledger.begin_replay()
 
     def _install_saved(self) -> None:
-        """Adopt the states to start with; an error names the checkpoint that they are from."""
+        """Adopt the states to start with; an error names the checkpoint from which they come."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -289,30 +291,30 @@ class Session:
             ) from error
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """Return what a rerun in this process needs to continue; None if there is no whole state to keep."""
+        """Return the state with which a rerun in this process continues; None if there is no complete state."""
         if not self.synced or self.ledger.half_updated:
             return None
         self.states.roll_back()
         return self.states.capture_to_keep(), self.progress
 
     def begin_epochs(self, epochs: int | None) -> None:
-        """Start the loop's remaining epochs; None if it counts them by itself.
+        """Start the loop over remaining epochs; `epochs` is None if the loop counts them itself.
 
-        Raises WorkerDismissed, UnsafeStateError: as :meth:`sync_point`.
+        Raises WorkerDismissed, UnsafeStateError: As in :meth:`sync_point`.
         """
         self._in_epochs = True
         self.sync_point()
         self.progress.declare_epochs(epochs)
 
     def leave_epochs(self) -> None:
-        """Leave the loop over epochs: note what this rank holds, before the code after it changes that."""
+        """Leave the loop over epochs, recording this rank's state before later code changes it."""
         if self.synced and self.world_size > 1:
             self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 
     def enter_loop(self) -> PassProgress:
-        """Enter the next loader pass of this epoch, with the position that it has already reached.
+        """Enter the next loader pass of this epoch, at the position that it has already reached.
 
-        Raises RuntimeError: an elastic job whose loop does not use ``remaining_epochs_until``.
+        Raises RuntimeError: The job is elastic, but its loop does not use ``remaining_epochs_until``.
         """
         if not self.synced:
             if self.elastic and not self._in_epochs:
@@ -324,11 +326,11 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Return the resume point of a checkpoint taken now; a step whose update is in the model counts as done."""
+        """Return the resume point of a checkpoint taken now; a step counts as done if the model contains its update."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def tell_of_early_report(self) -> None:
-        """Notify the job's user, once, that the train function reports before its loop."""
+        """Warn the job's user, once, that the train function reports before its first epoch."""
         if not self._told_of_early_report:
             self._told_of_early_report = True
             self.tell(
@@ -338,7 +340,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Count a call of ``report``, with a checkpoint if it ``saves``; return its number in the run."""
+        """Count a call of ``report`` and return its number in the run; ``saves`` if it has a checkpoint."""
         self.run.agreed.ask_for_comparison(saves)
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.tell_once("warning", UNRECORDED, 0)
@@ -347,7 +349,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """True if all ranks hold this rank's model; if not, they will after the next step."""
+        """True if all ranks hold this rank's model; if not, request that they do after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.ask_for_consensus()
@@ -355,22 +357,22 @@ class Session:
 
     @property
     def atomic_bsz(self) -> int:
-        """Largest number of samples that this rank takes at once in the step in progress; 0 outside steps."""
+        """Largest number of samples that this rank processes at once in the current step; 0 outside steps."""
         step = self.ledger.outermost
         return max(step.sizes[self.rank]) if step is not None and self.rank < len(step.sizes) else 0
 
     @property
     def takes_more(self) -> bool:
-        """True if this rank takes more than its equal share of the step."""
+        """True if this rank processes more than its equal share of the step."""
         step = self.ledger.outermost
         return step is not None and self.atomic_bsz > step.equal_bsz
 
     def step_report(self) -> StepReport | None:
-        """Rank 0's measurements since the last call; None before the first generation."""
+        """Return rank 0's measurements since the previous call; None before the first generation."""
         return step_report(self.run, self.adaptation)
 
     def _announce_finished(self, wait_s: float, left: int) -> list[int]:
-        """Announce that this rank is done; returns the others' fingerprints if they came within ``wait_s``."""
+        """Announce that this rank is done; return the others' fingerprints if they arrive within ``wait_s``."""
         if self.run.wishes is None:
             return self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
         with contextlib.suppress(CommunicationFailedError):  # a rank that is gone needs no answer
@@ -378,17 +380,17 @@ class Session:
         return []
 
     def finish(self, *, saves: bool = False) -> bool:
-        """Finish the run, once the train function has returned.
+        """Finish the run, after the train function has returned.
 
         Args:
-            saves: what the run ends with is to be saved; the same on all ranks.
+            saves: Whether the run's final state should be saved; equal on all ranks.
 
-        Returns True if this rank can save its part of that now, or all of it.
+        Returns True if this rank can now save its part of the final state, or all of it.
 
         Raises:
-            RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
-            RanksDisagreeError: another rank continues training. It finds out as well, if that takes longer.
-            ReplicasDifferError: the ranks have come apart in the last steps.
+            RuntimeError: The train function never trained through an ``AdaptiveDataLoader``.
+            RanksDisagreeError: Another rank continues training. That rank also detects it, possibly later.
+            ReplicasDifferError: The replicas have diverged in the last steps.
         """
         if not self.synced:
             raise RuntimeError(

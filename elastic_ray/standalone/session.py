@@ -1,4 +1,4 @@
-"""SHELL: sessions without a trainer: one process alone, or the fixed group that ``torchrun`` or the like started."""
+"""SHELL: sessions without a trainer: a single process, or the fixed group started by ``torchrun`` or similar."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 def env_store(rank: int, timeout_s: float) -> Any:
-    """Return the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    ``torchrun``'s agent holds one and says so in ``TORCHELASTIC_USE_AGENT_STORE``. Under ``srun``, ``mpirun`` and the
-    like no agent does, so rank 0 does it, at that address alone.
+    ``torchrun``'s agent hosts a store and indicates this by ``TORCHELASTIC_USE_AGENT_STORE``. Under ``srun``,
+    ``mpirun`` and similar launchers there is no agent, so rank 0 hosts the store, on that address only.
 
     Args:
-        timeout_s: how long to wait for it, and for whatever is asked of it [s].
+        timeout_s: longest wait for the store, and for each request to it [s].
 
-    Raises RuntimeError: it cannot be reached or held; the message says where.
+    Raises RuntimeError: the store cannot be reached or hosted; the message says where.
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -62,7 +62,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address that every machine can reach which can reach ``host``."""
+    """Return the address of this machine that is reachable for any machine that can reach ``host``."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing
@@ -70,7 +70,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def _hold(host: str, port: int, timeout: timedelta) -> Any:
-    """Open a store that this process holds at the address; raises RuntimeError where it cannot listen there."""
+    """Host a store in this process at the address; raises RuntimeError if it cannot listen there."""
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}  # as torch's own env:// does
     try:
         options["master_listen_fd"] = _bind(host, port).detach()
@@ -83,7 +83,7 @@ def _hold(host: str, port: int, timeout: timedelta) -> Any:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address alone."""
+    """Return a socket bound to this address only."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
@@ -111,7 +111,7 @@ _FITS_PART = 5  # as many times what the look before took
 
 
 class StandaloneController:
-    """Substitute for the controller: reports go to the log, and rank 0's own planner adapts the batch.
+    """Substitute for the controller: reports go to the log, and rank 0's own planner adapts the batch size.
 
     Args:
         post: delivers a message to this process's membership.
@@ -127,11 +127,11 @@ class StandaloneController:
         self.metrics: dict[str, Any] = {}
 
     def measure(self, session: Session) -> None:
-        """Receive measurements from this session, rank 0's, once its loader is known to adapt its batch."""
+        """Use measurements from this session, which belongs to rank 0, once its loader is known to adapt its batch."""
         self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        """Deliver the one generation there will be."""
+        """Announce the only generation."""
         members = tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas))
         spec = GenerationSpec(generation=1, members=members, reason="a group of fixed size")
         if loader is not None and not loader.limits.fixed:
@@ -142,13 +142,13 @@ class StandaloneController:
         self._post(dataclasses.replace(spec, batch=self._choice))
 
     def failed(self, generation: int, cause: str) -> None:
-        """Do nothing: a fixed group cannot recover, and the session raises."""
+        """Do nothing: a fixed group cannot recover, so the session raises the error."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Do nothing: there is nobody to notify."""
+        """Do nothing: there is no controller to notify."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:
-        """Inspect measurements now and then, for as long as the session is there."""
+        """Evaluate measurements at intervals for as long as the session exists."""
         begin_s = looked_s = time.monotonic()
         took_s, looked = 0.0, 0
         while True:
@@ -168,7 +168,7 @@ class StandaloneController:
             took_s = time.monotonic() - now_s
 
     def observe(self, report: StepReport) -> None:
-        """Learn from rank 0's measurements, and change the batch where that pays."""
+        """Add rank 0's measurements to the planner, and change the batch size if this is worthwhile."""
         if self._choice is None or not report.steps or report.shape is None:
             return
         bound = report.memory_bound
@@ -187,23 +187,23 @@ class StandaloneController:
             self._post(BatchProposal(generation=1, batch=self._choice))
 
     def report_soon(self) -> None:
-        """Do nothing: nobody waits for reports."""
+        """Do nothing: no controller waits for reports."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
-        """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
+        """Log rank 0's metrics; a checkpoint stays where user code wrote it."""
         self.metrics = dict(metrics)
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
         logger.info("epoch %s: %s", resume_point.epoch, shown)
 
     def add_files(self, checkpoint: Any, index: int) -> None:
-        """Do nothing: a checkpoint stays where the user's code has written it."""
+        """Do nothing: a checkpoint stays where user code wrote it."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
-        """Log it."""
+        """Log a message for the user."""
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
 
     def tracker_dir(self) -> str:
-        """Return ``ELASTIC_RAY_TRACKER_DIR``, or a folder in the present directory."""
+        """Return ``ELASTIC_RAY_TRACKER_DIR`` or a folder in the current directory, creating it if necessary."""
         folder = os.path.abspath(os.environ.get("ELASTIC_RAY_TRACKER_DIR", _TRACKER_DIR))
         os.makedirs(folder, exist_ok=True)
         return folder
@@ -218,9 +218,9 @@ def _node_of(rank: int) -> str:
 
 
 def session_after(earlier: Session) -> Session:
-    """Return a session for another run of the same process, or group of processes.
+    """Return a session for another run in the same process, or group of processes.
 
-    The earlier one's group is let go.
+    The group of the earlier session is released.
     """
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.membership.close(broken=False)
@@ -229,7 +229,7 @@ def session_after(earlier: Session) -> Session:
 
 
 def standalone_session() -> Session:
-    """Return a session for this process: under ``torchrun`` one of its group, else alone."""
+    """Return a session for this process, which joins a group under ``torchrun`` and otherwise trains alone."""
     place = _place()
     gpu = None
     if torch.cuda.is_available():
@@ -261,17 +261,17 @@ def standalone_session() -> Session:
 
 
 def own_gpu(local_rank: int, chosen: int, count: int) -> int:
-    """Return the GPU of this process.
+    """Return the index of this process's GPU.
 
     Args:
-        chosen: the present GPU, which is the first one unless user code has chosen another.
-        count: GPUs that the process sees.
+        chosen: the current GPU: 0 unless user code has chosen another.
+        count: number of GPUs visible to the process.
     """
     return chosen or local_rank % count
 
 
 def _place() -> RankInfo:
-    """Return this process's position in the group that the environment describes; alone if it describes none."""
+    """Return this process's position in the group described by the environment; a group of one if none is described."""
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         return RankInfo()
     rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
@@ -290,7 +290,7 @@ def _local_size(world_size: int) -> int:
 
 
 def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
-    """Return this process's side of the membership protocol; a group that does not form ends the run."""
+    """Return this process's side of the membership protocol; if the group does not form, the run ends."""
 
     def give_up(generation: int, cause: str) -> None:
         membership.give_up(
@@ -303,9 +303,9 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
 
 
 def _form(prefix: str, departures: Departures, gpu: int | None, spec: GenerationSpec, rank: int) -> Communicator:
-    """Form the group's communicator; ``gpu`` is the one that this process trains on.
+    """Form the group's communicator; ``gpu`` is the index of the GPU that this process trains on.
 
-    Raises CommunicationFailedError: its store is not to be found, or a rank did not come.
+    Raises CommunicationFailedError: the store cannot be reached, or a rank did not arrive.
     """
     try:
         store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
@@ -348,16 +348,16 @@ class Departures:
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
-        """Use this store, through which the group is about to form."""
+        """Use this store, through which the group is about to form, and publish this rank's departure in it at exit."""
         self._store = store
         atexit.register(self._leave)
 
     def formed(self, group: Communicator) -> None:
-        """Remember the group that has formed."""
+        """Store a weak reference to the group that has formed."""
         self._group = weakref.ref(group)
 
     def explain(self, cause: str) -> str:
-        """Return why a collective has failed: the failure's ``cause``, and who has left, as far as known."""
+        """Return why a collective has failed: the given ``cause``, or which rank has left, if known."""
         self._follows = True
         if self._store is None:
             return cause
@@ -374,7 +374,7 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
-        """Leave the group and publish why, unless this end follows from another rank's."""
+        """Leave the group and publish the reason, unless this rank ends because another has left."""
         if os.getpid() != self._process:
             return  # a child that was forked
         if not self._follows:
@@ -384,7 +384,7 @@ class Departures:
             group.leave(_LEAVE_S)
 
     def _tell(self) -> None:
-        """Publish in the store why this rank ends, unless another rank has published first."""
+        """Publish in the store why this rank ends, unless another rank has published a reason first."""
         error = getattr(sys, "last_value", None)
         why = f"its process ends with {type(error).__name__}: {error}" if error is not None else "its process ends"
         told = f"rank {self._rank} has left: {why}"

@@ -1,8 +1,8 @@
-"""Encoding of plain values as bytes, for states beside their tensors. Reading them runs no code.
+"""Encoding of plain values as bytes, for the parts of states that are not tensors. Decoding runs no code.
 
-A value is one byte that names its type, then its content; a length or a number of items is 8 bytes. Every type
-that is not listed here is refused, so that nothing a peer sends is ever unpickled. Values are exact: a float keeps
-its bits, a tuple stays a tuple, and keys keep their types and order.
+A value is one byte for its type, followed by its content; a length or a number of items is 8 bytes. Every type that
+is not listed here is refused, so that data from a peer is never unpickled. Values are exact: a float keeps its bits,
+a tuple stays a tuple, and keys keep their types and order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class NotPlainError(TypeError):
-    """Error raised if a value has a type that is not sent between ranks; the message says which, and where it is."""
+    """Error raised if a value's type cannot be sent between ranks; the message names the type and its path."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class TensorIndex:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparseIndex:
-    """Stand-in for a sparse tensor, which is two tensors of a state: indices and values."""
+    """Stand-in for a sparse tensor, which is stored as two tensors: indices and values."""
 
     indices: TensorIndex
     values: TensorIndex
@@ -50,14 +50,14 @@ def too_deep(where: str) -> NotPlainError:
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes. Raises NotPlainError: something in it is of a type that is not plain."""
+    """Return the value as bytes. Raises NotPlainError: The value contains a type that is not plain."""
     out = bytearray()
     _write(out, value, "", 0)
     return bytes(out)
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of :func:`encode`. Raises ValueError: these bytes are not what :func:`encode` makes."""
+    """Return the value that :func:`encode` wrote. Raises ValueError: The bytes are malformed."""
     reader = _Reader(data)
     try:
         value = reader.value(0)
@@ -74,7 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """The inverse of :func:`dtype_name`. Raises ValueError: torch has no such type."""
+    """Return the dtype of a name, as from :func:`dtype_name`. Raises ValueError: Torch has no such dtype."""
     found = getattr(torch, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no plain value: torch has no type {name!r}")
@@ -148,7 +148,7 @@ def _complex(content: bytes) -> complex:
 
 
 def _sparse_index(told: Any) -> SparseIndex:
-    """Read a sparse index; raises ValueError for anything that :func:`_write` does not make of one."""
+    """Return a sparse index from its decoded fields; raises ValueError if :func:`_write` could not have written them."""
     if type(told) is not tuple or [type(each) for each in told] != [TensorIndex, TensorIndex, tuple]:
         raise ValueError("no plain value: no sparse tensor is like this")
     if not all(type(size) is int and 0 <= size < 1 << 48 for size in told[2]):
@@ -178,7 +178,7 @@ _READ_MAPPING: dict[bytes, Callable[[], Any]] = {b"m": dict, b"o": collections.O
 
 
 class _Reader:
-    """Reader of bytes that trusts no length in them."""
+    """Reader of encoded bytes that validates every length."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -225,7 +225,7 @@ class _Reader:
         return mapping
 
     def _numbers(self, depth: int, *, scalar: bool) -> Any:
-        """Return an array of NumPy's, or one of its scalars."""
+        """Return a NumPy array, or a NumPy scalar."""
         name = self._content().decode()
         if not re.fullmatch(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}", name):
             raise ValueError(f"no plain value: NumPy has no numbers of type {name!r}")

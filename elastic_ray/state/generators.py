@@ -1,4 +1,4 @@
-"""States of the generators that a program draws random numbers from by default (torch, NumPy, Python)."""
+"""States of a program's default random generators (torch, NumPy, Python)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class Generators:
-    """States of torch's generators on the CPU and the present GPU, of NumPy's and Python's, as they are now."""
+    """Snapshot of the random generators of torch (CPU and current GPU), NumPy and Python."""
 
     def __init__(self) -> None:
         self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Draw the same numbers once more."""
+        """Restore the generators, so that they draw the same numbers again."""
         torch.set_rng_state(self._cpu)
         np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._python)

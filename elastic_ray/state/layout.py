@@ -1,4 +1,4 @@
-"""Facts and layouts that ranks must share (registered states by name, and the data), and how two differ (pure)."""
+"""Facts and layouts (registered states by name, and the data) that ranks must share, and their comparison (pure)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _RELATIVE, _ABSOLUTE = 1e-2, 1e-4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts of one rank."""
+    """Facts about one rank that must be equal on all ranks."""
 
     facts: Mapping[str, Any]  # by name; plain values. None is no fact: it agrees with any other.
     joined: bool = False  # True if this rank has just joined the job
 
     @property
     def fingerprint(self) -> int:
-        """A number that stands for the facts, never 0."""
+        """Hash of the facts, never 0."""
         digest = hashlib.blake2b(self._text(), digest_size=_BYTES)
         return int.from_bytes(digest.digest(), "big") or 1
 
@@ -36,12 +36,12 @@ class Facts:
         return json.dumps(self.facts).encode()
 
     def difference(self, communicator: Communicator, fingerprints: Sequence[int]) -> str:
-        """Return how the ranks differ as the text of an error; empty if they agree. All ranks call it.
+        """Return an error text on how the ranks differ; empty if they agree. Called on every rank.
 
         Args:
-            fingerprints: of all ranks; 0 where one has told none.
+            fingerprints: Fingerprint of each rank; 0 for a rank without one.
 
-        Raises CommunicationFailedError: the group broke meanwhile.
+        Raises CommunicationFailedError: The group broke meanwhile.
         """
         known = [value for value in fingerprints if value]
         if len(set(known)) <= 1:
@@ -64,18 +64,18 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first rank of those that most ranks agree with; ranks that have just joined come last."""
+    """Return the first of the ranks that share the most common fingerprint, preferring ranks that did not just join."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return names of the facts that differ, in order; numbers may differ a little."""
+    """Return the names of the facts that differ, in order; floats are compared with a tolerance."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """True if two facts agree, or one of them is none."""
+    """True if two facts agree, or one of them is None."""
     if one is None or other is None:
         return True
     if isinstance(one, float) and isinstance(other, float):
@@ -92,7 +92,7 @@ def _described(
     others: tuple[Sequence[int], Mapping[str, Any]],
     joined: Sequence[bool],
 ) -> str:
-    """Return a clause with the values on one rank and on others, and a sentence if one of those has just joined."""
+    """Return a clause with the values on one rank and on the others, noting if one of those has just joined."""
     (first, mine), (ranks, theirs) = ones, others
     told = [
         f"{name} is {_fact(mine.get(name))} on rank {first} and {_fact(theirs.get(name))} on rank {ranks[0]}"
@@ -120,24 +120,24 @@ _WAY_OUT = (
 
 
 class ReplicasDifferError(RuntimeError):
-    """Error raised if ranks hold different parameters after the same steps, or different data."""
+    """Error raised if ranks hold different parameters after the same steps, or use different data."""
 
 
 def digest(what: object) -> int:
-    """Return a number of 40 bits that stands for the text of ``what``; 0 for nothing."""
+    """Return a 40-bit hash of ``repr(what)``."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=_DIGEST_BYTES).digest(), "big")
 
 
 def packed(layout: Mapping[str, str]) -> bytes:
-    """Return the layout as text."""
+    """Return the layout as JSON bytes."""
     return json.dumps(layout, sort_keys=True).encode()
 
 
 def difference(layouts: Mapping[int, bytes]) -> str:
-    """Return how the layouts of two ranks differ, as the text of an error.
+    """Return an error text on how the layouts of two ranks differ.
 
     Args:
-        layouts: packed layouts of the two, by rank.
+        layouts: Packed layouts of the two ranks, keyed by rank.
     """
     (one, ones), (other, others) = ((rank, json.loads(text)) for rank, text in sorted(layouts.items()))
     names = [name for name in dict.fromkeys([*ones, *others]) if ones.get(name) != others.get(name)]
@@ -155,9 +155,9 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
     """Check that all ranks have a dataset of the same length, because they divide it by position.
 
     Args:
-        samples: of an epoch, by rank; below 0 where a rank does not know them.
+        samples: Samples per epoch of each rank; below 0 if the rank does not know them.
 
-    Raises ReplicasDifferError: two ranks know different ones.
+    Raises ReplicasDifferError: Two ranks know different lengths.
     """
     known = {rank: count for rank, count in enumerate(samples) if count >= 0}
     one = next(iter(known), 0)
@@ -173,16 +173,16 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
 
 
 class DataPlan(Facts):
-    """Facts about a pass over a loader."""
+    """Facts about the data of a loader pass."""
 
     __slots__ = ()
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare with the fingerprints that all ranks have announced; 0 is an unknown one.
+        """Compare the fingerprints that all ranks have announced; 0 stands for an unknown one.
 
         Raises:
-            CommunicationFailedError: the group broke meanwhile.
-            ReplicasDifferError: the facts differ; raised on every rank.
+            CommunicationFailedError: The group broke meanwhile.
+            ReplicasDifferError: The facts differ; raised on every rank.
         """
         if text := self.difference(communicator, fingerprints):
             raise ReplicasDifferError(
@@ -191,12 +191,12 @@ class DataPlan(Facts):
 
 
 def check_ends(fingerprints: Sequence[int]) -> None:
-    """Compare what the ranks hold after the last epoch.
+    """Compare the parameters that the ranks hold after the last epoch.
 
     Args:
-        fingerprints: of their parameters, by rank; 0 where one has told none.
+        fingerprints: Fingerprint of each rank's parameters; 0 for a rank without one.
 
-    Raises ReplicasDifferError: they differ.
+    Raises ReplicasDifferError: The fingerprints differ.
     """
     known = {rank: value for rank, value in enumerate(fingerprints) if value}
     if len(set(known.values())) > 1:

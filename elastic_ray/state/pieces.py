@@ -1,4 +1,4 @@
-"""Tensors of a captured state of which a rank holds, or writes, some elements only (torch)."""
+"""Tensors of a captured state of which a rank holds, or writes, only some elements (torch)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Stand-in in a tree for a tensor that this rank writes in part.
+    """Stand-in in a tree for a tensor of which this rank writes a part.
 
-    Raises ValueError: a piece has another type, or lies beyond the tensor's end.
+    Raises ValueError: A piece has another dtype, or exceeds the tensor.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -41,32 +41,32 @@ class Pieces:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Pieces:
-        """Return pieces that hold all of a tensor."""
+        """Return pieces that hold an entire tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, ((0, tensor.detach()),))
 
 
 @runtime_checkable
 class WrittenInParts(Protocol):
-    """State of a model that all ranks write, each its part."""
+    """State of a model that all ranks write together, each rank its part."""
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return the part that this rank writes, with `Pieces` for tensors that others write parts of.
+        """Return the part that this rank writes, with `Pieces` for tensors that other ranks also write.
 
-        All ranks' pieces together are the whole state; what else is in the tree of the first rank counts, and of those
-        of the others what that one lacks.
+        The pieces of all ranks together form the whole state. All other values come from the first rank's tree, and
+        from other ranks' trees if the first has none.
         """
 
 
 def shared_out(tree: Any, rank: int, world_size: int) -> Any:
-    """Return the part that one rank writes of a tree that all ranks hold alike.
+    """Return the part that one rank writes of a tree that is identical on all ranks.
 
-    Rows (elements along the first dimension) of each tensor are divided evenly. One with fewer rows than there are
-    ranks is one rank's, and each such tensor the next one's.
+    Rows (elements along the first dimension) of each tensor are divided evenly. A tensor with fewer rows than ranks is
+    written by a single rank; such tensors are assigned to the ranks in turn.
 
     Args:
-        tree: dicts, lists and tuples of tensors and plain values.
+        tree: Dicts, lists and tuples of tensors and plain values.
 
-    Returns the tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
+    Returns the tree with `Pieces` instead of tensors. On all ranks but the first, it contains nothing else.
     """
     count = 0
 
@@ -94,9 +94,9 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
 
 
 def only_pieces(tree: Any) -> Any:
-    """Return the dicts of a tree with no other leaves than `Pieces` that hold something.
+    """Return the dicts of a tree, keeping only leaves that are non-empty `Pieces`.
 
-    A list as a dict by position.
+    A list becomes a dict keyed by position.
     """
     if type(tree) in (list, tuple):
         tree = dict(enumerate(tree))
@@ -108,16 +108,16 @@ def only_pieces(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NamedPieces:
-    """`Pieces`, and the path to their tensor in the tree of all states."""
+    """`Pieces` with the path of their tensor in the tree of all states."""
 
     path: Path
     pieces: Pieces
 
 
 def take_apart(tree: Any) -> tuple[Any, list[NamedPieces]]:
-    """Split a tree into its skeleton, in which indices stand for tensors, and its tensors.
+    """Split a tree into its tensors and a skeleton, in which indices replace the tensors.
 
-    Raises NotPlainError: it is nested too deeply, or holds itself.
+    Raises NotPlainError: The tree is nested too deeply, or contains itself.
     """
     found: list[NamedPieces] = []
 

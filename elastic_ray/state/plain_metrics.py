@@ -1,4 +1,4 @@
-"""Conversion of reported metrics to plain, bounded data (pure): processes of other users read them."""
+"""Conversion of reported metrics to plain, bounded data, because other users' processes read them (pure)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ITEM = 2  # a comma and a space, or brackets
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as numbers, texts, None, and lists, tuples and dicts of these, of exactly these types.
+    """Return metrics as numbers, strings, None, and lists, tuples and dicts of these, without subclasses.
 
-    NumPy's scalars, and arrays and tensors of one element, become Python's numbers; other arrays and tensors of real
-    numbers become (nested) lists. All together, written as JSON, may take 256 KiB.
+    NumPy scalars, and arrays and tensors with one element, become Python numbers. Other arrays and tensors of real
+    numbers become (nested) lists. The total size as JSON is limited to 256 KiB.
 
     Raises:
-        TypeError: a value, or a key of a dict, is of another type; the message names it.
-        ValueError: they are too large or too deeply nested, or one holds itself.
+        TypeError: A value, or a key of a dict, has another type; the message names it.
+        ValueError: The metrics are too large or too deeply nested, or contain themselves.
     """
     return _dict(metrics, "metrics", 0, _Budget())
 
@@ -68,7 +68,7 @@ def _plain(value: Any, where: str, depth: int, budget: _Budget) -> Any:
 
 
 def _leaf(value: Any, where: str, budget: _Budget) -> Any:
-    """Return a leaf as exactly Python's own type; reading a subclass would import the user's code."""
+    """Return a leaf as a built-in type, because unpickling a subclass would import the user's code."""
     if value is None or isinstance(value, bool):
         budget.spend(5, value, where)
         return value

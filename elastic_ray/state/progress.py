@@ -1,4 +1,4 @@
-"""Progress of a training run and its chain of proofs: plain values for joiners and checkpoints (pure)."""
+"""Progress of a training run and its chain of proofs, as plain values for joiners and checkpoints (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BITS = (1 << 32) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Link of a run's chain of proofs: a changed, added or missing line breaks it."""
+    """Link in a run's chain of proofs; any changed, added or missing line breaks the chain."""
 
     before: int  # the link that it follows; 0 for the first of a run, and after a checkpoint that does not know it
     link: int  # its own number, from that and its facts; never 0
@@ -31,7 +31,7 @@ class Link:
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
-        """Return the link with these facts that follows another one."""
+        """Return the link with these facts that continues the chain after link number `before`."""
         told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
         return cls(before=before, link=number, facts=facts)
@@ -43,7 +43,7 @@ class Link:
 
 
 def sample_hashes(indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return 64 bits for each index, that look random (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Return a pseudo-random 64-bit hash of each index (the finalizer of SplitMix64, Steele et al. 2014)."""
     values = indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -69,7 +69,7 @@ class PassProgress:
     hashed: int | None = 0
 
     def advance(self, samples: int, hashes: int | None = None) -> None:
-        """Count a committed step of samples whose indices have these hashes; None for unknown."""
+        """Count a committed step of samples with the sum of their index hashes (None if unknown)."""
         self.position += samples
         self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 
@@ -78,7 +78,7 @@ class PassProgress:
         self.done = True
 
     def follow(self, other: PassProgress) -> None:
-        """Stand where the same pass of another rank stands."""
+        """Adopt the progress of another rank's copy of this pass."""
         self.position, self.done, self.hashed = other.position, other.done, other.hashed
 
 
@@ -129,12 +129,12 @@ class RunProgress:
     tokens_per_sample: float = 0.0  # their mean as batches go by it, which follows once it has moved by a part
 
     def declare_epochs(self, epochs: int | None) -> None:
-        """Declare the number of epochs that the loop wants; None if it does not say."""
+        """Declare the number of epochs that the loop runs; None if the loop does not say."""
         self.epochs = epochs
 
     @property
     def in_last_epoch(self) -> bool:
-        """True if the loop has said that no other one follows."""
+        """True if the loop has declared its number of epochs and this is the last one."""
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
     def end_epoch(self) -> None:
@@ -148,13 +148,13 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def begin_pass(self, ordinal: int) -> None:
-        """Start or continue the epoch's pass of this number."""
+        """Start or continue the epoch's pass number `ordinal`."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
 
     def forget_passes(self, ordinal: int) -> None:
-        """Discard passes from this number on, which were nested in a step that is over, or lost."""
+        """Discard passes from this number on, which were nested in a step that has ended or is lost."""
         del self.passes[ordinal:]
 
     def commit(self, generation: int) -> None:
@@ -169,7 +169,7 @@ class RunProgress:
         self.done += gain
 
     def count_weights(self, weight: float, samples: int) -> None:
-        """Count the weight of a step's samples."""
+        """Count the weight of a step's samples, for the mean number of tokens per sample."""
         self.weighed += weight
         self.weighed_samples += samples
         mean = self.weighed / self.weighed_samples
@@ -177,7 +177,7 @@ class RunProgress:
             self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int, samples: int = 0) -> None:
-        """Set the number of optimizers that have stepped in the step in progress, and its samples."""
+        """Set the number of optimizers that have stepped in the current step, and the step's samples."""
         self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:
@@ -186,21 +186,21 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def prove(self, facts: Mapping[str, int | None]) -> None:
-        """Add the facts of an ended training pass as the next link of the chain."""
+        """Append the facts about an ended training pass as the next link of the chain."""
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
     def link(self, link: Link) -> None:
-        """Add the proof of a change of group."""
+        """Append the proof of a change of group."""
         self.proof = link.link
 
     def follow_passes(self, furthest: int) -> None:
-        """Adopt the number of passes that another rank has ended, if it is larger."""
+        """Adopt the number of passes that another rank has ended, if larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
 
     def meet(self) -> None:
-        """Record that user code is in its next collective."""
+        """Record that user code has entered its next collective."""
         self.meeting = True
 
     def count_collective(self) -> None:
@@ -209,32 +209,35 @@ class RunProgress:
         self.meeting = False
 
     def count_report(self, agreed: int) -> int:
-        """Count another report of the run; return its number, after the ``agreed`` ones that all ranks know of."""
+        """Count another report of the run; return its number, following the ``agreed`` reports known to all ranks."""
         self.reports = max(self.reports, agreed) + 1
         return self.reports
 
     def bound_memory(self, failed: int) -> None:
-        """Bound the samples at once after a worker ran out of memory: half of the failed number, or more that fit."""
+        """Bound the samples processed at once, after a worker ran out of memory with ``failed`` samples.
+
+        The bound is half of ``failed``, or the largest number known to fit if that is at most 90 % of ``failed``.
+        """
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
 
     def note_fit(self, samples: int) -> None:
-        """Record the samples at once that fitted on a worker in a committed training step."""
+        """Record the number of samples processed at once that fitted into memory in a committed training step."""
         self.fits = max(self.fits, samples)
 
     def limit_memory(self, bound: int | None) -> None:
-        """Limit the samples that any worker takes at once, never above an earlier limit; None for any number."""
+        """Limit the samples that any worker processes at once, never above an earlier limit; None for no limit."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
-        """Add the values that all ranks have contributed, by accumulator and name."""
+        """Add the contributions of all ranks, by accumulator and name."""
         for key, name, value in added:
             sums = self.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop sums of other epochs; those made outside of epochs stay too, for code after the loop."""
+        """Drop sums of other epochs. Those made outside epochs also stay, for code after the loop."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
@@ -243,7 +246,7 @@ class RunProgress:
         self.sums.pop(key, None)
 
     def restore_effects(self, effects: Effects) -> None:
-        """Return to what user code had left behind when ``effects`` were taken."""
+        """Restore the effects of user code to those recorded in ``effects``."""
         self.sums, self.reports = effects.sums, effects.reports
 
     def effects(self) -> Effects:
@@ -251,10 +254,10 @@ class RunProgress:
         return Effects(sums=copy.deepcopy(self.sums), reports=self.reports)
 
     def after(self, ordinal: int, count: int, gain: float) -> RunProgress:
-        """Return a copy that counts the step in progress as done.
+        """Return a copy that counts the current step as done.
 
         Args:
-            ordinal: loader passes of the epoch that had begun when the step did.
+            ordinal: Number of loader passes of the epoch that had started when the step did.
         """
         done = copy.deepcopy(self)
         done.forget_passes(ordinal)
@@ -290,13 +293,13 @@ class RunProgress:
 
     @property
     def place(self) -> str:
-        """Position in words that are the same for ranks at the same place."""
+        """Position as text, which is identical for ranks at the same position."""
         positions = ", ".join(f"{each.position} samples{' and done' if each.done else ''}" for each in self.passes)
         return f"epoch {self.epoch} after {self.steps} steps" + (f" (passes: {positions})" if positions else "")
 
     @classmethod
     def from_resume_point(cls, point: ResumePoint) -> RunProgress:
-        """Invert :meth:`resume_point`."""
+        """Return the progress at a resume point, the inverse of :meth:`resume_point`."""
         return cls(
             epoch=point.epoch,
             passes=[PassProgress(position, done, None if position else 0) for position, done in point.passes],
@@ -309,7 +312,7 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain values for joiners and automatic checkpoints, whose code starts again from the last place."""
+        """Return plain values for joiners and automatic checkpoints, whose code restarts from the last position."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return state | {
             "collectives": self.collectives_before,
@@ -319,7 +322,7 @@ class RunProgress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
-        """The inverse of :meth:`to_state`. Raises TypeError: it holds something else."""
+        """Return the progress that :meth:`to_state` wrote. Raises TypeError: The state has other fields."""
         names = {_STORED_AS.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
         values = {names.get(name, name): value for name, value in state.items()}
         return cls(**{**values, "passes": [PassProgress(**each) for each in values["passes"]]})
@@ -334,5 +337,5 @@ class Effects:
 
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state as a new job takes it up, which counts its generations from the first again."""
+    """Return a stored state for use in a new job, whose generations are counted from the first again."""
     return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

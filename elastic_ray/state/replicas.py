@@ -1,6 +1,6 @@
-"""Comparison of replicas: the same parameters, bit by bit, trained alike on all ranks.
+"""Comparison of replicas: whether all ranks hold bit-identical parameters and train them in the same way.
 
-A fingerprint of both rides on announcements now and then.
+A fingerprint of both is sent with announcements from time to time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NAMED = 5
 
 
 class Replicas:
-    """The wrapped models of one rank.
+    """Wrapped models of one rank, for comparison with the other ranks.
 
-    Whether a check is due follows from shared numbers alone, so that all ranks make it at the same place.
+    A check is due depending only on numbers that all ranks share, so that all ranks check at the same point.
 
     Args:
-        drift: whether they differ by design.
+        drift: Returns True if replicas differ by design.
     """
 
     def __init__(self, drift: Callable[[], bool] = lambda: False) -> None:
@@ -43,7 +43,7 @@ class Replicas:
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add a model and the optimizer that steps it.
 
-        Raises ValueError: one that was added before has some of its parameters.
+        Raises ValueError: The model shares parameters with one that was added before.
         """
         known = {id(p): number for number, other in enumerate(self._modules) for p in other.parameters()}
         for name, p in module.named_parameters():
@@ -58,59 +58,59 @@ class Replicas:
 
     @staticmethod
     def _compared(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return parameters that all ranks hold whole: those of a sharded model have rows of their own on each."""
+        """Return the parameters that every rank holds completely, leaving out those of sharded models."""
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """Enter a group, in which checks of another one do not count."""
+        """Enter a group, discarding checks made in another one."""
         self._checked = -1
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """True if the ranks compare all parameters after ``steps`` steps."""
+        """True if the ranks must compare all parameters after ``steps`` steps."""
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
     def trained(self, module: torch.nn.Module) -> None:
-        """Record the mode in which a model's optimizer steps: code between steps may change it on one rank alone."""
+        """Record a model's mode when its optimizer steps, because code between steps may change it on one rank alone."""
         self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:
-        """Record that no code of the user's has come after the last step of a pass: it may change one rank's models."""
+        """Record the parameters after a pass's last step, before user code may change them on one rank alone."""
         self._held = self._memory()
 
     def _memory(self) -> int:
-        """Return a number that changes with whatever writes into parameters."""
+        """Return a hash that changes with every write to parameters."""
         parameters = (p for module in self._modules for _, p in self._compared(module))
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """Record the parameters when the loop over epochs is left: code after it may change models on one rank alone.
+        """Record the parameters at the end of the loop over epochs, before later code changes them on one rank alone.
 
-        Where code in the last epoch has done so, after the steps, there is nothing to compare.
+        Nothing is recorded if code in the last epoch has already changed them after its steps.
         """
         if self.due(steps, always=True) and self._held == self._memory():
             digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
             self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
 
     def left_at(self, loader_steps: int) -> int:
-        """Return the fingerprint of the loop's end if that was after ``loader_steps`` steps; else 0."""
+        """Return the fingerprint recorded at the end of the loop if that was after ``loader_steps`` steps; else 0."""
         at, fingerprint = self._left
         return fingerprint if at == loader_steps else 0
 
     def fingerprint(self, steps: int) -> int:
-        """Return a fingerprint of all parameters, and of how they are trained, after ``steps`` steps; never 0."""
+        """Return a fingerprint, never 0, of all parameters and of how they are trained, after ``steps`` steps."""
         self._checked = steps
         told = repr((self._sums(), self._settings().fingerprint))
         digest = hashlib.blake2b(told.encode(), digest_size=_BYTES)
         return int.from_bytes(digest.digest(), "big") or 1
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare the fingerprints that all ranks announced; if they differ, find out together what does.
+        """Compare the fingerprints that all ranks announced; if they differ, find the difference together.
 
         Raises:
-            CommunicationFailedError: the group broke meanwhile.
-            ReplicasDifferError: they differ; raised on every rank.
+            CommunicationFailedError: The group broke meanwhile.
+            ReplicasDifferError: The replicas differ; raised on every rank.
         """
         if len(set(fingerprints)) == 1:
             return
@@ -143,12 +143,12 @@ class Replicas:
         )
 
     def _named_modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """Return the models, with what their parameters' names begin with."""
+        """Return the models with the prefixes of their parameters' names."""
         several = len(self._modules) > 1
         return [(f"model {number}: " if several else "", each) for number, each in enumerate(self._modules)]
 
     def _settings(self) -> Facts:
-        """Return how the models are trained: trainable parameters, training modes, options of optimizers."""
+        """Return facts on how the models are trained: trainable parameters, training modes, options of optimizers."""
         found: dict[str, Any] = {}
         for (prefix, module), optimizer in zip(self._named_modules(), self._optimizers, strict=True):
             for name, p in module.named_parameters():
@@ -174,7 +174,7 @@ class Replicas:
 
 
 def _plain(value: Any) -> Any:
-    """Return an optimizer's option as a plain value; None where that cannot be told."""
+    """Return an optimizer's option as a plain value; None if it cannot be compared."""
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
     if isinstance(value, torch.Tensor):
@@ -183,7 +183,7 @@ def _plain(value: Any) -> Any:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's memory, taken as integers; it wraps around, wherever the tensor lies."""
+    """Return the wrapping integer sum of a tensor's memory, which is the same on every device."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -214,7 +214,7 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory, in the order of its elements, as integers; of one row."""
+    """Return a tensor's memory as a flat integer tensor, in the order of its elements."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce().values()
@@ -230,7 +230,7 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(values: torch.Tensor) -> torch.Tensor:
-    """Fold a tensor into one integer that depends on order; it wraps around, alike on every device."""
+    """Return one integer that depends on the values and their order; it wraps around identically on every device."""
     whole = values.numel() // _ROW * _ROW
     rows = values[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
     rows = torch.cat([rows, values[whole:].to(torch.int64)])
@@ -238,9 +238,9 @@ def _fold(values: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a number of 40 bits for the contents of tensors, in this order; 0 for none.
+    """Return a 40-bit digest of the contents of tensors, in this order; 0 for no tensors.
 
-    Small ones are folded together: a model of many parameters costs few operations.
+    Small tensors are folded together, so that a model with many parameters needs few operations.
     """
     together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     folded: list[torch.Tensor] = []
@@ -260,16 +260,16 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, ...]:
-    """Return the ranks whose digest is not that of most of the members; joiners have no say in it."""
+    """Return the ranks whose digest differs from that of most members; joiners do not count in the majority."""
     members = [each for each, late in zip(told, joined, strict=True) if not late] or list(told)
     common = max(set(members), key=lambda value: (members.count(value), -members.index(value)))
     return tuple(rank for rank, value in enumerate(told) if value != common)
 
 
 def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> str:
-    """Return what tensor is the first that differs, and how the ranks differ in it; all ranks call it.
+    """Return a text on the first tensor that differs between ranks, and how; called on every rank.
 
-    Raises CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError: The group broke.
     """
     names = list(tensors)
     others = next(rank for rank in range(communicator.world_size) if rank not in ranks)
@@ -285,10 +285,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise what a difference of members means.
-
-    Raises ReplicasDifferError: members, which have trained so far, differ among themselves.
-    """
+    """Raise ReplicasDifferError if ranks that have already trained differ among themselves."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"the ranks must hold the same before a group begins, but after {step} steps {told}. What changes "

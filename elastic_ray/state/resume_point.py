@@ -9,14 +9,14 @@ from typing import Any
 
 
 class UnreadableStateError(Exception):
-    """A state to continue from cannot be read, or is not what was written."""
+    """Error raised if a state to continue from cannot be read, or is not what was written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """Position of a checkpoint in its run.
 
-    It is written as JSON beside every checkpoint, by the names of the first version.
+    It is written as JSON beside every checkpoint, under the field names of the first version.
     """
 
     epoch: int  # epoch to continue in, from 0
@@ -48,9 +48,9 @@ class ResumePoint:
 
     @classmethod
     def from_json(cls, point: Any) -> ResumePoint | None:
-        """Invert :meth:`to_json`; None for an empty object, which says nothing.
+        """Return the resume point that :meth:`to_json` wrote; None for an empty object.
 
-        Raises ValueError: a field is missing or wrong; the message names it.
+        Raises ValueError: A field is missing or wrong; the message names it.
         """
         if not isinstance(point, Mapping):
             raise ValueError(f"where it stands must be an object, but is {point!r}")
@@ -92,13 +92,13 @@ def _position(value: Any) -> int:
 
 
 class StartingPoint:
-    """Starting point of a train function's run: its checkpoint, and the epoch that its code starts with.
+    """Starting point of a train function's run: its checkpoint, and the first epoch of its code.
 
     Args:
-        checkpoint: a reported one that the user's code may load; None at the beginning.
-        epoch: the epoch that follows it, by the job's own count; 0 without one.
-        others_at: epoch that the other workers are in, as far as that is known; None for one that starts with them.
-        has_state: whether the run has a state of its own to continue from, which is later than the checkpoint.
+        checkpoint: Reported checkpoint that the user's code may load; None at the beginning.
+        epoch: Epoch that comes after the checkpoint, by the job's count; 0 without one.
+        others_at: Epoch that the other workers are in, if known; None for a worker that starts with them.
+        has_state: Whether the run has its own state to continue from, which is later than the checkpoint.
     """
 
     def __init__(
@@ -109,15 +109,14 @@ class StartingPoint:
         self._taken = False
 
     def take_checkpoint(self) -> Any:
-        """Return the checkpoint to code that asks for it, and that continues after it."""
+        """Return the checkpoint to user code that requests it and continues after it."""
         self._taken = True
         return self._checkpoint
 
     def first_epoch(self) -> int:
-        """Return the epoch that code begins with which counts epochs by itself.
+        """Return the first epoch of user code that counts epochs itself.
 
-        Raises RuntimeError: there is a checkpoint, and nothing else to continue from, but the code has not asked for
-        it.
+        Raises RuntimeError: The run can continue only from the checkpoint, but user code has not requested it.
         """
         if self._checkpoint is None:
             return 0
@@ -133,13 +132,13 @@ class StartingPoint:
 
     @property
     def epochs_behind(self) -> int:
-        """Number of epochs that the code must skip before it is where the others are, as far as known."""
+        """Number of epochs that user code must skip to reach the other workers, if their epoch is known; else 0."""
         return max(0, (self._others_at or 0) - self.first_epoch())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Captured states that a worker starts with, and that make it a holder of state."""
+    """Captured states with which a worker starts."""
 
     states: dict[str, Any]  # from before a rerun in this process, or of an automatic checkpoint
     path: str = ""  # of that automatic checkpoint; empty for a rerun

@@ -1,4 +1,4 @@
-"""Shared state of a job's ranks: registered states, their exchange, and the undo of a lost step."""
+"""Shared state of a job's ranks: registered states, their exchange, and rollback of a lost step."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Exchanged:
 
 @contextlib.contextmanager
 def _named(name: str, what: str) -> Iterator[None]:
-    """Name the state in errors of its own code: user code may have registered many.
+    """Name the state in errors from its own code, because user code may have registered many.
 
-    Raises RuntimeError: such an error.
+    Raises RuntimeError: The state's code raised an error.
     """
     try:
         yield
@@ -83,7 +83,7 @@ class _Rollback:
     restore: Callable[[Any], None]
 
     def snapshot(self) -> Any:
-        """Return a copy of the present value."""
+        """Return a copy of the current value."""
         try:
             found = self.capture()
             return copy.deepcopy(found) if found is not None else None
@@ -99,7 +99,7 @@ class _Rollback:
 
 
 class SharedState:
-    """States by name, the run's progress, and small per-step state that a lost step must undo."""
+    """States by name, the run's progress, and small per-step state that a lost step must roll back."""
 
     def __init__(self, progress: RunProgress, *, position: int | None = None) -> None:
         self._position_in_unit = position  # None where a rank is one worker
@@ -115,7 +115,7 @@ class SharedState:
         self._copies = Remembered()  # of all states, as the round in progress found them
 
     def register(self, key: str, state: Stateful) -> None:
-        """Make ``state`` part of what joiners receive. Raises ValueError: the key is taken."""
+        """Add ``state`` to the states that joiners receive. Raises ValueError: The key already exists."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
@@ -125,48 +125,48 @@ class SharedState:
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers)."""
+        """Register small state to roll back, which user code changes even if its step is lost (schedulers, scalers)."""
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
 
     def check_plain(self) -> None:
-        """Check that all of it can be sent to another rank.
+        """Check that all states can be sent to another rank.
 
-        Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
+        Raises UnsafeStateError: A state contains more than tensors and plain values; the message names it.
         """
         check_plain(self.capture())
 
     def snapshot(self) -> None:
-        """Remember the small state at the beginning of a step.
+        """Store a copy of the small state at the start of a step.
 
-        Raises RuntimeError: one of them cannot be told; the message names it.
+        Raises RuntimeError: A state cannot be captured; the message names it.
         """
         self._snapshots = [each.snapshot() for each in self._rollbacks]
 
     def forget_snapshot(self) -> None:
-        """Drop the snapshots of a committed step, which needs no undo."""
+        """Drop the snapshots of a committed step, which no longer needs rollback."""
         self._snapshots = []
 
     def begin_round(self) -> None:
         """Copy all states, so that the steps of a round can be undone together.
 
-        Raises RuntimeError: as :meth:`snapshot`.
+        Raises RuntimeError: As in :meth:`snapshot`.
         """
         self.snapshot()
         self._copies.take({key: state.capture() for key, state in self._states.items()})
         self._before_round = copy.deepcopy(self.progress), Generators(), self._snapshots
 
     def end_round(self) -> None:
-        """Drop the copies of a committed round; their memory is used again for the next one."""
+        """Drop the copies of a committed round; their memory is reused for the next one."""
         self._before_round = None
 
     def lose_round(self) -> None:
-        """Count the steps of the round no more. :meth:`exchange` finds out if another rank has committed it."""
+        """Discount the steps of the round; :meth:`exchange` finds out if another rank has committed it."""
         if self._before_round is not None:
             self._before_round[0].limit_memory(self.progress.memory_bound)  # what a step has found out holds
             self._take_progress(copy.deepcopy(self._before_round[0]))
 
     def _undo_round(self) -> None:
-        """Return all states, the progress and the generators to the beginning of the round."""
+        """Restore all states, the progress and the random generators to the start of the round."""
         if self._before_round is not None:
             (progress, generators, self._snapshots), self._before_round = self._before_round, None
             self._take_back()
@@ -177,9 +177,9 @@ class SharedState:
             generators.restore()
 
     def roll_back(self) -> None:
-        """Return the small state to the beginning of the step; all state to that of the round.
+        """Restore the small state to the start of the step or, within a round, all state to the start of the round.
 
-        Raises RuntimeError: one of them does not take what it was; the message names it.
+        Raises RuntimeError: A state cannot be restored; the message names it.
         """
         if self._before_round is not None:
             self._undo_round()
@@ -200,11 +200,10 @@ class SharedState:
         return {"run": self.progress.to_state(), "shape": shape}
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """Return tensors that all ranks hold alike between two steps, by name.
+        """Return the tensors that must be identical on all ranks between two steps, by name.
 
-        Whole parameters, and optimizers' states.
-
-        Not rows, tiles and slices of which each rank has its own, nor buffers, which a pass may move on each rank.
+        These are unsharded parameters and optimizer states. Rows, tiles and slices that differ by rank are left out,
+        and so are buffers, which a pass may change on each rank.
         """
         found: dict[str, torch.Tensor] = {}
         for key, state in self._states.items():
@@ -241,12 +240,12 @@ class SharedState:
         return {**trees, **self._position()} if rank == 0 else trees
 
     def _capture_position(self, position: int) -> dict[str, Any]:
-        """Return what the worker at this position of a unit writes, under names of its own: each has another part."""
+        """Return the states that the worker at this position of a unit writes, under names that include the position."""
         trees = {_of_position(key, position): unpack(*pack(each.capture())) for key, each in self._states.items()}
         return {**trees, **self._position()} if position == 0 else trees
 
     def capture_to_keep(self) -> dict[str, Any]:
-        """Return all states with what only this rank holds, for a rerun in this process."""
+        """Return all states, including parts that only this rank holds, for a rerun in this process."""
         return self.capture() | {
             key: state.capture_to_keep() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
@@ -255,9 +254,9 @@ class SharedState:
         """Restore captured states.
 
         Raises:
-            RuntimeError: this rank registered something that the captured states do not hold, or one of its states
-                cannot be restored; the message names it.
-            CorruptStateError: the checkpoint that they are of cannot be read any more.
+            RuntimeError: This rank registered a state that is not among the captured ones, or a state cannot be
+                restored. The message names it.
+            CorruptStateError: The checkpoint from which they come can no longer be read.
         """
         missing = self._states.keys() - trees.keys()
         if missing:
@@ -274,7 +273,7 @@ class SharedState:
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
         """Continue from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
 
-        Raises RuntimeError: as :meth:`install`.
+        Raises RuntimeError: As in :meth:`install`.
         """
         if self._position_in_unit is not None:
             names = {_of_position(key, self._position_in_unit): key for key in self._states}
@@ -283,16 +282,16 @@ class SharedState:
         self.complete, self.loaded = True, loaded
 
     def start_from(self, progress: RunProgress) -> None:
-        """Start elsewhere than at the start; before the first group."""
+        """Set the progress from which to start, before the first group."""
         self._take_progress(progress)
 
     @property
     def unique(self) -> bool:
-        """True if this worker's state would be lost with it."""
+        """True if this worker's state would be lost with the worker."""
         return self.complete and not self.loaded
 
     def set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape, None for the loader's own."""
+        """Set another batch shape; None for the loader's own."""
         self.shape = shape
 
     def _take_progress(self, progress: RunProgress) -> None:
@@ -307,16 +306,16 @@ class SharedState:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:
-            replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
-                take the mean of it over those of them that were through with the last average, which holds the rest.
-            samples: of an epoch of this rank's training data, None where they are not known.
+            replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
+                that hold a state replace it by the mean over those of them that had completed the last average.
+            samples: Samples per epoch of this rank's training data; None if unknown.
 
         Raises:
-            CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
-            UnsafeStateError: a state cannot be sent; where that is so from the beginning, every rank raises it.
-            ReplicasDifferError: ranks that all begin here have built different things, or any two train on datasets of
-                other lengths; every rank raises it.
-            RuntimeError: this rank, which joins, has registered other states than the others.
+            CommunicationFailedError: A peer was lost meanwhile. This rank's state is complete, or it has none.
+            UnsafeStateError: A state cannot be sent. If that is so from the start, every rank raises it.
+            ReplicasDifferError: Ranks that all start here have built different objects, or any two ranks train on
+                datasets of different lengths. Every rank raises it.
+            RuntimeError: This rank is joining and has registered different states from the others.
         """
         if not self.complete and communicator.world_size > 1:
             self.check_plain()
@@ -380,7 +379,7 @@ class SharedState:
         return found
 
     def _receive(self, communicator: Communicator, source: int) -> None:
-        """Adopt the state of ``source``; a newcomer's model receives it in place."""
+        """Adopt the state of rank ``source``; a newcomer's model receives it in place."""
         # A survivor of a torn step keeps its own state whole until all has arrived: its source may die meanwhile.
         in_place = not self.complete
 
@@ -401,7 +400,7 @@ class SharedState:
 
 
 def _compare(communicator: Communicator, layout: bytes, digests: Sequence[int]) -> None:
-    """Raise ReplicasDifferError on all ranks if any two layouts differ, with the first difference."""
+    """Raise ReplicasDifferError, with the first difference, on all ranks if any two layouts differ."""
     other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if other is not None:
         raise ReplicasDifferError(difference({rank: communicator.broadcast_bytes(layout, rank) for rank in (0, other)}))
@@ -414,9 +413,9 @@ _IN_MEMORY = "io.BytesIO"
 
 
 class Remembered:
-    """A copy of a tree of tensors in memory of its own, which is used again for the next one.
+    """Copy of a tree of tensors in memory that is reused for the next copy.
 
-    Not copied by ``copy.deepcopy``: there is one for each state, and it is of the step in progress.
+    ``copy.deepcopy`` returns the same object: there is one per state, for the step in progress.
     """
 
     def __init__(self) -> None:
@@ -425,7 +424,7 @@ class Remembered:
 
     @torch.no_grad()
     def take(self, tree: Any) -> None:
-        """Copy a tree."""
+        """Copy a tree, replacing the previous copy."""
         skeleton, tensors = pack(tree)
         same = len(tensors) == len(self._tensors) and all(map(_alike, tensors, self._tensors))
         if same:
@@ -436,7 +435,7 @@ class Remembered:
         self._skeleton = copy.deepcopy(skeleton)
 
     def tree(self) -> Any:
-        """Return a tree equal to the one that was taken, whose tensors belong to the caller."""
+        """Return a tree equal to the copied one, whose tensors belong to the caller."""
         return unpack(copy.deepcopy(self._skeleton), [tensor.clone() for tensor in self._tensors])
 
     def __deepcopy__(self, memo: Any) -> Remembered:
@@ -448,15 +447,15 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class RegisteredState:
-    """Registered state with what a lost step needs to restore it.
+    """Registered state, and everything needed to restore it after a lost step.
 
     Args:
-        target: has ``state_dict`` and ``load_state_dict``.
-        warn: tells the job's user of a state that cannot travel.
+        target: Object with ``state_dict`` and ``load_state_dict``.
+        warn: Warns the job's user of a state that cannot be sent.
 
     Attributes:
-        state: its part of what all ranks share.
-        extras: of a module: modes, extra states, and sums of metrics; None of anything else.
+        state: The part of the state that all ranks share.
+        extras: For a module: modes, extra states, and sums of metrics; None for any other object.
     """
 
     def __init__(self, target: Any, warn: Callable[[str], None] = logger.warning) -> None:
@@ -467,12 +466,12 @@ class RegisteredState:
         self._remembered = Remembered()
 
     def remember(self) -> Remembered:
-        """Return the state's present values, to be restored if the step is lost."""
+        """Return a copy of the state's current values, to be restored if the step is lost."""
         self._remembered.take((self.state.capture(), self._undone.capture() if self._undone is not None else None))
         return self._remembered
 
     def roll_back(self, remembered: Remembered) -> None:
-        """Return to values that were remembered."""
+        """Restore the values from :meth:`remember`."""
         state, extras = remembered.tree()
         self.state.restore(state)
         if self._undone is not None:
@@ -480,16 +479,16 @@ class RegisteredState:
 
 
 class ModuleExtras:
-    """Training modes of a ``module``'s parts, and its state dict beyond parameters and buffers.
+    """Training modes of a ``module``'s submodules, and its state dict beyond parameters and buffers.
 
-    The latter are extra states (``get_extra_state``, as FP8 scales are), and what classes of the user's add by
-    themselves. Modules that keep sums in ``add_state``, as metrics do, keep these for themselves: they are of one rank.
-    No part is asked for what several ranks hold together, as rows of tables are: that is a state of its own, and asking
-    takes all ranks.
+    The latter consists of extra states (``get_extra_state``, such as FP8 scales) and entries that user classes add
+    themselves. Modules that keep sums with ``add_state``, as metrics do, keep them local to each rank. Submodules are
+    not asked for state that several ranks hold together, such as rows of tables: such state is captured separately, by
+    a call on every rank.
 
     Args:
-        sums: whether sums of metrics belong to it as well: the user has said that all ranks share them.
-        warn: tells the job's user of a state that cannot travel.
+        sums: Whether sums of metrics are included, because the user has declared that all ranks share them.
+        warn: Warns the job's user of a state that cannot be sent.
     """
 
     in_place = False
@@ -500,11 +499,11 @@ class ModuleExtras:
 
     @property
     def holds_any(self) -> bool:
-        """True if the module has more than modes."""
+        """True if the module has more than training modes."""
         return any(_has_own(part) or (self._sums and _keeps_sums(part)) for part in self._module.modules())
 
     def capture(self) -> Any:
-        """Return modes, states and sums, each by name of the part."""
+        """Return modes, states and sums, each keyed by submodule name."""
         parts = dict(self._module.named_modules())
         return {
             "training": {name: part.training for name, part in parts.items()},
@@ -513,9 +512,9 @@ class ModuleExtras:
         }
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state. Parts that are on one side alone keep their mode.
+        """Restore a captured state. Submodules without a captured mode keep their mode.
 
-        Raises RuntimeError: the module lacks a part that has a state, or one does not take its state.
+        Raises RuntimeError: The module lacks a submodule that has a state, or a submodule rejects its state.
         """
         parts = dict(self._module.named_modules())
         if unknown := {*tree["states"], *tree["sums"]} - parts.keys():
@@ -534,7 +533,7 @@ class ModuleExtras:
                 setattr(parts[name], attribute, value)
 
     def _plain(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what can travel of a part's state: plain values, tensors, and bytes in memory."""
+        """Return the entries of a submodule's state that can be sent: plain values, tensors, and in-memory bytes."""
         kept = {}
         for key, value in state.items():
             if isinstance(value, io.BytesIO):
@@ -548,7 +547,7 @@ class ModuleExtras:
         return kept
 
     def _leave_out(self, name: str, key: str, error: str) -> None:
-        """Report once that a state stays where it is."""
+        """Warn once that a submodule's state is not sent."""
         if name not in self._left_out:
             self._left_out.add(name)
             self._warn(
@@ -559,7 +558,7 @@ class ModuleExtras:
 
 
 def _own_state(part: nn.Module) -> dict[str, Any]:
-    """Return a module's own part of a state dict, without its parameters and buffers."""
+    """Return a module's own entries of a state dict, without its parameters and buffers."""
     found: dict[str, Any] = {}
     if _saves_itself(part):
         part._save_to_state_dict(found, "", False)
@@ -570,7 +569,7 @@ def _own_state(part: nn.Module) -> dict[str, Any]:
 
 
 def _saves_itself(part: nn.Module) -> bool:
-    """True if a module's class writes its part of a state dict by itself, and may be asked by one rank alone."""
+    """True if a module's class writes its own part of a state dict, and a single rank may call it."""
     kind = type(part)
     own = kind._save_to_state_dict is not nn.Module._save_to_state_dict
     return own and not getattr(kind, "travels_by_itself", False)
@@ -581,7 +580,7 @@ def _has_own(part: nn.Module) -> bool:
 
 
 def _take(part: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Have a part take over what :func:`_own_state` gave; returns what it finds wrong."""
+    """Load a state from :func:`_own_state` into a module; return the errors that the module reports."""
     errors: list[str] = []
     if type(part)._load_from_state_dict is nn.Module._load_from_state_dict or set(state) == {_EXTRA}:
         # Hooks of a sharded module would look for its parameters, and wait for other ranks.
@@ -593,7 +592,7 @@ def _take(part: nn.Module, state: dict[str, Any]) -> list[str]:
 
 
 def _as_given(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a captured state with bytes in memory as they were."""
+    """Return a captured state with in-memory bytes converted back to ``BytesIO``."""
     return {
         key: io.BytesIO(bytes(value[_IN_MEMORY].cpu().numpy()))
         if isinstance(value, dict) and set(value) == {_IN_MEMORY}
@@ -603,14 +602,14 @@ def _as_given(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_extra_state(part: nn.Module) -> bool:
-    """True if a module's class gives and takes an extra state."""
+    """True if a module's class defines both ``get_extra_state`` and ``set_extra_state``."""
     kind = type(part)
     gives = kind.get_extra_state is not nn.Module.get_extra_state
     return gives and kind.set_extra_state is not nn.Module.set_extra_state
 
 
 def _keeps_sums(part: nn.Module) -> bool:
-    """True for modules that keep sums as ``torchmetrics.Metric`` does."""
+    """True for modules that keep sums like ``torchmetrics.Metric``."""
     return isinstance(getattr(part, "_defaults", None), dict) and callable(getattr(part, "add_state", None))
 
 

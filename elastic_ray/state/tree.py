@@ -1,4 +1,4 @@
-"""The training state as a tree of tensors: taken apart, moved between ranks, put together (torch)."""
+"""Training state as a tree of tensors: taken apart, moved between ranks, and reassembled (torch)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stateful(Protocol):
         """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; the tree's tensors belong to the callee from now on."""
+        """Restore a captured state; from then on, the tree's tensors belong to this object."""
 
 
 @runtime_checkable
@@ -47,10 +47,10 @@ class SharedOut(Stateful, Protocol):
     """State that is divided among the ranks; :meth:`capture` returns the whole."""
 
     def capture_to_save(self) -> Any:
-        """Return the whole state, where this rank holds it."""
+        """Return the whole state if this rank holds it."""
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks hold, and this rank's part."""
+        """Return the state that all ranks hold, and this rank's part of the divided state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class _Spec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
 
     def to_plain(self) -> tuple[Any, ...]:
-        """Return plain values, for :meth:`from_plain`."""
+        """Return the specification as plain values, for :meth:`from_plain`."""
         return self.shape, dtype_name(self.dtype), self.cuda
 
     @classmethod
     def from_plain(cls, told: Any) -> _Spec:
-        """The inverse of :meth:`to_plain`. Raises ValueError: a peer has sent something else."""
+        """Return the specification that :meth:`to_plain` wrote. Raises ValueError: A peer sent something else."""
         shape, dtype, cuda = told
         if type(shape) is not tuple or len(shape) > _MOST_DIMENSIONS or type(cuda) is not bool:
             raise ValueError(f"no tensor is like {told!r:.80}")
@@ -87,13 +87,13 @@ class _Spec:
 
 
 class UnsafeStateError(TypeError):
-    """Error raised if a state holds what could only be sent, or loaded, by running code."""
+    """Error raised if a state contains values that could only be sent, or loaded, by running code."""
 
 
 def check_plain(trees: Mapping[str, Any]) -> None:
-    """Check that states can be sent to another rank: they hold tensors and plain values.
+    """Check that states can be sent to another rank, because they contain only tensors and plain values.
 
-    Raises UnsafeStateError: one of them does not; the message names it.
+    Raises UnsafeStateError: A state contains other values; the message names it.
     """
     for key, tree in trees.items():
         try:
@@ -107,9 +107,9 @@ def check_plain(trees: Mapping[str, Any]) -> None:
 
 
 def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Split a tree into its skeleton (small) and its tensors in order.
+    """Split a tree into its (small) skeleton and its tensors, in order.
 
-    Raises NotPlainError: it is nested too deeply, or holds itself.
+    Raises NotPlainError: The tree is nested too deeply, or contains itself.
     """
     tensors: list[torch.Tensor] = []
 
@@ -135,9 +135,9 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """Unpack a skeleton, the inverse of :func:`pack`; what stands in for dense tensors may be put there as well.
+    """Return the tree of a skeleton and its tensors, the inverse of :func:`pack`; stand-ins may replace dense tensors.
 
-    Raises RuntimeError: tensors make no sparse tensor that the skeleton tells of.
+    Raises RuntimeError: The tensors do not form a sparse tensor of the skeleton.
     """
 
     def leaf(index: TensorIndex | SparseIndex) -> Any:
@@ -161,7 +161,7 @@ def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], Any]
 
 
 def _alike(kind: type[Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping of these values that is of this kind where a scheduler may count on that (milestones)."""
+    """Return a mapping of these values, as an OrderedDict or Counter if a scheduler may rely on that (milestones)."""
     return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values
 
 
@@ -170,9 +170,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
-    """Send captured states to one rank; the other side calls :func:`receive_state`.
+    """Send captured states to one rank, which must call :func:`receive_state`.
 
-    Raises UnsafeStateError: one of them holds more than tensors and plain values.
+    Raises UnsafeStateError: A state contains more than tensors and plain values.
     """
     check_plain(trees)
     skeletons, tensors = pack(dict(trees))
@@ -200,14 +200,14 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
 def receive_state(
     communicator: Communicator, source: int, own: Callable[[str], Any | None]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Receive what :func:`send_state` sent.
+    """Receive the states that :func:`send_state` sent.
 
     Args:
-        own: for a key, this rank's captured tree when its tensors may be overwritten in place, else None.
+        own: Returns, for a key, this rank's captured tree if its tensors may be overwritten in place, else None.
 
-    Returns the trees, and the keys whose tensors were received in place (nothing is left to restore there).
+    Returns the trees, and the keys whose tensors were received in place (which need no restoring).
 
-    Raises CommunicationFailedError: the peer is gone, or what it sends is no state; nothing of it was taken over.
+    Raises CommunicationFailedError: The peer is lost or sent invalid data. Nothing of it was adopted.
     """
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
@@ -237,7 +237,7 @@ def receive_state(
 
 
 def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
-    """Return skeletons of the states, and what describes each of their tensors."""
+    """Return skeletons of the states, and the specification of each of their tensors."""
     size = torch.zeros(1, dtype=torch.int64)
     communicator.wait_all([communicator.receive(size, source, _TAG)])
     if not 0 < int(size) <= _LARGEST_HEADER_BYTES:
@@ -264,7 +264,7 @@ def _refused(communicator: Communicator, source: int, why: str) -> Communication
 def _destinations(
     skeletons: dict[str, Any], specs: list[_Spec], own: Callable[[str], Any | None]
 ) -> tuple[list[torch.Tensor], set[str]]:
-    """Return the destination of each tensor: this rank's own if layout and shape agree, else fresh memory."""
+    """Return the destination of each tensor: this rank's own tensor if layout and shape agree, else new memory."""
     tensors: dict[int, torch.Tensor] = {}
     in_place: set[str] = set()
     for key, skeleton in skeletons.items():
@@ -364,7 +364,7 @@ class OptimizerState:
 
 
 class DictState:
-    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, gradient scalers, metrics."""
+    """State of any object with ``state_dict`` and ``load_state_dict``: schedulers, gradient scalers, metrics."""
 
     in_place = False
 
@@ -385,7 +385,7 @@ _LENGTH_BYTES = 8
 def to_bytes(tree: Any) -> bytes:
     """Return a tree as bytes; tensors are copied to the CPU.
 
-    Raises NotPlainError: it holds something else than tensors and plain values.
+    Raises NotPlainError: The tree contains something other than tensors and plain values.
     """
     skeleton, tensors = pack(tree)
     header = encode((encode(skeleton), [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors]))
@@ -395,9 +395,9 @@ def to_bytes(tree: Any) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """Invert :func:`to_bytes`; tensors are on the CPU, in memory of their own.
+    """Return the tree that :func:`to_bytes` wrote, with its tensors in new memory on the CPU.
 
-    Raises ValueError: a peer has sent something else.
+    Raises ValueError: A peer sent something else.
     """
     size = int.from_bytes(content[:_LENGTH_BYTES], "big")
     begin = _LENGTH_BYTES + size
@@ -422,7 +422,7 @@ def from_bytes(content: bytes) -> Any:
 
 
 def on_device_of(tree: Any, own: Any) -> Any:
-    """Return a tree whose tensors are where the tensors of ``own`` are."""
+    """Return the tree with its tensors moved to the device of the tensors of ``own``."""
     device = next((tensor.device for tensor in pack(own)[1]), torch.device("cpu"))
     if device.type == "cpu":
         return tree

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint of which each rank reads the elements that it is to hold, once it knows which (torch)."""
+"""Tensors of a checkpoint of which each rank reads only its elements, once it knows which (torch)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnreadTensor:
-    """Stand-in in a captured tree for a tensor of a checkpoint."""
+    """Stand-in in a captured tree for a tensor of a checkpoint that has not been read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,29 +28,26 @@ class UnreadTensor:
     rows_dtype: torch.dtype | None = None  # as what, None for as they are
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> UnreadTensor:
-        """Return the tensor for rows on another device or of another dtype."""
+        """Return the stand-in with another device and dtype for the elements to be read."""
         return dataclasses.replace(self, device=device, rows_dtype=dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
+        """Return rows of a tensor with at least one dimension, [stop - start, ...]; same errors as :meth:`read`."""
         width = math.prod(self.shape[1:])
         return self.part(start * width, stop * width).view(stop - start, *self.shape[1:])
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Return elements between two places of the flattened tensor, [stop - start].
-
-        Errors are those of :meth:`read`.
-        """
+        """Return elements of the flattened tensor, [stop - start]; same errors as :meth:`read`."""
         return self.elements(start, stop).to(self.device, self.rows_dtype)
 
     def whole(self) -> Tensor:
-        """Return the whole tensor in its shape; errors are those of :meth:`read`."""
+        """Return the whole tensor in its shape; same errors as :meth:`read`."""
         return self.part(0, math.prod(self.shape)).view(self.shape)
 
     def read(self) -> Tensor:
         """Read the whole tensor on the CPU.
 
-        Raises CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
+        Raises CorruptStateError: The tensor has changed since the checkpoint was opened, or cannot be read.
         """
         return self.elements(0, math.prod(self.shape)).view(self.shape)
 
@@ -60,7 +57,7 @@ class UnreadTensor:
 
 
 def read_all(tree: Any) -> Any:
-    """Return a tree with all tensors read, each to its device; the same object where that changes nothing."""
+    """Return a tree with all tensors read, each to its device; the same object if there is nothing to read."""
     if isinstance(tree, UnreadTensor):
         return tree.whole()
     if isinstance(tree, Mapping):
@@ -75,7 +72,7 @@ def read_all(tree: Any) -> Any:
 def is_divided(tree: Mapping[str, Any], path: Path) -> bool:
     """True if ranks that continue from a captured tree may each hold a part of the tensor at `path`.
 
-    It is of a sharded model, or of an optimizer whose state lay in tiles.
+    That applies to tensors of a sharded model, or of an optimizer whose state was divided into tiles.
     """
     match path:
         case (_, "parameters", _):

@@ -1,1 +1,1 @@
-"""Steps of this rank: the one in progress, their times, and which of them count."""
+"""Steps of this rank: the step in progress, step times, and which steps count."""

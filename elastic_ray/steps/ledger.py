@@ -1,4 +1,4 @@
-"""Ledger of one rank's steps: the one in progress, what is committed, and what to undo if it is lost (pure)."""
+"""Ledger of one rank's steps: the step in progress, the committed steps, and what to undo if a step is lost (pure)."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """True if the others are within an epoch's code."""
+        """True if the other ranks are within an epoch's code."""
         return bool(progress.passes) or progress.joined_at is not None
 
     @property
     def before_pass(self) -> bool:
-        """True if the others' latest pass is still to come; else the code runs up to the collective they are in."""
+        """True until the code reaches the others' latest pass; after that it runs up to the others' collective."""
         return self._before_pass
 
     def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code comes to the epoch's pass of this number; True if it has caught up."""
+        """Record that the code has reached the epoch's pass number `ordinal`; True if it has caught up."""
         if ordinal < self._ordinal:
             return False
         self._before_pass = False
@@ -55,7 +55,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """Record that the code comes to its collective of this number; True if it has caught up."""
+        """Record that the code has reached its collective number `number`; True if it has caught up."""
         if self._before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -68,7 +68,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LostStep:
-    """Facts of a lost step that matter once a new group has been found."""
+    """Facts about a lost step that matter once a new group has been found."""
 
     nested: bool  # whether it lies within a step of another pass
     outer_lost: bool  # whether that one has failed as well, or its gradients wait for an update: they may be gone
@@ -80,7 +80,7 @@ class StepLedger:
     """Tracks the current step: what is committed and what to undo if the step is lost.
 
     Args:
-        moment: a named moment of the run, for scripted faults; None without any.
+        moment: Called with the name of each moment of the run, for scripted faults; None if there are none.
     """
 
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
@@ -112,22 +112,22 @@ class StepLedger:
 
     @property
     def accumulating(self) -> bool:
-        """True if the micro-step in progress leaves its gradients to a later one of its step."""
+        """True if the current micro-step leaves its gradients to a later micro-step of the same step."""
         step = self.outermost
         return step is not None and not step.is_last_micro and self.abandoned < self.depth
 
     @property
     def epochs_done(self) -> float:
-        """Epochs of data trained on so far, fractions included."""
+        """Number of epochs of data trained on so far, including fractions."""
         step = self.outermost
         fraction = step.loader_pass.position / step.total if step is not None and step.total else 0.0
         return self.state.progress.epoch + fraction
 
     @property
     def initial_steps(self) -> int:
-        """Number of initial-batch steps that the step in progress counts as, by its samples; 1 outside of steps.
+        """Number of initial-batch steps to which the current step's samples correspond; 1 outside steps.
 
-        Over a pass they add up to as many as it would have at the initial batch, however the batch changes within.
+        Over a pass, they sum to the number of steps at the initial batch, however the batch changes meanwhile.
         """
         step = self.outermost
         if step is None or self._counts_one or self.abandoned >= self.depth:
@@ -137,7 +137,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Have ``initial_steps`` be 1 within the block: what counts epochs moves in an epoch's last step."""
+        """Make ``initial_steps`` 1 within the block, for schedulers that count epochs and move in an epoch's last step."""
         self._counts_one = True
         try:
             yield
@@ -146,19 +146,19 @@ class StepLedger:
 
     @property
     def accumulator_scope(self) -> int:
-        """Epoch of an accumulator that is made now; -1 before the first."""
+        """Epoch to which an accumulator made now belongs; -1 before the first epoch."""
         return self.state.progress.epoch if self._in_epoch else -1
 
     def begin_epoch(self) -> None:
-        """Count loader passes from the first again."""
+        """Restart the numbering of loader passes at a new epoch."""
         self._in_epoch = True
         self.next_ordinal = 0
 
     def begin_replay(self, *, between_epochs: bool = False) -> None:
-        """Start to replay user code up to where the others are; the received state has its effects already.
+        """Start to replay user code up to the others' position; the received state already contains its effects.
 
         Args:
-            between_epochs: up to the next pass that begins here; else up to their place within the epoch.
+            between_epochs: Replay up to the next pass that starts; otherwise up to the others' position in the epoch.
         """
         if between_epochs and self.replays_passes:
             return
@@ -167,23 +167,23 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """True while the loop's code runs only to catch up with the others."""
+        """True while the loop's code runs only to catch up with the other ranks."""
         return self._replay is not None
 
     @property
     def replays_passes(self) -> bool:
-        """True if the others' latest pass is still to come."""
+        """True during a replay that has not reached the others' latest pass."""
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
-        """End the replay if user code has come to the collective `number` that the others are in."""
+        """End the replay if user code has reached the collective `number` in which the others are."""
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
     def begin_pass(self) -> int:
         """Start the epoch's next loader pass; return its number in the epoch.
 
-        Raises RuntimeError: a pass over whole batches is in progress.
+        Raises RuntimeError: A pass over whole batches is in progress.
         """
         if self.step is not None and self.step.whole:
             raise RuntimeError(
@@ -212,27 +212,27 @@ class StepLedger:
         self.abandoned = self.depth
 
     def take_abandoned(self) -> LoaderStep | None:
-        """Return the innermost of the steps that were left, to be committed now; None when there is no more."""
+        """Return the innermost abandoned step, which must now be committed; None if there is none left."""
         if not self.abandoned or self.step is None:
             return None
         self.abandoned -= 1
         return self.step
 
     def begin_round(self, loader_pass: PassProgress, counts: Sequence[int], steps: int, *, copies: bool) -> None:
-        """Start a round of so many steps, before the first of them.
+        """Start a round of ``steps`` steps, before the first of them.
 
         Args:
-            counts: samples of each; none where they are not known.
-            copies: what it takes to undo it is kept; a group that cannot change needs none.
+            counts: Samples of each step; empty if unknown.
+            copies: Whether to copy the state so that the round can be undone; a group that cannot change needs no copy.
         """
         if copies:
             self.state.begin_round()
         self.round = StepRound(loader_pass, loader_pass.position, self.state.progress.loader_steps, counts, steps)
 
     def leave_rest(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> None:
-        """Count the steps of the round that are still to come after the loop was left: others may make them, or none.
+        """Count the remaining steps of the round after the loop was left, whether or not other ranks execute them.
 
-        So all ranks leave the round at one place. Which samples were used is not known.
+        All ranks thus leave the round at the same point. The samples that were used are then unknown.
         """
         if self.round is not None:
             for count in self.round.counts[self.round.steps :]:
@@ -243,7 +243,7 @@ class StepLedger:
             self.round.leave()
 
     def end_round(self, hashes: int | None) -> None:
-        """Count the round that all ranks have voted for; ``hashes`` of the samples that they have used in it."""
+        """Count the round that all ranks have voted for; ``hashes`` is the sum over the samples used in it."""
         if self.round is not None:
             self.round.loader_pass.advance(0, hashes)
             self.trains_in_rounds = self.round.trained
@@ -269,7 +269,7 @@ class StepLedger:
         self._follow()
 
     def _follow(self) -> None:
-        """Update what is read many times in a step, after steps have begun or ended or a failure has changed."""
+        """Update cached attributes after steps have started or ended, or a failure has changed."""
         outer, step = self._outer, self.step
         self.outermost = outer[0] if outer else step
         self.depth = len(outer) + (step is not None)
@@ -281,9 +281,9 @@ class StepLedger:
         """End the innermost step, whose body has run; return it, to be committed or undone.
 
         Args:
-            expected: the pass whose step it is; None for the innermost one's.
+            expected: The pass to which the step must belong; None for the innermost.
 
-        Raises RuntimeError: another pass was begun within the step and has not ended; or an optimizer step was not
+        Raises RuntimeError: Another pass was started within the step and has not ended, or an optimizer step was not
         completed.
         """
         if self._updating:
@@ -306,7 +306,7 @@ class StepLedger:
 
     @property
     def needs_vote(self) -> bool:
-        """True if the step that has just ended has made no collective that could carry the ranks' vote."""
+        """True if the step that has just ended had no collective that could carry the ranks' vote."""
         return self.step is not None or not self._reduced
 
     @property
@@ -320,10 +320,10 @@ class StepLedger:
         """Count a step that has ended.
 
         Args:
-            gain: statistical progress of a step at a scale.
-            hashes: sum of the hashes of its samples' indices, in a round of this rank's; None where that is not known.
+            gain: Returns the statistical progress of a step at a given scale.
+            hashes: Sum of the hashes of the step's sample indices (in a round, of this rank's); None if unknown.
 
-        Returns whether it trained; never, if it was nested in another.
+        Returns whether the step trained; always False for a step nested in another.
         """
         within = self.round if self.step is None else None
         if not step.taken:
@@ -346,10 +346,10 @@ class StepLedger:
         return trained
 
     def undo(self, step: LoaderStep, *, gradients_wait: bool = False) -> LostStep:
-        """Undo a step that was lost: take back what user code moved on in it. :meth:`resume` follows.
+        """Undo a lost step: restore state that user code changed in it. Call :meth:`resume` afterwards.
 
         Args:
-            gradients_wait: gradients of the step around it wait for an update.
+            gradients_wait: Whether gradients of the surrounding step wait for an update.
         """
         nested, outer_lost = self.step is not None, gradients_wait or self._around[1] > 0
         if not nested:
@@ -358,9 +358,9 @@ class StepLedger:
         return LostStep(nested, outer_lost, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
-        """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is drawn again too.
+        """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
 
-        The pass within it continues first, so that user code has its result: only then is the failure in force.
+        The nested pass continues first, so that user code gets its result; only then does the failure take effect.
         """
         outer_lost = lost.outer_lost or not self._reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
@@ -377,9 +377,9 @@ class StepLedger:
         self.next_ordinal = step.ordinal
 
     def mark_training(self) -> None:
-        """Mark the step as training, once backward begins, even if AMP leaves its update out.
+        """Mark the step as training when backward starts, even if AMP skips its update.
 
-        Raises RuntimeError: in a pass that only evaluates.
+        Raises RuntimeError: The pass is for evaluation only.
         """
         if self.step is not None and self.step.whole:
             raise RuntimeError(
@@ -391,30 +391,30 @@ class StepLedger:
 
     @property
     def reduced(self) -> bool:
-        """True if a gradient reduction of the step in progress was completed."""
+        """True if a gradient reduction of the current step has completed."""
         return self._reduced
 
     def mark_reduced(self) -> None:
-        """Mark that a gradient reduction of this step was completed."""
+        """Mark that a gradient reduction of this step has completed."""
         self._reduced = True
 
     def fail(self, cause: str) -> None:
-        """Fail the step in progress after a collective failed: nothing of it will be applied here."""
+        """Fail the current step after a collective failed, so that this rank applies none of it."""
         if self._failure is None:
             self._failure = cause
             self._follow()
 
     def clear_failure(self) -> None:
-        """Clear the failure of another group in a new one, whose ranks share steps once all have trained in it."""
+        """Clear the failure of a previous group; in the new one, ranks share steps once all have trained."""
         self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         self._follow()
 
     def may_apply(self) -> bool:
-        """True if the optimizer step that user code asks for counts now.
+        """True if the optimizer step that user code requests must be applied now.
 
-        Not within an accumulation, not after a failure, and not again when a survivor already applied it before
-        this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
+        False within an accumulation, after a failure, and if a survivor had already applied it before this step was
+        drawn again: a GAN's first optimizer may have stepped when the second one's gradients were lost.
         """
         if self._updating:
             self._check_updated()
@@ -431,7 +431,7 @@ class StepLedger:
         return True
 
     def begin_update(self) -> None:
-        """Start an update, which :meth:`applied` ends; if it fails half-way, this rank's state is of no step."""
+        """Start an update, which :meth:`applied` ends; if it fails half-way, this rank's state is inconsistent."""
         self._updating = True
 
     @property
@@ -447,11 +447,11 @@ class StepLedger:
             )
 
     def cancel_update(self) -> None:
-        """Cancel the update of a lost step, in which the optimizer has changed nothing."""
+        """Cancel the update of a lost step, in which the optimizer changed nothing."""
         self._updating = False
 
     def applied(self) -> None:
-        """Record that the optimizer step was applied, or left out for good."""
+        """Record that the optimizer step was applied, or permanently skipped."""
         self._updating = False
         if (step := self.outermost) is not None:
             self.state.progress.count_optimizers(self._updates_asked, step.count)
@@ -459,10 +459,10 @@ class StepLedger:
                 self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
-        """Return the resume point of a checkpoint taken now; a step whose update is in the model counts as done.
+        """Return the resume point of a checkpoint taken now; a step counts as done if the model contains its update.
 
         Args:
-            gain: statistical progress of a step at a scale.
+            gain: Returns the statistical progress of a step at a given scale.
         """
         step = self.outermost
         if step is None or self.state.progress.optimizers_stepped == 0:
@@ -472,28 +472,28 @@ class StepLedger:
 
 
 class StepSums:
-    """Contributions of this rank to accumulators in uncommitted steps, by depth (a nested pass has its own)."""
+    """Contributions of this rank to accumulators in uncommitted steps, keyed by nesting depth."""
 
     def __init__(self) -> None:
         self._pending: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of a newly made accumulator: its scope (an epoch, -1 outside epochs) and its number there."""
+        """Return the key of a new accumulator: its scope (an epoch, or -1 outside epochs) and its number in that scope."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
     def expected(self, epoch: int) -> bool:
-        """True if any rank may have added to an accumulator: all ranks make the same ones at the same places."""
+        """True if any rank may have added to an accumulator: all ranks create the same ones at the same points."""
         return -1 in self._made or epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
-        """Add to a sum in the innermost step in progress."""
+        """Add to a sum in the innermost current step."""
         sums = self._pending.setdefault(depth, {}).setdefault(key, {})
         sums[name] = sums.get(name, 0.0) + value
 
     def take(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """Return and forget the contributions of the step at ``depth``."""
+        """Return and drop the contributions of the step at ``depth``."""
         return self._pending.pop(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
@@ -502,12 +502,12 @@ class StepSums:
 
 
 class SampleTally:
-    """Tally of the samples that a step has used, added up over the ranks with its sums: a ``ControlPart``.
+    """Tally of the samples that a step has used, summed over the ranks in the step's vote: a ``ControlPart``.
 
-    Each rank tells the hashes of the samples that its loader has handed out for the step.
+    Each rank contributes the hashes of the samples that its loader has handed out for the step.
 
     Args:
-        ledger: knows the step in progress.
+        ledger: Holds the step in progress.
     """
 
     def __init__(self, ledger: StepLedger) -> None:
@@ -516,7 +516,7 @@ class SampleTally:
         self._ended: LoaderStep | StepRound | None = None
 
     def begin(self) -> None:
-        """A group was entered."""
+        """Reset the tally when a group is entered."""
         self._heard = None
 
     def size(self, world_size: int) -> int:
@@ -524,21 +524,21 @@ class SampleTally:
         return _PARTS
 
     def end(self, step: LoaderStep | StepRound) -> None:
-        """The step or round has ended, and its vote follows."""
+        """Record that the step or round has ended, before its vote."""
         self._ended = step
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return this rank's sum, in parts."""
+        """Return this rank's sum, split into parts that are exact as floats."""
         step = self._ledger.outermost or self._ended
         own = 0 if step is None or step.hashed is None else step.hashed()
         return [float(own & _MASK), float(own >> _WIDTH & _MASK), float(own >> 2 * _WIDTH)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks."""
+        """Store the sums over all ranks."""
         low, middle, high = sums
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 
     def take(self, step: LoaderStep | StepRound) -> int | None:
-        """Return the sum of the hashes of the samples of what was committed, modulo 2^32; None if unknown."""
+        """Return the sum of the hashes of the committed samples, modulo 2^32; None if unknown."""
         heard, self._heard, self._ended = self._heard, None, None
         return heard if step.hashed is not None else None

@@ -1,4 +1,4 @@
-"""Errors of allocators without memory: how to recognise them, and how to free what a failed pass holds (torch)."""
+"""Out-of-memory errors: how to recognise them, and how to free the memory that a failed pass holds (torch)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an allocator had no memory left, of the host or of a GPU."""
+    """True if an allocator of the host or of a GPU ran out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # torch's CPU allocator raises a plain RuntimeError
@@ -17,7 +17,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def let_go(error: BaseException) -> None:
-    """Free what the frames of a failed pass hold, activations above all, and the caches of the GPU's allocator."""
+    """Free the objects held by a failed pass's frames, mainly activations, and the GPU allocator's caches."""
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
     free_caches()
@@ -31,7 +31,7 @@ def free_caches() -> None:
 
 
 def gpu_memory() -> tuple[int, int] | None:
-    """Return the bytes that tensors of this process held of its GPU at most, and those reserved; None without one."""
+    """Return the peak bytes allocated and reserved by this process on its GPU; None without a GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

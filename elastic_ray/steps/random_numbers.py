@@ -1,4 +1,4 @@
-"""SHELL: torch's generators of a rank, so that no two ranks draw the same dropout masks, nor earlier ones again."""
+"""SHELL: a rank's random generators, so that ranks draw different dropout masks and never repeat earlier ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _alike: np.ndarray[Any, Any] | None = None  # NumPy's state as seed_alike has le
 
 
 def seed_alike(job: str) -> None:
-    """Have torch's and NumPy's generators begin alike on all workers of a job, also on those that join or start again.
+    """Seed torch's and NumPy's generators identically on all workers of a job, including joiners and restarts.
 
-    What code makes without a seed of its own, as synthetic data, a ``random_split`` or ``train_test_split``, is then
-    one dataset for all of them. A program that seeds its generators does so after this.
+    Anything that code creates without an explicit seed (synthetic data, a ``random_split`` or ``train_test_split``) is
+    then the same on all workers. Programs that seed their generators do so later and are not affected.
     """
     digest = hashlib.blake2b(job.encode(), digest_size=_BYTES).digest()
     global _alike
@@ -29,20 +29,21 @@ def seed_alike(job: str) -> None:
 
 
 def _numpy_state() -> np.ndarray[Any, Any]:
-    """Return the words that NumPy's generator draws from; they stay the same for 624 draws."""
+    """Return the state words of NumPy's generator, which change only every 624 draws."""
     words: np.ndarray[Any, Any] = np.random.get_state(legacy=False)["state"]["key"]  # noqa: NPY002
     return words.copy()
 
 
 def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> None:
-    """Let torch's generators continue with this rank's own numbers; NumPy's too unless the program seeded it.
+    """Give torch's generators a random sequence per rank; NumPy's too, unless the program seeded it.
 
-    Ranks are seeded alike, so that they build the same model. From their first group on each draws for other samples.
-    The first rank of a run that begins continues as it is: alone, a program draws what it does without elastic-ray.
+    Ranks are seeded identically so that they build the same model. From its first group on, each rank draws different
+    numbers for its different samples. The first rank of a fresh run keeps its generators, so that a program running
+    alone draws the same numbers as without elastic-ray.
 
     Args:
-        rank: of this worker in the first group that it enters.
-        steps: of all loaders that are committed; more than 0 for a run that continues.
+        rank: Rank of this worker in the first group that it enters.
+        steps: Number of committed steps of all loaders; above 0 for a run that continues.
     """
     if rank or joined or steps:
         text = f"{torch.initial_seed()} {generation} {rank} {steps}"

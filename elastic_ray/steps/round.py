@@ -1,4 +1,4 @@
-"""Round of steps that each rank makes by itself, and that all commit together (pure)."""
+"""Round of steps that each rank makes independently, and that all ranks commit together (pure)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class StepRound:
     """Round in progress: the steps up to the next average of models.
 
     Attributes:
-        loader_pass: the pass that it is in.
-        position: samples of the pass that were used before it.
-        loader_steps: committed steps before it.
-        counts: samples of each of its steps; none where they are not known.
-        left: own steps to come.
-        steps: own steps that have ended.
-        trained: whether a step has trained.
-        last: the latest own step; None before the first.
+        loader_pass: The pass to which the round belongs.
+        position: Samples of the pass used before the round.
+        loader_steps: Steps committed before the round.
+        counts: Samples of each step of the round; empty if unknown.
+        left: Remaining steps of this rank.
+        steps: Steps that this rank has ended.
+        trained: Whether any step has trained.
+        last: The latest step of this rank; None before the first.
     """
 
     loader_pass: PassProgress
@@ -36,22 +36,22 @@ class StepRound:
     _sum: int | None = 0  # of the hashes of this rank's samples
 
     def add(self, step: LoaderStep, hashes: int | None, *, trained: bool) -> None:
-        """Add a step that has ended on this rank, with the hashes of its own samples; None for unknown."""
+        """Add a step that has ended on this rank, with the hashes of its own samples (None if unknown)."""
         if not step.taken:
             self.left, self.steps, self.last = self.left - 1, self.steps + 1, step
         self.trained = self.trained or trained
         self._sum = None if self._sum is None or hashes is None else (self._sum + hashes) & BITS
 
     def leave(self) -> None:
-        """Leave the steps that are to come."""
+        """Skip the remaining steps of the round."""
         self.left, self.steps, self._sum = 0, len(self.counts), None
 
     @property
     def samples(self) -> int:
-        """Samples of its steps so far, of all ranks."""
+        """Number of samples used so far in the round, over all ranks."""
         return self.loader_pass.position - self.position
 
     @property
     def hashed(self) -> Callable[[], int] | None:
-        """Function that returns the sum of the hashes of this rank's samples in the round; None for unknown."""
+        """Function that returns the sum of the hashes of this rank's samples in the round; None if unknown."""
         return None if self._sum is None else functools.partial(int, self._sum)

@@ -1,4 +1,4 @@
-"""Steps of a loader pass: samples of each rank, and times; no clock but the monotonic one is read here."""
+"""Steps of a loader pass: each rank's samples, and times read from the monotonic clock only."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from elastic_ray.state.progress import PassProgress
 
 @dataclasses.dataclass(slots=True)
 class LoaderStep:
-    """The step in progress of one loader pass.
+    """Current step of one loader pass.
 
     Attributes:
-        sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
-        scale: global / initial batch size, by the loader's setting (a short last step does not change it).
-        init_batch_size: global batch that the user's learning rate belongs to.
-        shape: how the loader cuts its full steps on each rank.
-        ordinal: how many loader passes of the epoch had begun when the step did.
-        can_switch: whether a group of a given size may begin after the step.
-        leads: the loader leads the job: its steps are the training's.
-        whole: each rank takes one whole batch, for evaluation; in a pass's last step some may have none.
-        sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
-        hashed: gives the sum of the hashes of this rank's indices, once its batches are fetched; None where the loader
+        sizes: ``sizes[rank][micro]`` is the number of samples of each rank's micro-batches.
+        scale: Global / initial batch size, by the loader's setting (a short last step does not change it).
+        init_batch_size: Global batch size for which the user's learning rate was chosen.
+        shape: Division of the loader's full steps on each rank.
+        ordinal: Number of loader passes of the epoch that had started when the step did.
+        can_switch: Returns True if a group of a given size may start after the step.
+        leads: Whether the loader is the job's leading one, whose steps are the training's.
+        whole: Each rank has one whole batch, for evaluation. In a pass's last step, some ranks may have none.
+        sample_tag: Digest of the samples that all ranks read identically for the step; 0 if there are none.
+        hashed: Returns the sum of the hashes of this rank's indices, once its batches are fetched. None if the loader
             does not know indices.
-        population: samples that the pass draws from without replacement; None where that is not known.
-        own_counts, counts: what the loop weighs micro-batches by: of this rank, and of all ranks once they are known.
-        count: samples of the whole step.
-        micro_steps: micro-batches that a rank takes in it.
-        is_last_micro: whether gradients are synchronised in the present micro-step.
-        weighed: whether the loop weighs this rank's micro-batches itself.
-        to_come: gives the samples of the pass's steps from this one on, at most so many; None where they are not known.
-        taken: it is another rank's, which is late: this one makes it beside its own.
-        given: it is this rank's, and another one makes it.
-        halved: whether it is cut into more micro-batches than its shape has, to measure the gradient's noise.
+        population: Number of samples from which the pass draws without replacement; None if unknown.
+        own_counts, counts: Weights that the loop gives to micro-batches: on this rank, and on all ranks once known.
+        count: Number of samples in the whole step.
+        micro_steps: Number of micro-batches per rank in the step.
+        is_last_micro: Whether gradients are synchronised in the current micro-step.
+        weighed: Whether the loop sets the weights of this rank's micro-batches.
+        to_come: Returns the samples of the pass's steps from this one on, for at most the given number of steps. None
+            if unknown.
+        taken: The step belongs to a slow rank, and this rank executes it in addition to its own.
+        given: The step belongs to this rank, and another rank executes it.
+        halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
 
     loader_pass: PassProgress
@@ -75,7 +76,7 @@ class LoaderStep:
         self.is_last_micro = self.micro == self.micro_steps - 1
 
     def give_away(self) -> None:
-        """Leave this rank's part of the step to another one."""
+        """Leave this rank's part of the step to another rank."""
         self.given, self.hashed = True, None if self.hashed is None else int
 
     def begin_micro(self, micro: int) -> None:
@@ -83,9 +84,10 @@ class LoaderStep:
         self.micro, self.is_last_micro = micro, micro == self.micro_steps - 1
 
     def weigh(self, count: float) -> None:
-        """Give the present micro-batch this weight in the step's mean gradient, in place of its samples.
+        """Set the current micro-batch's weight in the step's mean gradient, instead of its number of samples.
 
-        Raises RuntimeError: it has one already, or an earlier one of the step has none, or its gradient is there.
+        Raises RuntimeError: The micro-batch already has a weight or a gradient, or an earlier one of the step has no
+        weight.
         """
         if self._backward == self.micro:
             raise RuntimeError(
@@ -101,21 +103,21 @@ class LoaderStep:
         self.weighed = True
 
     def begin_backward(self) -> None:
-        """Start a backward pass of the present micro-batch, with the weight that it has by now."""
+        """Start a backward pass of the current micro-batch, which fixes its weight."""
         self._backward = self.micro
 
     def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
-        """Store the weights of all summed ranks, which make the loop's weights exact."""
+        """Store the weights of all ranks, which make the loop's weights exact."""
         self.counts = counts
 
     @property
     def work(self) -> Sequence[Sequence[float]]:
-        """``work[rank][micro]``: what the loop has given on all ranks, else samples."""
+        """``work[rank][micro]``: weights that the loop has set on all ranks, if known, else numbers of samples."""
         return self.counts if self.counts is not None and len(self.counts) == len(self.sizes) else self.sizes
 
     @property
     def counted(self) -> float | None:
-        """Weight that the loop has given on all ranks together; None where they have not exchanged it."""
+        """Sum of the weights that the loop has set on all ranks; None if they have not exchanged weights."""
         if len(self.sizes) == 1:
             return sum(self.own_counts)
         known = self.counts is not None and len(self.counts) == len(self.sizes)
@@ -123,22 +125,22 @@ class LoaderStep:
 
     @property
     def sample_scale(self) -> float:
-        """Samples of this very step / initial batch size."""
+        """Number of samples in this step / initial batch size."""
         return self.count / self.init_batch_size
 
     @property
     def equal_bsz(self) -> int:
-        """Largest micro-batch if all ranks took equally many samples."""
+        """Largest micro-batch if all ranks had equal numbers of samples."""
         return -(-self.count // (len(self.sizes) * self.micro_steps))
 
     @property
     def samples_left(self) -> int:
-        """Samples of the pass that are not used yet, those of this step included."""
+        """Number of unused samples of the pass, including those of this step."""
         return self.total - self.loader_pass.position
 
     @property
     def leaves_ranks_idle(self) -> bool:
-        """True if some ranks, the last ones, have no samples in this step."""
+        """True if the last ranks have no samples in this step."""
         return not self.sizes[-1][0]
 
     def is_idle(self, rank: int) -> bool:
@@ -146,11 +148,11 @@ class LoaderStep:
         return not self.sizes[rank][0]
 
     def weight(self, rank: int) -> float:
-        """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks).
+        """Return the weight of a rank's current micro-batch in the step's mean gradient (by samples, not by ranks).
 
-        Where the loop weighs micro-batches, this rank's until :attr:`counts` are known is not its share yet, but as
-        much for each unit of its count as for a sample: the shares of a step's earlier micro-batches are right but for
-        one factor, ``count / sum of the counts``.
+        If the loop sets weights, this rank's value is provisional until :attr:`counts` are known: a unit of weight
+        counts like one sample. The weights of a step's earlier micro-batches are then correct up to one common factor,
+        ``count / sum of the counts``.
         """
         if not self.own_counts:
             return self.sizes[rank][self.micro] / self.count
@@ -178,7 +180,7 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Collects step and micro-step times [s] of one batch shape and strategy; starts afresh at every change."""
+    """Clock of step and micro-step times [s] for one batch shape and strategy; restarts at every change."""
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
@@ -207,13 +209,14 @@ class StepClock:
         uneven: bool = False,
         steps: int = 1,
     ) -> None:
-        """Record the end of a committed step, or of several.
+        """Record the end of one or more committed steps.
 
         Args:
-            shape: of the batch; None when it trained nothing (evaluation).
-            strategy: tells ways of synchronising apart; None while one is being chosen, for such steps do not count.
-            uneven: its ranks had unequal shares; such times are not mixed with others.
-            steps: that were committed together; their mean time counts.
+            shape: Shape of the batch; None if the steps did not train (evaluation).
+            strategy: Key of the synchronisation strategy. None while a strategy is being chosen; such steps are not
+                timed.
+            uneven: The ranks had unequal shares; such times are kept separate.
+            steps: Number of steps committed together; their mean time counts.
         """
         now_s = time.monotonic()
         self._change_s = self._stands_s = None  # a change that was put off
@@ -247,15 +250,14 @@ class StepClock:
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
-        """Record that a new group has been formed; if it breaks before its ranks are identical, another one follows."""
+        """Record that a new group has been formed; if it breaks before its ranks are identical, another one is formed."""
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:
-        """Resume in a new generation.
+        """Resume in a new generation; return the pause since the last committed step, split by phase.
 
-        Return the time since the last committed step by its parts, 0 where there is none.
-
-        The parts are differences of one clock's readings, so that they sum to the whole.
+        All phases are 0 if no step was committed. They are differences between readings of one clock, so that they sum
+        to the whole pause.
         """
         now_s, last_s = time.monotonic(), self._last_edge_s
         self._restart(self._shape)
@@ -270,7 +272,7 @@ class StepClock:
         return pause
 
     def take(self) -> tuple[BatchChoice | None, int, float, float]:
-        """Shape, number of steps, and median step and micro-step time since the last call."""
+        """Return shape, number of steps, and median step and micro-step time [s] since the previous call."""
         steps, micros = self._steps, self._micros
         self._steps, self._micros = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
         return (

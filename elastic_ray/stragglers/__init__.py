@@ -1,1 +1,1 @@
-"""Stragglers: slow workers of a group, the causes, their relief, and their replacement."""
+"""Stragglers: detection of slow workers and its causes, smaller shares for them, and their replacement."""

@@ -1,7 +1,7 @@
 """Detection of slow ranks from their step times (pure).
 
-Only additions, multiplications, divisions and comparisons are used, which IEEE 754 fixes to the last bit, so that ranks
-on machines of different kinds come to the same verdict.
+Only additions, multiplications, divisions and comparisons are used, which IEEE 754 specifies to the last bit, so that
+ranks on different kinds of machines reach the same verdict.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _SIGNIFICANT = 3.0
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """Return the middle value; of an even number the smaller one of the two, so that it is one of the values."""
+    """Return the median; for an even number of values, the smaller of the two middle ones."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTrace:
-    """Moving averages of the ranks' step times in one group, since its members or shares have changed.
+    """Moving averages of the ranks' step times in one group, since its members or shares last changed.
 
-    A rank's time t is compared with the median's as it would be for as much work. Steps have a part that does not grow
-    with their work, of unknown size, so that of a healthy rank with q times the median's work only this is known:
-    t <= max(1, q) x the median's t. Times are divided by that bound: unequal work alone never makes a rank slow.
+    A rank's time t is compared with the time of the median rank for equal work. Part of a step does not grow with its
+    work, and the size of that part is unknown. For a healthy rank with q times the median's work, only this bound is
+    known: t <= max(1, q) x the median's t. Times are divided by that bound, so unequal work alone never makes a rank
+    slow.
     """
 
     skipped: int = 0  # steps that were left out at the beginning
@@ -60,10 +61,10 @@ class SpeedTrace:
         """Return the trace after one more step.
 
         Args:
-            work: samples (or tokens) of each rank, above 0; a step in which a rank has none does not count.
-            busy_s: time of each rank from the step's beginning to its complete gradients [s].
-            data_s: the part of it that was waiting for data [s].
-            among: ranks that are not known to be slow, with whose work that of all is compared.
+            work: samples (or tokens) of each rank; the step is ignored if any rank has none.
+            busy_s: time of each rank from the step's start until its gradients were complete [s].
+            data_s: part of ``busy_s`` spent waiting for data [s].
+            among: ranks not known to be slow; their median work is the reference.
         """
         if min(work) <= 0 or min(busy_s) <= 0:
             return self
@@ -98,7 +99,7 @@ class SpeedTrace:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> SpeedTrace:
-        """Restore a trace from :meth:`to_state`, of which tuples may have become lists."""
+        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
         per_rank = {name: tuple(tree[name]) for name in ("busy", "data", "recent")}
         last = tuple(tuple(row) for row in tree["last"])
         return cls(skipped=tree["skipped"], steps=tree["steps"], deviation=tree["deviation"], last=last, **per_rank)
@@ -109,23 +110,23 @@ class SpeedTrace:
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
-        """Return a rank's time over the median of the ranks ``among``; 1 before anything is known."""
+        """Return a rank's average time divided by the median of the ranks ``among``; 1 before the first step."""
         return self.busy[rank] / self._usual(among) if self.steps else 1.0
 
     def last_ratio(self, rank: int, among: Sequence[int]) -> float:
-        """Return the rank's time over the median of `among`, in the last five steps only."""
+        """Return a rank's time divided by the median of the ranks ``among``, over the last five steps only."""
         middle = [lower_median(times) for times in zip(*self.last, strict=True)]
         return middle[rank] / lower_median([middle[other] for other in among])
 
     def slow(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank is a straggler: on average, in most of the last steps, and beyond what noise explains."""
+        """True if the rank is a straggler: on average, in most recent steps, and beyond what noise explains."""
         if not self.ready or self.recent[rank].bit_count() < _SLOW_STEPS:
             return False
         excess = self.busy[rank] - self._usual(among)
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """True if most of the rank's time above the median is spent waiting for data."""
+        """True if the rank spends most of its time above the median waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 
@@ -149,10 +150,10 @@ _LEAST_PART = 1e-3  # of the time of a look: what sends for less is not told apa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SendTrace:
-    """Sending times of a group's ranks, in looks of one step or a second.
+    """Sending times of a group's ranks, evaluated after each step or each second, whichever is longer.
 
-    In a ring each rank sends as many bytes as any other, and all of them wait for the slowest connection: only the
-    sender's kernel knows which one that is. It cannot tell a slow sender from a slow receiver at its other end.
+    In a ring all ranks send equally many bytes and wait for the slowest connection; only the sender's kernel knows
+    which connection that is. It cannot distinguish a slow sender from a slow receiver.
     """
 
     seconds: float = 0.0  # of the look in progress [s]
@@ -167,9 +168,9 @@ class SendTrace:
         """Return the trace after one more step of all ranks.
 
         Args:
-            sending_s: time in which each was sending [s].
-            mib: what each handed to collectives [MiB].
-            seconds: time of the step [s].
+            sending_s: time that each rank spent sending [s].
+            mib: data that each rank passed to collectives [MiB].
+            seconds: duration of the step [s].
         """
         sums = dataclasses.replace(
             self, seconds=self.seconds + seconds, sending_s=_plus(self.sending_s, sending_s), mib=_plus(self.mib, mib)
@@ -177,7 +178,7 @@ class SendTrace:
         return sums._looked() if sums.seconds >= _LOOK_S else sums
 
     def _looked(self) -> SendTrace:
-        """Return the trace after the look in progress."""
+        """Return the trace after evaluating the current interval."""
         ranks = range(len(self.sending_s))
         excess_s = [self.sending_s[rank] - self._of_others(rank, self.sending_s) for rank in ranks]
         least_s = _LEAST_PART * self.seconds
@@ -204,7 +205,7 @@ class SendTrace:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> SendTrace:
-        """Restore a trace from :meth:`to_state`, of which tuples may have become lists."""
+        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
         lists = {name: tuple(tree[name]) for name in ("sending_s", "mib", "recent", "ratios", "slow")}
         return cls(seconds=tree["seconds"], looks=tree["looks"], **lists)
 
@@ -220,7 +221,7 @@ RESPONSES: tuple[str, ...] = get_args(Response)
 
 
 class StragglerCause(str, enum.Enum):
-    """Cause of a worker's slowness, as far as measures of it and the others show."""
+    """Probable cause of a worker's slowness, judging by the measures of all workers."""
 
     WORKER = "worker"
     NODE = "node"
@@ -230,7 +231,7 @@ class StragglerCause(str, enum.Enum):
 
     @property
     def sentence(self) -> str:
-        """The cause in words."""
+        """Description of the cause."""
         return {
             StragglerCause.WORKER: "the others on its node, if any, are not slow",
             StragglerCause.NODE: "all workers on its node are slow",
@@ -244,7 +245,7 @@ class StragglerCause(str, enum.Enum):
 class StragglerConfig:
     """Configuration of the response to stragglers.
 
-    Raises ValueError: no such response, or a time that is not above 0.
+    Raises ValueError: the response is unknown, or the time is not above 0.
     """
 
     response: Response = "ignore"  # see :data:`Response`
@@ -257,12 +258,12 @@ class StragglerConfig:
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
     def goes_beyond(self, other: StragglerConfig) -> bool:
-        """True if this response does more than `other`."""
+        """True if this configuration's response does more than that of `other`."""
         return RESPONSES.index(self.response) > RESPONSES.index(other.response)
 
     @property
     def watches(self) -> bool:
-        """True if stragglers are watched for."""
+        """True if stragglers are detected at all."""
         return self.response != "ignore"
 
     @property
@@ -278,7 +279,7 @@ class StragglerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWorker:
-    """A worker that holds up its group."""
+    """Worker that slows down its group."""
 
     worker: str
     node: str

@@ -1,7 +1,7 @@
-"""Shares of a group whose workers are on GPUs of several types: by speed, for a slow type is no straggler (pure).
+"""Shares of a group with several GPU types, by speed: a worker on a slow GPU type is not a straggler (pure).
 
-Only additions, multiplications, divisions and comparisons are used, which IEEE 754 fixes to the last bit, so that ranks
-on machines of different kinds come to the same shares.
+Only additions, multiplications, divisions and comparisons are used, which IEEE 754 specifies to the last bit, so that
+ranks on different kinds of machines compute the same shares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_WEIGHT = 1.0 / 64.0
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Sums:
-    """Medians of the workers of one type, summed over steps."""
+    """Medians over the workers of one GPU type, summed over steps."""
 
     busy_s: float = 0.0  # until their gradients were complete [s]
     samples: float = 0.0  # of one worker
@@ -32,16 +32,16 @@ class _Sums:
 
 
 class TypeShares:
-    """Shares by type of GPU.
+    """Shares by GPU type.
 
-    A type that takes r times as long as the fastest takes 1 / r of its samples next, until times are equal, from
-    averages over ten steps. Before anything is measured, shares follow the model's speeds. A step whose ranks are
-    compared with each other is compared within each type.
+    A type that takes r times as long as the fastest gets 1 / r of its samples next, until times are equal, based on
+    averages over ten steps. Before anything is measured, shares follow the model's predicted speeds. Ranks are compared
+    with each other only within a type.
 
     Args:
-        members: gives the group's members by rank; none before the first group.
-        measured: gives what they have measured of the latest step.
-        equal: whether the present group is to have equal shares, since unequal ones did not fit into memory.
+        members: returns the group's members in rank order; empty before the first group.
+        measured: returns the members' measures of the latest step.
+        equal: returns True if the current group must have equal shares, because unequal shares did not fit into memory.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class TypeShares:
 
     @property
     def mixed(self) -> bool:
-        """True if the present group has several GPU types."""
+        """True if the current group has several GPU types."""
         members = self._members()
         if members is not self._of:
             self._of, self._mixed = members, len({member.gpu_type for member in members}) > 1
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Return shares of the present ranks in a step's samples; None where they are equal.
+        """Return the current ranks' shares of a step's samples; None if they are equal.
 
         Args:
-            others: shares for another reason, by rank, which are multiplied with these; None where there is none.
+            others: further weights by rank, which multiply those by type; None if there are none.
         """
         if not self.mixed:
             return tuple(others) if others is not None else None
@@ -84,14 +84,14 @@ class TypeShares:
         return None if min(own) == max(own) else tuple(own)
 
     def comparable(self, sizes: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        """Return samples of each rank and micro-batch, as they would be if the ranks' types had equal shares."""
+        """Return the samples of each rank and micro-batch, scaled as if all GPU types had equal shares."""
         if not self.mixed:
             return sizes
         known, members = self._known(), self._members()
         return [[n / known[m.gpu_type] for n in row] for m, row in zip(members, sizes, strict=True)]
 
     def comparable_measures(self) -> Sequence[WorkerMeasures]:
-        """Return the ranks' measures with times scaled as if all GPU types were equally fast in this step."""
+        """Return the ranks' measures, with times scaled as if all GPU types had been equally fast in this step."""
         measured, members = self._measured(), self._members()
         if not self.mixed or len(measured) != len(members):
             return measured
@@ -132,7 +132,7 @@ class TypeShares:
         self._sums, self._reported, self._steps = {}, {}, -_WARM_UP
 
     def _follow(self) -> None:
-        """Move shares towards equal times, where that is worth a change."""
+        """Move shares towards equal times, if the change is large enough."""
         known = self._known()
         wanted = {gpu: known[gpu] / sums.busy_s for gpu, sums in self._sums.items()}
         fastest = max(wanted.values())
@@ -146,7 +146,7 @@ class TypeShares:
             self._sums, self._steps = {}, 0
 
     def _known(self) -> dict[str, float]:
-        """Return the weight of each present type, the largest being 1: measured, or else by the model's speeds."""
+        """Return the weight of each GPU type present, scaled to a maximum of 1: measured or, before that, predicted."""
         speeds: dict[str, float] = {}
         for member in self._members():
             speeds.setdefault(member.gpu_type, member.speed)
@@ -162,14 +162,14 @@ class TypeShares:
         return {gpu: max(_LEAST_WEIGHT, weight / fastest) for gpu, weight in found.items()}
 
     def _medians(self, values: Sequence[float]) -> dict[str, float]:
-        """Lower median of the values of each type's ranks."""
+        """Return the lower median of the values of each GPU type's ranks."""
         by_type: dict[str, list[float]] = {}
         for member, value in zip(self._members(), values, strict=True):
             by_type.setdefault(member.gpu_type, []).append(value)
         return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
 
     def take(self) -> tuple[MeasuredPart, ...]:
-        """Return the sums of each GPU type since the last call; empty for a group of one type, or no steps."""
+        """Return each GPU type's sums since the last call; empty if the group has one type or there were no steps."""
         seen, self._reported = self._reported, {}
         members = [member.gpu_type for member in self._members()]
         if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):
@@ -186,7 +186,7 @@ class TypeShares:
         )
 
     def capture(self) -> dict[str, Any]:
-        """Return state for joiners and checkpoints."""
+        """Return the state for joiners and checkpoints."""
         sums = {gpu: dataclasses.asdict(each) for gpu, each in self._sums.items()}
         return {"weights": dict(self._weights), "seen": list(self._seen), "steps": self._steps, "sums": sums}
 

@@ -1,4 +1,4 @@
-"""Watch of one group's stragglers, equal on all ranks, from measures that all of them have (pure)."""
+"""Watch for one group's stragglers, equal on all ranks, from measures known to all of them (pure)."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ _ALPHA = 0.1
 
 
 class StragglerWatch:
-    """Finds stragglers, gives them fewer samples, and names those to replace.
+    """Finds stragglers, gives them fewer samples, and marks those to be replaced.
 
-    Every committed step of training is reported to it, on all ranks; it keeps no other clock than the steps' own
-    times. Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the
-    others takes 1 / r of its samples next. With a part of the step that does not shrink this converges from above, for
-    the ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
+    Every committed training step must be reported on all ranks; durations come from the steps' own times, not from a
+    clock. If stragglers get fewer samples, shares follow the measured times: a rank that takes r times as long as the
+    others gets 1 / r of its samples next. If part of a step does not shrink with its samples, this converges from
+    above, with an error that shrinks each time by the factor (that part) / (whole step). A rank that catches up regains
+    its samples in the same way.
 
     Args:
-        config: what is done, as far as nobody asks for more.
-        members: gives the group's members by rank; none before the first group.
-        equal: whether the present group is to have equal shares, since unequal ones did not fit into memory. From then
-            on all groups have.
-        measured: gives what they have measured of the latest step.
-        tell: tells the job's user something.
-        measure: has steps measured from now on.
+        config: response to stragglers, unless :meth:`ask` requests more.
+        members: returns the group's members in rank order; empty before the first group.
+        equal: returns True if the current group must have equal shares, because unequal shares did not fit into memory.
+            From then on, all later groups have equal shares too.
+        measured: returns the members' measures of the latest step.
+        tell: sends a message to the job's user.
+        measure: enables the measurement of steps.
     """
 
     def __init__(
@@ -81,18 +82,18 @@ class StragglerWatch:
         self.ask(config)
 
     def ask(self, config: StragglerConfig) -> None:
-        """Do at least this about stragglers; before the first epoch, on all ranks alike."""
+        """Request at least this response; call it before the first epoch, on all ranks."""
         if config.goes_beyond(self._config):
             self._config = config
             self._measure()
 
     def lacks(self, config: StragglerConfig) -> bool:
-        """True if `config` asks for more than is done now."""
+        """True if `config` requests more than the current response."""
         return config.goes_beyond(self._config)
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """Shares of the present ranks in a step's samples; None where they are equal."""
+        """The current ranks' shares of a step's samples; None if they are equal."""
         if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
@@ -100,14 +101,14 @@ class StragglerWatch:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Time for equal work over the group's median, by rank; empty before enough steps were measured."""
+        """Each rank's time for equal work divided by the group's median; empty until enough steps are measured."""
         if not self._trace.ready or self._workers != tuple(member.worker for member in self._members()):
             return ()
         return tuple(self._trace.ratio(rank, self._healthy) for rank, _ in enumerate(self._workers))
 
     @property
     def uneven(self) -> bool:
-        """True if ranks have unequal shares, so that step times say nothing of equal ones."""
+        """True if ranks have unequal shares, so that step times are not representative of equal shares."""
         return self.weights is not None
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
@@ -143,7 +144,7 @@ class StragglerWatch:
         self._ask_for_replacement()
 
     def _enter(self, workers: tuple[str, ...]) -> None:
-        """Enter a group that may have changed; what is known of workers that are still there stays."""
+        """Enter a group that may have changed, keeping what is known about the workers that remain."""
         if workers == self._workers:
             return
         self.slow = tuple(each for each in self.slow if each.worker in workers)
@@ -153,7 +154,7 @@ class StragglerWatch:
         self._rest, self._rising = MIN_STEPS, None
 
     def _withdraw(self) -> None:
-        """Give all ranks equal shares for good; those that are slow stay known as such."""
+        """Give all ranks equal shares for good; stragglers remain known."""
         if self._withdrawn:
             return
         self._withdrawn = True
@@ -166,7 +167,7 @@ class StragglerWatch:
             self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + seconds) for each in self.slow)
 
     def _judge(self, members: Sequence[Member]) -> None:
-        """Find new stragglers, and those that have caught up."""
+        """Find new stragglers, and remove those that have caught up."""
         known = {each.worker: each for each in self.slow}
         healthy = self._healthy
         if not known and not any(self._trace.slow(rank, healthy) for rank in healthy):
@@ -192,7 +193,7 @@ class StragglerWatch:
 
     @property
     def _healthy(self) -> tuple[int, ...]:
-        """Ranks that are not known to be slow, or all where every one is."""
+        """Ranks not known to be slow, or all ranks if every one is slow."""
         ranks = tuple(range(len(self._workers)))
         if not self.slow:
             return ranks
@@ -200,7 +201,7 @@ class StragglerWatch:
         return tuple(rank for rank in ranks if self._workers[rank] not in slow) or ranks
 
     def _found(self, rank: int, members: Sequence[Member]) -> SlowWorker:
-        """Return a new straggler."""
+        """Return the record of a new straggler, with its probable cause."""
         member, healthy, trace = members[rank], self._healthy, self._trace
         here = [other for other, each in enumerate(members) if each.node == member.node]
         cause = StragglerCause.WORKER
@@ -214,7 +215,7 @@ class StragglerWatch:
         return SlowWorker(worker=member.worker, node=member.node, ratio=ratio, cause=cause)
 
     def _judge_senders(self, members: Sequence[Member]) -> None:
-        """Find workers that send slowly though they compute as fast as the others, and those that do so no more."""
+        """Find workers that send slowly but compute at normal speed, and remove those that no longer do."""
         known, slow = {each.worker: each for each in self.senders}, {each.worker for each in self.slow}
         found: dict[str, SlowWorker] = {}
         for rank in self._sends.slow:
@@ -232,7 +233,7 @@ class StragglerWatch:
 
     @staticmethod
     def _detail(state: str, slow: SlowWorker, rank: int) -> dict[str, Any]:
-        """Return numbers of an event."""
+        """Return the details of an event as plain values."""
         return {
             "state": state,
             "worker": slow.worker,
@@ -244,7 +245,7 @@ class StragglerWatch:
         }
 
     def _share(self) -> None:
-        """Move the shares of slow ranks towards equal times, where that is worth a change."""
+        """Move the shares of slow ranks towards equal times, if the change is large enough."""
         if not self._config.shares or self._withdrawn or not self.slow:
             return
         wanted, healthy = [], self._healthy
@@ -272,12 +273,12 @@ class StragglerWatch:
         self._reshared()
 
     def _reshared(self) -> None:
-        """Restart the measurements, because shares and times change with the next step."""
+        """Restart the measurements, because new shares apply from the next step on."""
         self.changes += 1
         self._trace, self._recent = SpeedTrace(), RecentSteps()
 
     def _ask_for_replacement(self) -> None:
-        """Mark those that have been too slow for too long."""
+        """Mark workers that have been too slow for too long to be replaced."""
         config = self._config
         if config.replaces and self.slow:
             self.slow = tuple(
@@ -288,7 +289,7 @@ class StragglerWatch:
             )
 
     def capture(self) -> dict[str, Any]:
-        """Return state for joiners and checkpoints."""
+        """Return the state for joiners and checkpoints."""
         return {
             "workers": list(self._workers),
             "trace": self._trace.to_state(),
@@ -322,10 +323,10 @@ def _from_state(tree: Mapping[str, Any]) -> SlowWorker:
 
 
 def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
-    """Return the record of a straggler that takes `times` as long as the others with its present share.
+    """Return the record of a straggler that takes `times` as long as the others with its current share.
 
-    With a part c of its time that does not shrink with its work, a share w takes r (c + (1 - c) w) times as long, r
-    being the ratio at equal work. The first measurement at another share gives c, for r is known from before.
+    If a part c of its time does not shrink with its work, a share w takes r (c + (1 - c) w) times as long, where r is
+    the ratio at equal work. The first measurement at another share gives c, since r is already known.
     """
     fixed = slow.fixed
     if fixed is None and slow.weight < 1.0:
@@ -336,7 +337,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecentSteps:
-    """Sums over the latest steps, as long as they are short."""
+    """Sums over the latest steps, which are combined while they are short."""
 
     work: list[float] = dataclasses.field(default_factory=list)  # samples of each rank
     # time of each rank until its gradients were complete [s]
@@ -348,7 +349,7 @@ class RecentSteps:
     seconds: float = 0.0  # of the steps, by the slowest rank's clock [s]
 
     def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
-        """Return the sums with another step."""
+        """Return the sums including another step."""
         return RecentSteps(
             work=_added(self.work, [sum(row) for row in sizes]),
             busy_s=_added(self.busy_s, [each.compute_s + each.data_s for each in measured]),
@@ -385,8 +386,9 @@ class MemoryTrace:
     def short(self, rank: int, among: Sequence[int]) -> bool:
         """True if a slow rank lacks memory, compared with the ranks ``among``.
 
-        Its pages from disks explain at least a quarter of what it takes longer, or its memory is full and theirs is
-        not. What all ranks do (reading a mapped file) or have (a GPU that is full by design) explains nothing.
+        Either its page faults explain at least a quarter of its extra time, or its memory is full and that of the
+        others is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full by design) explain
+        nothing.
         """
         others = [other for other in among if other != rank]
         if not self.used or not others:
@@ -404,7 +406,7 @@ class MemoryTrace:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> MemoryTrace:
-        """Restore a trace from :meth:`to_state`, of which tuples may have become lists."""
+        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
         return cls(**{name: tuple(values) for name, values in tree.items()})
 
 

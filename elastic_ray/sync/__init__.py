@@ -1,4 +1,4 @@
-"""Gradient synchronisation: a strategy for each parameter, and the engines that carry it out."""
+"""Gradient synchronisation: a strategy for each parameter, and the engines that execute it."""
 
 from __future__ import annotations
 

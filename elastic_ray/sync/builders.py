@@ -1,6 +1,6 @@
-"""Builders of strategies, with AutoDist's and KungFu's names: from a model and a group to a ``Strategy`` (pure).
+"""Strategy builders, named as in AutoDist and KungFu, which make a ``Strategy`` for a model and a group (pure).
 
-Each says in its docstring what it was called where it comes from, and what is different here.
+Each builder's docstring gives its original name and the differences from the original.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from placement.checks import check_whole
 
 
 class StrategyBuilder(Protocol):
-    """Protocol of a strategy builder: makes a strategy for a model.
+    """Protocol of a strategy builder, which makes a strategy for a model.
 
-    Builders of your own are welcome wherever a strategy is.
+    Custom builders are accepted wherever a strategy is.
 
     Examples:
         >>> from elastic_ray.sync import Strategy
@@ -31,7 +31,7 @@ class StrategyBuilder(Protocol):
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; equal on every rank that calls it with equal arguments."""
+        """Return the strategy; equal on every rank that calls it with equal arguments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class AllReduce:
     """All-reduce of every gradient in flat buckets, as torch DDP does (AutoDist: AllReduce).
 
     Attributes:
-        bucket_bytes: size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
-        wire: form of the gradients.
-        topology: the way of the gradients through the group, see ``Reduce`` (KungFu's strategies).
+        bucket_bytes: Size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
+        wire: Form in which gradients are sent.
+        topology: Topology of the all-reduce, see ``Reduce`` (KungFu's strategies).
 
     Examples:
         >>> from elastic_ray.sync import AllReduce
@@ -68,10 +68,10 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSGD:
-    """Matrices as products of two of low rank, with error feedback (Vogels et al., NeurIPS 2019).
+    """Low-rank compression of gradient matrices, with error feedback (Vogels et al., NeurIPS 2019).
 
     Attributes:
-        rank: of the approximation; 4 is usual.
+        rank: Rank of the approximation; 4 is usual.
 
     Examples:
         >>> from elastic_ray.sync import PowerSGD
@@ -91,9 +91,9 @@ class PowerSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PS:
-    """Gradients are added up on rank 0, which sends the mean back: the traffic of one parameter server (AutoDist: PS).
+    """Reduction to rank 0, which sends the mean back: the traffic of one parameter server (AutoDist: PS).
 
-    All ranks update. AutoDist's server holds and updates the parameters, and may do it asynchronously.
+    All ranks apply the update. AutoDist's server holds and updates the parameters, and may do so asynchronously.
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
@@ -103,7 +103,7 @@ class PS:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PSLoadBalancing:
-    """Each rank adds up the gradients of some tensors, balanced by bytes (AutoDist: PSLoadBalancing); see ``PS``."""
+    """Variant of ``PS`` in which each rank owns some tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """Build the strategy; see ``StrategyBuilder``."""
@@ -112,10 +112,11 @@ class PSLoadBalancing:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedAR:
-    """Each bucket in several all-reduces at once, for links that one stream does not fill (AutoDist: PartitionedAR).
+    """Several concurrent all-reduces per bucket, for links that one stream does not fill (AutoDist: PartitionedAR).
 
     Attributes:
-        parts: how many. AutoDist takes the smallest divisor of the first dimension, which is all of a prime one.
+        parts: Number of all-reduces. AutoDist uses the smallest divisor of the first dimension, so a prime dimension
+            has as many parts as its size.
     """
 
     parts: int = 4
@@ -130,11 +131,11 @@ class PartitionedAR:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RandomAxisPartitionAR:
-    """Variant of ``PartitionedAR`` along an axis that a seed chooses for each tensor (AutoDist: RandomAxisPartitionAR).
+    """Variant of ``PartitionedAR`` along a random axis of each tensor (AutoDist: RandomAxisPartitionAR).
 
     Attributes:
-        parts: how many.
-        seed: of the choice; AutoDist's is another one on each run.
+        parts: Number of all-reduces.
+        seed: Seed for the choice of the axis; AutoDist chooses anew in each run.
     """
 
     parts: int = 4
@@ -153,8 +154,8 @@ class Parallax:
     """Touched rows of embedding tables, all-reduce for the rest (Parallax, EuroSys 2019; AutoDist: Parallax).
 
     Attributes:
-        update: see ``Rows``.
-        wire: form of the other gradients.
+        update: Layout of a table's ``.grad`` after synchronisation; see ``Rows``.
+        wire: Form in which the other gradients are sent.
 
     Examples:
         >>> from elastic_ray.sync import Parallax
@@ -188,8 +189,8 @@ class LocalSGD:
     """Strategy that averages models every few steps (Stich, ICLR 2019).
 
     Attributes:
-        period: steps between two averages.
-        give_back: as of ``Average``.
+        period: Number of steps between averages.
+        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import LocalSGD
@@ -214,13 +215,13 @@ class LocalSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
-    """Local steps, then an outer Nesterov step of their mean (Douillard et al., arXiv 2311.08105).
+    """Local steps, followed by an outer Nesterov step towards the mean model (Douillard et al., arXiv 2311.08105).
 
     Attributes:
-        period: steps between two outer ones.
-        outer_lr: its learning rate.
-        outer_momentum: its momentum.
-        give_back: as of ``Average``.
+        period: Number of local steps between outer steps.
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Momentum of the outer step.
+        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import DiLoCo
@@ -256,9 +257,9 @@ class SMA:
     """Strategy that pulls every rank to the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
 
     Attributes:
-        alpha: share of the way.
-        period: steps between two pulls.
-        give_back: as of ``Average``.
+        alpha: Fraction of the distance to the mean that each pull covers.
+        period: Number of steps between pulls.
+        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import SMA
@@ -284,14 +285,14 @@ class SMA:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairAveraging:
-    """Strategy that averages two ranks' models in each step (KungFu: PairAveragingOptimizer, after AD-PSGD).
+    """Strategy that averages the models of pairs of ranks (KungFu: PairAveragingOptimizer, after AD-PSGD).
 
-    KungFu pulls from a random peer at any time; here the pairs follow a schedule, and both take the mean, so that the
-    mean over all ranks stays what it is.
+    KungFu pulls from a random peer at any time. Here the pairs follow a schedule and both ranks adopt their mean,
+    which preserves the mean over all ranks.
 
     Attributes:
-        period: steps between two.
-        give_back: as of ``Average``.
+        period: Number of steps between averages.
+        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
@@ -316,11 +317,11 @@ class PairAveraging:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveSGD:
-    """SMA at first, all-reduce from some step on (KungFu: AdaptiveSGDOptimizer).
+    """Strategy that starts with SMA and switches to all-reduce at a given step (KungFu: AdaptiveSGDOptimizer).
 
     Attributes:
-        change_step: optimizer steps with SMA.
-        alpha: as of ``SMA``.
+        change_step: Number of optimizer steps with SMA.
+        alpha: Fraction of the distance to the mean that each pull covers, as in ``SMA``.
 
     Examples:
         >>> from elastic_ray.sync import AdaptiveSGD
@@ -345,11 +346,12 @@ class AdaptiveSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Race of what may be fastest, over real steps of the training; the winner stays.
+    """Race between candidate strategies over real training steps; the fastest is kept.
 
     Attributes:
-        exact: only strategies whose step is that of plain data-parallel training.
-        steps: that are spent at most. They train the model as all others; a job of a kind that is known spends none.
+        exact: Whether to race only strategies whose step equals plain data-parallel training.
+        steps: Maximum number of steps of the race. They train the model like all other steps. A job whose fastest
+            strategy is known from earlier jobs does not race.
 
     Examples:
         >>> from elastic_ray.sync import Auto
@@ -365,17 +367,17 @@ class Auto:
         check_count("steps", self.steps, least=12, most=1000)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy that training starts with: touched rows for sparse tables, all-reduce for the rest."""
+        """Return the strategy that training starts with: touched rows for tables, all-reduce for the rest."""
         return dataclasses.replace(Parallax().build(profile, topology), name="auto")
 
 
 def exactly(name: str) -> str:
-    """Return the glob that matches this name alone."""
+    """Return a glob that matches only this name."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
-    """Build a strategy with one `sync` for all parameters except those with sparse gradients, which exchange rows."""
+    """Return a strategy with one `sync` for all parameters, except that sparse gradients are exchanged as rows."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
     )
@@ -405,14 +407,14 @@ class _Tiles:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ZeRO1(_Tiles):
-    """Gradients by all-reduce; the optimizer state in tiles that lie with some ranks each (ZeRO-1, SC 2020).
+    """All-reduced gradients, and optimizer state in tiles that are owned by a few ranks each (ZeRO-1, SC 2020).
 
-    In ZeRO each rank owns one slice. Here the state is cut into tiles, the same for every size of group, so that few of
-    them move when it changes; and each tile has a second owner that makes the same updates, so that the loss of a
-    worker loses nothing.
+    In ZeRO each rank owns one slice. Here the state is cut into tiles that are the same for every group size, so
+    that few of them move when the size changes. Each tile has a second owner that makes the same updates, so that
+    losing one worker loses no state.
 
     Attributes:
-        copies: owners of a tile.
+        copies: Number of owners per tile.
 
     Examples:
         >>> from elastic_ray.sync import ZeRO1
@@ -427,12 +429,12 @@ class ZeRO1(_Tiles):
 class ZeRO2(_Tiles):
     """Variant of ``ZeRO1`` that sends gradients only to the owners of their tile (ZeRO-2, SC 2020).
 
-    A rank sends each part of its gradient to one owner, which adds up and sends the sum to the second one. So ``.grad``
-    has no elements: its 2-norm is known, clipping by that and AMP's ``GradScaler`` work as they are, and what needs the
-    elements raises an error.
+    A rank sends each part of its gradient to one owner, which sums the parts and sends the sum to the second
+    owner. So ``.grad`` has no elements. Its 2-norm is known, and clipping by that norm and AMP's ``GradScaler``
+    work unchanged; operations that need the elements raise an error.
 
     Attributes:
-        copies: owners of a tile.
+        copies: Number of owners per tile.
 
     Examples:
         >>> from elastic_ray.sync import ZeRO2
@@ -446,14 +448,14 @@ class ZeRO2(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedPS(_Tiles):
-    """Parts of each tensor have owners, which update them (AutoDist: PartitionedPS, synchronous).
+    """Parts of each tensor with owners that update them (AutoDist: PartitionedPS, synchronous).
 
-    A tensor is divided along its first dimension, into as many parts as the smallest divisor of that from 2 on; a prime
-    dimension into at most 64. AutoDist's parts lie with one server each, and gradients go to these. Here each part has
-    ``copies`` owners among the ranks, and gradients are all-reduced, for code that clips them.
+    A tensor is divided along its first dimension, into as many parts as the dimension's smallest divisor above 1,
+    but at most 64. In AutoDist each part is on one server, which receives its gradients. Here each part has
+    ``copies`` owners among the ranks, and gradients are all-reduced, so that user code can clip them.
 
     Attributes:
-        copies: owners of a part.
+        copies: Number of owners per part.
     """
 
     _NAME: ClassVar[str] = "partitioned_ps"
@@ -462,12 +464,12 @@ class PartitionedPS(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenPartitionedPS(_Tiles):
-    """Variant of ``PartitionedPS`` whose number of parts is the smallest that does not divide the first dimension.
+    """Variant of ``PartitionedPS`` with the smallest number of parts that does not divide the first dimension.
 
     AutoDist: UnevenPartitionedPS.
 
     Attributes:
-        copies: owners of a part.
+        copies: Number of owners per part.
     """
 
     _NAME: ClassVar[str] = "uneven_partitioned_ps"

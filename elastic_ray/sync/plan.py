@@ -1,4 +1,4 @@
-"""A strategy for one model and one group, worked out: which buckets there are, and what is done with each (pure)."""
+"""Plan of a strategy for one model and one group: its buckets, and how each is synchronised (pure)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class ParamInfo:
     """Description of one trainable parameter.
 
     Attributes:
-        names: those it has in the model, more than one where it is tied.
-        shape: of the tensor.
-        dtype: of the tensor, as ``"float32"``.
-        itemsize: bytes of an element.
-        device: as ``"cpu"``; ranks may have other numbers of one kind.
-        group: its parameter group in the optimizer.
-        sparse: a layer that is set to ``sparse=True`` gives it gradients.
-        table: only embedding layers use it, as far as the module tree tells.
-        rows: distinct rows that a rank has touched in a step, the median; None while unknown, or not a table.
-        divisible: its elements lie in memory in order, so that a part of them is a tensor, too.
+        names: Names in the model; a tied parameter has several.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor, such as ``"float32"``.
+        itemsize: Size of an element [bytes].
+        device: Kind of device, such as ``"cpu"``; device numbers may differ between ranks.
+        group: Index of its parameter group in the optimizer.
+        sparse: Whether a layer with ``sparse=True`` gives it gradients.
+        table: Whether only embedding layers use it, according to the module tree.
+        rows: Median number of distinct rows that a rank touches in a step; None if unknown, or if it is not a table.
+        divisible: Whether its elements are contiguous in memory, so that parts of it are tensors.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class ParamInfo:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """First of the parameter's names."""
         return self.names[0]
 
     @property
@@ -52,19 +52,19 @@ class ParamInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor [bytes]."""
         return self.numel * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerInfo:
-    """An optimizer, as far as strategies depend on it.
+    """Properties of an optimizer that strategies depend on.
 
     Attributes:
-        name: of its class.
-        takes_sparse: whether it steps sparse gradients, and as it would dense ones.
-        only_sparse: whether it steps nothing else (SparseAdam).
-        elementwise: whether an element's update depends on no other element of its tensor.
+        name: Name of its class.
+        takes_sparse: Whether it can step sparse gradients, with the same result as for dense ones.
+        only_sparse: Whether it can step only sparse gradients (SparseAdam).
+        elementwise: Whether an element's update depends on no other element of its tensor.
     """
 
     name: str = "SGD"
@@ -75,13 +75,13 @@ class OptimizerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model.
+    """Description of a model's parameters and optimizers.
 
     Attributes:
-        params: trainable parameters, group by group, in the model's order within each.
-        optimizer: steps them.
-        by_group: the optimizer of each parameter group, where the model has several.
-        frozen: names of parameters that are not trained at present.
+        params: Trainable parameters, group by group, in the model's order within each group.
+        optimizer: Optimizer of the parameters; the first one if the model has several.
+        by_group: Optimizer of each parameter group if the model has several optimizers; else empty.
+        frozen: Names of parameters that are currently not trained.
     """
 
     params: tuple[ParamInfo, ...]
@@ -96,11 +96,11 @@ class ModelProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The ranks of a group.
+    """Locations of a group's ranks.
 
     Attributes:
-        nodes: the node of each rank, by any name.
-        domains: the network's domain of each node, likewise; none where not all labels say it.
+        nodes: Node of each rank, by any name.
+        domains: Network domain of each rank's node, by any name; empty unless all nodes are labelled with one.
     """
 
     nodes: tuple[str, ...] = ("node-0",)
@@ -113,17 +113,17 @@ class Topology:
 
     @property
     def node_numbers(self) -> tuple[int, ...]:
-        """The node of each rank, as a number from 0 on; nodes of one domain are neighbours."""
+        """Node of each rank as a number from 0; nodes of one domain have consecutive numbers."""
         return _numbers(tuple(zip(self.domains, self.nodes, strict=True)) if self.domains else self.nodes)
 
     @property
     def level_numbers(self) -> tuple[int, ...]:
-        """The domain of each rank, as a number from 0 on, where the group spans several; else its node."""
+        """Domain of each rank as a number from 0 if the group spans several domains; else its node."""
         return _numbers(self.domains) if len(set(self.domains)) > 1 else self.node_numbers
 
     @property
     def why_flat(self) -> str:
-        """Reason why there are no two levels; empty where there are."""
+        """Reason why the group does not have two levels; empty if it does."""
         there = len(set(self.level_numbers))
         if there == 1:
             return "all ranks are on one node"
@@ -176,17 +176,17 @@ class SyncPlan:
 
     @property
     def digest(self) -> int:
-        """40 bits that tell plans apart; compared by all ranks before the first step."""
+        """40-bit digest that distinguishes plans; compared by all ranks before the first step."""
         text = repr([(b.params, b.group, b.sync, b.owner, b.nodes) for b in self.buckets]) + self.strategy.to_json()
         text += repr(self.tiles.divided) if self.tiles is not None else ""
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
 
 
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
-    """Work out a strategy.
+    """Return the plan of a strategy for a model and a group.
 
-    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot
-    step what a rule would give it.
+    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer
+    cannot step the gradients that a rule produces.
     """
     assigned = _assign(strategy, profile)
     for param, sync in zip(profile.params, assigned, strict=True):
@@ -214,21 +214,21 @@ def _reduction(sync: Sync, *, divided: bool) -> Sync:
 
 
 def _nodes(sync: Sync, topology: Topology) -> tuple[int, ...]:
-    """Return where ranks are, for gradients that take a way of their own through the group; else nothing."""
+    """Return the location of each rank if the topology depends on it; else an empty tuple."""
     if not isinstance(sync, Reduce) or sync.topology == "native":
         return ()
     return topology.level_numbers if sync.topology == "two_level" else topology.node_numbers
 
 
 def _routed(sync: Sync, topology: Topology) -> Sync:
-    """The native way where two levels are one."""
+    """Return `sync` with the native topology in place of ``"two_level"`` if the group does not have two levels."""
     if isinstance(sync, Reduce) and sync.topology == "two_level" and topology.why_flat:
         return dataclasses.replace(sync, topology="native")
     return sync
 
 
 def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
-    """Return parameters in tiles; raises StrategyError for rules that cut or copy them in different ways."""
+    """Return parameters in tiles; raise StrategyError if rules cut or copy tiles differently."""
     found = {i: sync for i, sync in enumerate(syncs) if isinstance(sync, Owner) and sync.owns_tiles}
     if not found:
         return None
@@ -243,7 +243,7 @@ def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
 
 
 def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
-    """Return each parameter's `sync`: that of the first rule that matches one of its names, else the default."""
+    """Return each parameter's `sync`, from the first rule that matches one of its names, else the default."""
     matched: set[int] = set()
     found: list[Sync] = []
     for param in profile.params:
@@ -271,7 +271,7 @@ def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
 
 
 def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
-    """Raise StrategyError where a parameter or its optimizer does not suit."""
+    """Raise StrategyError if `sync` does not suit the parameter or its optimizer."""
     if isinstance(sync, Owner) and sync.owns_tiles and param.dtype.startswith("complex"):
         raise StrategyError(
             f"parameters in tiles must be real, but {param.name} is {param.dtype}: use strategy='all_reduce', or give "
@@ -300,9 +300,10 @@ def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
 
 
 def _cut_all(params: Sequence[ParamInfo], syncs: Sequence[Sync]) -> list[BucketPlan]:
-    """Return buckets of one group, dtype, device and way each, in the order of reduction.
+    """Return buckets in the order of reduction, each with one group, dtype, device and synchronisation.
 
-    Tables come last, as in backward; but a small bucket comes after them, so that control values ride on it.
+    Tables come last, as in backward. If the last dense bucket is small, it comes after them and carries control
+    values.
     """
     dense: list[BucketPlan] = []
     tables: list[BucketPlan] = []
@@ -321,7 +322,7 @@ def _kind(param: ParamInfo, sync: Sync) -> tuple[int, str, str, Sync]:
 
 
 def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first: bool) -> list[list[int]]:
-    """Return parameters of one kind, bucket by bucket; a table, and an owner's tensor, is alone in its bucket."""
+    """Return parameters of one kind, bucket by bucket; each table is alone in its bucket."""
     if isinstance(sync, Rows):
         return [[i] for i in mine]
     together = isinstance(sync, Reduce) or sync.owns_tiles
@@ -339,7 +340,7 @@ def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first:
 
 
 def _owners(cuts: Sequence[tuple[Sync, int]], topology: Topology) -> list[int]:
-    """Return the owner of each bucket: the rank with fewest bytes so far, as AutoDist's PSLoadBalancing."""
+    """Return the owner of each bucket: the rank with the fewest bytes so far, as in AutoDist's PSLoadBalancing."""
     loads = [0] * topology.world_size
     owners = []
     for sync, nbytes in cuts:

@@ -1,7 +1,8 @@
-"""Changes that user code makes to parameters besides optimizer steps, such as averages of weights (torch).
+"""Changes that user code makes to parameters outside of optimizer steps, such as weight averages (torch).
 
-Of a sharded model a rank has rows that it owns, in the model's parameters, and rows that it follows, of which the
-model knows nothing. A change that is made with an update must reach both, as the update does.
+In a sharded model, the model's parameters contain only the rows that a rank owns. The rank also holds copies
+of other rows, as their follower, which the model does not contain. A change must reach both, as an update
+does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows that are part of an update in progress."""
+    """Rows that are part of the current update."""
 
     places: Mapping[int, int]  # position of each of the model's parameters, by ``id``
     # of each shard that this rank holds the rows by that position; without parameters of which it has none
@@ -36,7 +37,7 @@ class UpdatedRows:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Have :func:`change_parameters` find them within."""
+        """Make the rows available to :func:`change_parameters` within the context."""
         token = _UPDATED.set(self)
         try:
             yield
@@ -49,21 +50,21 @@ _UPDATED: ContextVar[UpdatedRows | None] = ContextVar("elastic_ray_updated_rows"
 
 @torch.no_grad()
 def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[Tensor]) -> None:
-    """Change parameters besides the optimizer's step, element by element, wherever a worker has rows of them.
+    """Change parameters outside of the optimizer's step, element by element, on every worker that holds them.
 
-    For sharded models (``fully_shard``), in a hook of the optimizer: what is done to ``model.parameters()`` by hand
-    reaches only the rows that a worker owns. Parameters that are not sharded are given to ``change`` as they are.
+    Use it for sharded models (``fully_shard``), in a hook of the optimizer: changing ``model.parameters()`` directly
+    reaches only the rows that a worker owns. Parameters that are not sharded are passed to ``change`` as they are.
 
     Args:
-        change: is called with a list of tensors for each of ``of``, in which tensors of one position are the same rows
-            of their parameters; once for each shard that this worker has. It changes tensors in place, each element
-            by the elements in its place alone, and the same way on all workers.
-        of: modules, or parameters; all of as many parameters, of the same shapes.
+        change: Function that is called once for each shard on this worker. It gets one list of tensors for each of
+            ``of``; tensors at the same position hold the same rows of their parameters. It must change the tensors
+            in place, each element only from the elements at the same position, and equally on all workers.
+        of: Modules or lists of parameters, with equally many parameters of the same shapes.
 
     Raises:
-        TypeError: ``change`` is no function, or one of ``of`` has something else than tensors.
-        ValueError: there are no parameters, or those of one position differ in shape.
-        RuntimeError: some are sharded, and no update is being made of the model that they are part of.
+        TypeError: ``change`` is not a function, or one of ``of`` contains something other than tensors.
+        ValueError: there are no parameters, or parameters at the same position differ in shape.
+        RuntimeError: some parameters are sharded, and no update of their model is in progress.
     """
     groups = _checked(change, of)
     every = [param for group in groups for param in group]
@@ -86,7 +87,7 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
 
 
 def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list[list[Tensor]]:
-    """Return the parameters; raises TypeError, ValueError as :func:`change_parameters`."""
+    """Return the lists of parameters; raise TypeError or ValueError as :func:`change_parameters` does."""
     if not callable(change):
         raise TypeError(f"change must be a function of lists of tensors, but got {change!r:.80}")
     groups = [list(each.parameters() if isinstance(each, nn.Module) else each) for each in of]
@@ -106,10 +107,10 @@ def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list
 
 
 class HandChanges:
-    """Detector of owned rows that were changed besides updates, while others hold copies of them.
+    """Detector of owned rows that were changed outside of updates, while other ranks hold copies of them.
 
-    It looks at a few elements of each parameter: enough for averages, and for decay by hand. What they do not show, as
-    clipping of single weights, is found when a pass ends.
+    The detector samples a few elements of each parameter, which is enough to find averages and manual weight
+    decay. Other changes, such as clipping single weights, are found when a pass ends.
     """
 
     def __init__(self, model: int) -> None:
@@ -119,22 +120,22 @@ class HandChanges:
         self._found = self._suspected = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Treat its steps as updates, and what its hooks do after them as changes by hand."""
+        """Treat the optimizer's steps as updates, and changes by its later hooks as changes by hand."""
         handle = optimizer.register_step_post_hook(lambda *_: self.note())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def watch(self, rows: Iterable[Tensor]) -> None:
-        """Watch these from now on."""
+        """Watch the given rows from now on."""
         flat = [each.detach().reshape(-1) for each in rows if each.numel()]
         self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
         self.note()
 
     def note(self) -> None:
-        """Use the present values as the reference, without suspicion."""
+        """Accept the current values as the reference, and clear all findings."""
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:
-        """Suspect rows that were given anew on all ranks: compare them before an update."""
+        """Have rows that were replaced on all ranks compared between their holders before the next update."""
         self.note()
         self._suspected = True
 
@@ -145,7 +146,7 @@ class HandChanges:
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """Accept changes made within the context, which all holders of copies make as well."""
+        """Accept changes made within the context, which all holders of copies also make."""
         found = self.found
         yield
         self.note()
@@ -161,9 +162,9 @@ class HandChanges:
         return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
 
     def end(self) -> None:
-        """End the watch, because the group changes or rows are replaced; raises if a change was found.
+        """Stop watching, because the group changes or rows are replaced.
 
-        Raises ReplicasDifferError: there were changes, of which others know nothing.
+        Raises ReplicasDifferError: a change was found that holders of copies did not make.
         """
         found = self.found
         self.watch(())

@@ -1,7 +1,7 @@
 """Synchronisation strategies as frozen data without ranks, addresses or world size, and their JSON (pure).
 
-Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and model
-averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
+Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and
+model averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ AVERAGES = ("local_sgd", "diloco", "sma", "pair")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """The form in which gradients travel.
+    """Form in which gradients are sent.
 
     Attributes:
-        dtype: ``"native"`` as they are, ``"bf16"`` or ``"fp16"`` rounded, ``"int8"`` with a scale for every 2048
-            elements.
-        rank: rank of a low-rank approximation (PowerSGD) of matrices; 0 for none. Only with ``dtype="native"``.
-        error_feedback: what the wire leaves out is added to the next step's gradients. Of use with ``int8`` and
-            ``rank``; always there with these unless switched off.
+        dtype: ``"native"`` sends them unchanged, ``"bf16"`` or ``"fp16"`` rounded, ``"int8"`` with one scale per
+            2048 elements.
+        rank: Rank of a low-rank approximation of matrices (PowerSGD); 0 for none. Requires ``dtype="native"``.
+        error_feedback: Whether the compression error is added to the next step's gradients. Only affects ``int8``
+            and ``rank``, for which it is on by default.
 
     Raises:
         StrategyError: a field is out of range.
@@ -62,12 +62,12 @@ class Wire:
 
     @property
     def name(self) -> str:
-        """Name of a strategy that consists of this form alone; empty for unchanged gradients."""
+        """Name of a strategy that only uses this form; empty for unchanged gradients."""
         return f"powersgd of rank {self.rank}" if self.rank else self.dtype if self.dtype != "native" else ""
 
     @property
     def exact(self) -> bool:
-        """True if the mean arrives unchanged."""
+        """True if the mean is unchanged by sending."""
         return self.dtype == "native" and not self.rank
 
     @property
@@ -77,12 +77,12 @@ class Wire:
 
     @property
     def keeps_residuals(self) -> bool:
-        """True if each rank keeps the residual."""
+        """True if each rank keeps a residual (the compression error)."""
         return self.error_feedback and self.compresses
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the norm of the mean gradient is the exact one, within 1e-3."""
+        """True if the norm of the mean gradient is exact within 1e-3."""
         return not self.compresses
 
 
@@ -94,16 +94,16 @@ class Reduce:
     """All-reduce in flat buckets.
 
     Attributes:
-        bucket_bytes: size from which another bucket is begun; that is never more than an eighth of the gradients
-            that are reduced in this way, or 1 MiB.
-        parts: collectives that a bucket is divided among; more than one where one stream does not fill the link.
-        axis: of each tensor, along which it is divided; -1 for one chosen by the tensor's place (``seed``).
-        seed: of that choice.
-        wire: form of the gradients.
-        topology: ``"native"`` leaves the way through the group to the backend. ``"two_level"`` adds up inside each
-            node, between nodes, and copies inside again, so that a node's link carries one share; it is native where
-            no two ranks share a node, or all do. ``"ring"``, ``"tree"`` and ``"star"`` are what they are called. All
-            give the same bits on all ranks.
+        bucket_bytes: Size at which a new bucket starts [bytes]. It is limited to an eighth of the gradients that are
+            reduced in this way, or 1 MiB if that is more.
+        parts: Number of collectives per bucket. Use more than 1 if one stream does not fill the link.
+        axis: Axis of each tensor to divide into parts; -1 chooses one by ``seed`` and the tensor's position.
+        seed: Seed for ``axis=-1``.
+        wire: Form in which gradients are sent.
+        topology: Path of the data through the group. ``"native"`` leaves it to the backend. ``"two_level"`` sums
+            within each node, then between nodes, and copies within nodes, so that a node's link carries one share;
+            it is native if no two ranks share a node, or all do. The others are ``"ring"``, ``"tree"`` and
+            ``"star"``. All give the same bits on all ranks.
     """
 
     kind: ClassVar[str] = "reduce"
@@ -138,22 +138,22 @@ ALL_REDUCE = Reduce()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Each tensor has an owner, which collects its gradient and sends the mean back: a parameter server's traffic.
+    """Owner for each tensor, which collects its gradient and sends the mean back, like a parameter server.
 
-    Optimizer state stays whole on every rank, so that the loss of an owner loses nothing.
-    Tiles (``unit="tile"``): the optimizer state of each lies with ``copies`` ranks, which make the same updates and
-    send new parameters to all (ZeRO-1). A group of no more than ``copies`` ranks trains replicated.
+    Every rank keeps the complete optimizer state, so losing an owner loses nothing. With tiles (``unit="tile"``),
+    the optimizer state of each tile is held by ``copies`` ranks, which make the same updates and send new
+    parameters to all ranks (ZeRO-1). A group of no more than ``copies`` ranks trains replicated.
 
     Attributes:
         unit: ``"tensor"`` or ``"tile"``.
-        gradients: of tiles: ``"full"`` ones are all-reduced, so that code which reads them is right; ``"sliced"``
-            ones go to their tile's owners alone (ZeRO-2).
-        copies: owners of a tile, on different nodes as far as balance allows.
-        cut: of tiles: ``"equal"`` parts of all tensors together, or AutoDist's parts of each (``"divisor"``,
-            ``"uneven"``). Optimizers that are not element-wise own whole tensors.
-        placement: of whole tensors: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
-        bucket_bytes: size from which another bucket (of one owner) is begun.
-        wire: form of the gradients, without residuals.
+        gradients: For tiles: ``"full"`` gradients are all-reduced, so that user code can read them; ``"sliced"``
+            gradients go only to the owners of their tile (ZeRO-2).
+        copies: Number of owners per tile, on different nodes as far as balance allows.
+        cut: For tiles: ``"equal"`` parts of all tensors together, or AutoDist's parts of each tensor (``"divisor"``,
+            ``"uneven"``). With an optimizer that is not element-wise, tensors are not cut.
+        placement: For whole tensors: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
+        bucket_bytes: Size at which a new bucket (of one owner) starts [bytes].
+        wire: Form in which gradients are sent, without residuals.
     """
 
     kind: ClassVar[str] = "owner"
@@ -187,16 +187,16 @@ class Owner:
 
     @property
     def slices_gradients(self) -> bool:
-        """True if gradients go to the owners only."""
+        """True if gradients go only to the owners."""
         return self.gradients == "sliced"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Exchange of a table's touched rows only.
+    """Exchange of only the touched rows of a table.
 
     Attributes:
-        update: what ``.grad`` is afterwards: ``"sparse"``, ``"dense"``, or ``"auto"``: as autograd gives it.
+        update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for autograd's layout.
     """
 
     kind: ClassVar[str] = "rows"
@@ -214,19 +214,21 @@ class Average:
     """Averaging of models whose ranks update with their local gradients.
 
     Between two averages the ranks hold different models. At a change of group, a checkpoint, the end of a loader's
-    pass and the end of the run all hold the consensus: the mean of all.
+    pass and the end of the run, all ranks adopt the consensus, which is the mean of all models.
 
     Attributes:
-        algorithm: ``"local_sgd"`` (the mean every ``period`` steps), ``"diloco"`` (an outer Nesterov step towards it),
-            ``"sma"`` (KungFu's synchronous model averaging: every rank moves by ``alpha`` to the mean, each
-            ``period`` steps), ``"pair"`` (the mean with one other rank, another one each time).
-        period: steps between two averages, which ranks make by themselves and commit together.
-        alpha: share of the way to the mean [0 to 1], of ``"sma"``.
-        outer_lr: outer learning rate, of ``"diloco"``.
-        outer_momentum: outer momentum [0 to 1), of ``"diloco"``.
-        until: optimizer steps after which gradients are all-reduced instead (KungFu's AdaptiveSGD); None for never.
-        give_back: a rank that is late gives steps of a period to those that wait for it. Which rank makes which step
-            then follows from their speeds; False for the same steps in each run.
+        algorithm: ``"local_sgd"`` (the mean every ``period`` steps), ``"diloco"`` (an outer Nesterov step towards
+            the mean), ``"sma"`` (KungFu's synchronous model averaging: every rank moves towards the mean by
+            ``alpha`` every ``period`` steps), ``"pair"`` (the mean with one other rank, a different one each
+            time).
+        period: Number of steps between averages, which ranks make separately and commit together.
+        alpha: Fraction of the distance to the mean [0 to 1], for ``"sma"``.
+        outer_lr: Outer learning rate, for ``"diloco"``.
+        outer_momentum: Outer momentum [0 to 1), for ``"diloco"``.
+        until: Number of optimizer steps after which gradients are all-reduced (KungFu's AdaptiveSGD); None for
+            never.
+        give_back: Whether a slow rank gives steps of a period to ranks that wait for it. The assignment of steps to
+            ranks then depends on their speeds; False assigns the same steps in each run.
     """
 
     algorithm: str = "local_sgd"
@@ -253,8 +255,8 @@ class Rule:
     """Rule for the synchronisation of parameters with matching names.
 
     Attributes:
-        pattern: of names as in ``module.named_parameters()``, a glob as in ``fnmatch``.
-        sync: how.
+        pattern: Glob, as in ``fnmatch``, for names from ``module.named_parameters()``.
+        sync: Synchronisation of these parameters.
     """
 
     pattern: str
@@ -268,15 +270,15 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Strategy that keeps the replicas of one model together: the first rule that matches a parameter's name applies.
+    """Strategy that keeps the replicas of one model together, parameter by parameter.
 
-    The first rule that matches a parameter's name holds.
+    The first rule that matches a parameter's name applies.
 
     Attributes:
-        rules: for parameters by name.
-        default: for all others.
-        average: models are averaged, in place of gradients; then there are no rules.
-        name: for people.
+        rules: Rules for parameters by name.
+        default: Synchronisation of all other parameters.
+        average: Averaging of models in place of gradients; rules are then not allowed. None to reduce gradients.
+        name: Name for display.
 
     Raises:
         StrategyError: a field is out of range.
@@ -310,9 +312,10 @@ class Strategy:
                 )
 
     def with_topology(self, topology: str) -> Strategy:
-        """Return the strategy with another way through the group for all that is all-reduced.
+        """Return the strategy with another topology for all gradients that are all-reduced.
 
-        Raises StrategyError: nothing is all-reduced, or not in a form that can take this way.
+        Raises StrategyError: no gradients are all-reduced, or they are sent in a form that the topology does not
+        support.
         """
         if self.average is not None or not any(isinstance(sync, Reduce) for sync in self.syncs):
             raise StrategyError(
@@ -326,7 +329,7 @@ class Strategy:
         return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
 
     def asks_for(self, topology: str) -> bool:
-        """True if some gradients are all-reduced by this topology."""
+        """True if some gradients are all-reduced with this topology."""
         return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
 
     @property
@@ -336,12 +339,12 @@ class Strategy:
 
     @property
     def exact(self) -> bool:
-        """True if a step equals one of plain data-parallel training."""
+        """True if each step equals one of plain data-parallel training."""
         return self.average is None and all(_wire(sync).exact for sync in self.syncs)
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the gradient noise scale can be measured in every step; compressing strategies do it in some."""
+        """True if the gradient noise scale can be measured in every step; with compression only in some."""
         return self.average is None and all(_wire(sync).gives_statistics for sync in self.syncs)
 
     @property
@@ -381,10 +384,10 @@ class Strategy:
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """Read the strategy that :meth:`to_json` has written.
+        """Return the strategy from the text of :meth:`to_json`.
 
         Raises:
-            StrategyError: the text is no JSON, of another version, or a field is unknown or out of range.
+            StrategyError: the text is not JSON or has another version, or a field is unknown or out of range.
         """
         tree = parse_json(text)
         if not isinstance(tree, dict) or type(tree.get("version")) is not int or tree["version"] != VERSION:
@@ -421,7 +424,7 @@ def _by(sync: Sync, topology: str) -> Sync:
 
 
 def _sync(tree: Any) -> Sync:
-    """Build a synchronisation from its JSON tree."""
+    """Return a synchronisation built from its JSON tree."""
     if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str) or tree["kind"] not in _KINDS:
         raise StrategyError(f"kind must be one of {', '.join(_KINDS)}, but got {tree!r}")
     fields = {key: value for key, value in tree.items() if key != "kind"}

@@ -27,7 +27,7 @@ class InnerHook:
 
 
 class StepHooks:
-    """Calls the user's hooks once per step, regardless of the number of inner optimizer steps."""
+    """User hooks of an optimizer, called once per step regardless of the number of inner optimizer steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer

@@ -260,7 +260,7 @@ _TORCH = (
         home="torch",
         names=(
             *("_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_mul", "_foreach_mul_", "_foreach_norm"),
-            *("_foreach_sub", "_foreach_sub_", "_amp_foreach_non_finite_check_and_unscale_"),
+            *("_foreach_sub", "_foreach_sub_", "_foreach_reciprocal_", "_amp_foreach_non_finite_check_and_unscale_"),
             *("_foreach_div", "_foreach_sqrt", "_foreach_sqrt_", "_foreach_clamp_min_"),
         ),
         why="one kernel for all tensors of a bucket, as torch's own optimizers use them",

@@ -287,7 +287,7 @@ def test_types_are_compared_as_if_equally_fast() -> None:
     assert group.types.comparable_measures() is group.measured
 
 
-def test_types_without_a_time_are_compared_as_is() -> None:
+def test_a_type_without_a_time_stays_as_it_is() -> None:
     group = TypedGroup(["a", "b", "c"], {"a": 1.0, "b": 3.0, "c": 1.0})
     group.measured = [WorkerMeasures(compute_s=s) for s in (1.0, 0.0, 2.0)]
     assert [each.compute_s for each in group.types.comparable_measures()] == [1.0, 0.0, 1.0]

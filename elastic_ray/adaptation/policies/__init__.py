@@ -1,1 +1,1 @@
-"""Policies that are ready to use: import them from ``elastic_ray.adaptation``."""
+"""Ready-made policies; import them from ``elastic_ray.adaptation``."""

@@ -1,4 +1,4 @@
-"""A batch by a schedule (pure)."""
+"""Policy that follows a batch size schedule (pure)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class BatchSchedule(ReadyPolicy):
-    """Policy that sets the global batch by step, epoch or progress.
+    """Policy that sets the global batch by step, epoch, progress or tokens.
 
-    A batch counts one step after it was asked for. By step it is asked for one step earlier, so that it counts from
-    the very step on; by epoch or progress from the second step on. The first step of a run has the loader's batch.
+    A requested batch takes effect one step later. By step, it is requested one step early, so that it applies exactly
+    from the scheduled step on; by epoch or progress, from the second step on. The first step of a run uses the loader's
+    batch.
 
     Args:
-        schedule: batches [samples] by when they begin, as ``{0: 32, 100: 64}``; or KungFu's text
-            ``"batch:length,batch:length"``, where the last batch stays.
+        schedule: batch sizes [samples] keyed by their start, as ``{0: 32, 100: 64}``; or KungFu's text
+            ``"batch:length,batch:length"``, whose last batch remains.
         by: ``"step"`` (committed steps), ``"epoch"`` (from 0), ``"progress"`` (0..1 of the declared epochs), or
-            ``"tokens"`` (trained on; the batches are in tokens as well, and the loader must know what a sample has).
+            ``"tokens"`` (tokens trained on; batches are in tokens too, and the loader must know the tokens per sample).
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type or outside its range, or the schedule is empty.
+        TypeError, ValueError: an argument has the wrong type or is out of range, or the schedule is empty.
 
     Examples:
         >>> from elastic_ray.adaptation import BatchSchedule
@@ -62,7 +63,7 @@ class BatchSchedule(ReadyPolicy):
         return self._at(view, ahead=1)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the rest of the schedule; by step only while the batch is the present one."""
+        """Return the rest of the schedule; by step, only the next entry, assuming the current batch until then."""
         progress, left, per_sample = view.progress, view.samples_left, view.tokens_per_sample
         if self.by == "step":
             ahead = [
@@ -85,7 +86,7 @@ class BatchSchedule(ReadyPolicy):
         ]
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:
-        """Return the request for the batch that is due, unless it was made."""
+        """Return the request for the batch that is due; None if it was made already."""
         now = {"step": view.step + ahead, "epoch": view.epoch, "progress": view.progress, "tokens": view.tokens}[
             self.by
         ]
@@ -110,14 +111,14 @@ def _begins(text: str) -> dict[float, int]:
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
-    """Parse KungFu's ``"value:length,value:length"``: values that hold one after the other, each for some length.
+    """Parse KungFu's ``"value:length,value:length"``: consecutive values, each valid for a length.
 
     >>> parse_schedule("10:2,100:4")
     ((10, 2.0), (100, 4.0))
 
     Returns the values with their lengths, in order.
 
-    Raises ValueError: it has another form, or a value is below 1 or a length not above 0.
+    Raises ValueError: the text has another form, a value is below 1, or a length is not above 0.
     """
     try:
         pairs = [part.split(":") for part in text.split(",") if part.strip()]

@@ -1,4 +1,4 @@
-"""A branch's batch, held for so many samples (pure)."""
+"""Policy of a branch, which holds its batch for a number of samples (pure)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MOST_OFF = 5  # an epoch's last batch may be smaller
 
 
 class BranchBatch(ReadyPolicy):
-    """Policy that holds the batch, whatever other policies ask for, and pauses the job after so many samples.
+    """Policy that holds the batch, whatever other policies request, and pauses the job after ``samples`` samples.
 
-    A pause ends the loop without the code after it, which is the job's own to run.
+    A pause ends the loop without running the code after it, which only the original job should run.
     """
 
     owns_batch = True
@@ -28,7 +28,7 @@ class BranchBatch(ReadyPolicy):
         self.off = 0  # steps in a row at another batch
 
     def before_step(self, view: PolicyView) -> Answer:
-        """Hold the batch from the next step on, and end the branch."""
+        """Hold the batch from the next step on, and pause the branch at its end."""
         if self.end is None:
             self.end = view.samples + self.samples
             return SetBatch(self.batch_size)

@@ -1,4 +1,4 @@
-"""Policies that follow a metric of the train function's reports (pure)."""
+"""Policies that react to a metric in the train function's reports (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class _ByMetric(ReadyPolicy):
-    """Base of policies that follow the best value of a metric; each report counts once."""
+    """Base of policies that track the best value of a metric; each report counts once."""
 
     def __init__(self, metric: str, *, mode: str, strict: bool, deadline_s: float) -> None:
         super().__init__(strict=strict, deadline_s=deadline_s)
@@ -21,7 +21,7 @@ class _ByMetric(ReadyPolicy):
         self.seen = self.bad = 0
 
     def _reported(self, view: PolicyView) -> float | None:
-        """Return the metric's value, if there is a new one."""
+        """Return the metric's value if there is a new report, otherwise None."""
         new, self.seen = view.reports > self.seen, view.reports
         return view.metrics.get(self.metric) if new else None
 
@@ -31,18 +31,18 @@ class _ByMetric(ReadyPolicy):
 
 
 class EarlyStop(_ByMetric):
-    """Policy that ends the training when a metric has not improved for some reports.
+    """Policy that ends the training when a metric has stopped improving.
 
     Args:
-        metric: as ``elastic_ray.report`` names it.
-        patience: reports without an improvement that end it, 1 or more.
-        min_delta: an improvement is more than this, 0 or more.
-        mode: ``"min"`` where less is better, or ``"max"``.
+        metric: name of the metric in ``elastic_ray.report``.
+        patience: number of reports in a row without an improvement that end the training, 1 or more.
+        min_delta: a change must exceed this to count as an improvement, 0 or more.
+        mode: ``"min"`` if less is better, or ``"max"``.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or outside its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Examples:
         >>> from elastic_ray.adaptation import EarlyStop
@@ -78,22 +78,22 @@ class EarlyStop(_ByMetric):
 
 
 class LossPlateau(_ByMetric):
-    """Policy that lowers the learning rates when a metric stops improving, as torch's ``ReduceLROnPlateau``.
+    """Policy that lowers the learning rates when a metric stops improving, like torch's ``ReduceLROnPlateau``.
 
     Args:
-        metric: as ``elastic_ray.report`` names it.
-        factor: what the rates are multiplied by, above 0 and below 1.
-        patience: reports without an improvement that are let pass, 0 or more.
-        threshold: least improvement, 0 or more.
-        threshold_mode: ``"rel"`` (a part of the best value) or ``"abs"``.
-        cooldown: reports after a reduction that do not count, 0 or more.
-        min_factor: smallest product of all reductions, 0 or more and below 1; in place of torch's ``min_lr``.
-        mode: ``"min"`` where less is better, or ``"max"``.
+        metric: name of the metric in ``elastic_ray.report``.
+        factor: factor that multiplies the rates, above 0 and below 1.
+        patience: number of reports without an improvement to tolerate, 0 or more.
+        threshold: smallest change that counts as an improvement, 0 or more.
+        threshold_mode: ``"rel"`` (a fraction of the best value) or ``"abs"``.
+        cooldown: number of reports to ignore after a reduction, 0 or more.
+        min_factor: lower bound of the product of all reductions, 0 or more and below 1; replaces torch's ``min_lr``.
+        mode: ``"min"`` if less is better, or ``"max"``.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or outside its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Examples:
         >>> from elastic_ray.adaptation import LossPlateau

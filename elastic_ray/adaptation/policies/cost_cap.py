@@ -1,4 +1,4 @@
-"""A limit of what a run may cost (pure)."""
+"""Policy that limits the cost of a run (pure)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _STEPS_UNTIL_STOP = 2  # a request rides on the next step, which comes before it
 
 
 class CostCap(ReadyPolicy):
-    """Policy that ends the training before it costs more than a limit: price * ``view.worker_s``.
+    """Policy that ends the training before its cost, price * ``view.worker_s``, exceeds a limit.
 
-    The cost of workers is counted from the run's first step on: their start is not in it.
+    Costs count from the run's first step on and exclude the time in which workers start.
 
     Args:
-        usd: the cap [USD], above 0.
-        price_per_worker_hour: of one worker [USD per hour], above 0.
-        shrink_at: part of the cap from which on it asks for few workers, above 0 and below 1; None does not. Fewer
-            workers are slower, and most jobs train more samples per worker-hour on them.
-        shrink_to: how many workers these are.
+        usd: the limit [USD], above 0.
+        price_per_worker_hour: price of one worker [USD per hour], above 0.
+        shrink_at: fraction of the limit at which to request fewer workers, above 0 and below 1; None never does. Fewer
+            workers are slower, but most jobs train more samples per worker-hour with them.
+        shrink_to: number of workers to request then.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or outside its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Examples:
         >>> from elastic_ray.adaptation import CostCap
@@ -51,7 +51,7 @@ class CostCap(ReadyPolicy):
         self.shrunk = False
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Compare the cost with the cap."""
+        """Compare the cost with the limit."""
         asked: list[Request] = []
         spent = self.price * view.worker_s / 3600
         coming = self.price * _STEPS_UNTIL_STOP * view.step_s * view.workers / 3600

@@ -1,4 +1,4 @@
-"""Policy that tries other strategies when others use the network (pure)."""
+"""Policy that tries other strategies when other users load the network (pure)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _STEPS_OF_SWITCH = 3  # until a switch counts, and the first steps after it
 class Interference(ReadyPolicy):
     """Policy that tries other strategies when throughput falls below its best; the fastest stays (KungFu's check).
 
-    Each worker's step time is the median of its last ``window`` steps. The best one is kept for each number of
-    workers, batch and strategy. A worker votes for a change when best / time < ``threshold``. When most of them do,
-    and the slowest worker's computation and wait for data do not explain half of the difference, each of
-    ``strategies`` is tried for some steps, and the fastest stays, the present one included.
+    Each worker's step time is the median over its last ``window`` steps. The best time is kept for each number of
+    workers, batch and strategy. A worker votes for a change when best / time < ``threshold``. If most workers vote for
+    it, and the slowest worker's computation and wait for data do not explain half of the slowdown, each of
+    ``strategies`` is tried for some steps, and the fastest stays, including the current one.
 
     Args:
-        strategies: names to try, in this order, as ``AdaptiveDataParallel(strategy=...)`` takes them.
-        threshold: part of the best throughput, above 0 and below 1.
-        window: steps that a time is the median of, 1 or more.
-        rest: steps after a trial before the next one may begin, 0 or more; a machine that is busy by itself looks like
-            interference.
-        model: number of the model whose strategy it is, in the order in which the loop wraps them.
+        strategies: names to try, in this order, as accepted by ``AdaptiveDataParallel(strategy=...)``.
+        threshold: fraction of the best throughput, above 0 and below 1.
+        window: number of steps for the median, 1 or more.
+        rest: steps after a trial before the next one may start, 0 or more; a machine that is busy for other reasons
+            looks like interference.
+        model: index of the model whose strategy changes, in the order in which the loop wraps its models.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or outside its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Examples:
         >>> from elastic_ray.adaptation import Interference
@@ -68,7 +68,7 @@ class Interference(ReadyPolicy):
         self.tried: dict[str, list[float]] = {}
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Measure; judge once the window is full."""
+        """Measure the step, and judge once the window is full."""
         steps_s = [each.step_s for each in view.worker_measures]
         if len(view.strategies) <= self.model or not steps_s or min(steps_s) <= 0:
             return None
@@ -88,7 +88,7 @@ class Interference(ReadyPolicy):
         return self._judge(present, times, busy_s)
 
     def _judge(self, present: str, times: Sequence[float], busy_s: float) -> Answer:
-        """Decide whether most workers are slow now, or what the trial of a strategy shows."""
+        """Decide whether most workers are slow now or, during a trial, evaluate the tried strategy."""
         key, step_s = f"{present}, {self.case.partition(', ')[2]}", statistics.median(times)
         if self.tried:
             self.tried[present] = [step_s, busy_s]
@@ -104,7 +104,7 @@ class Interference(ReadyPolicy):
         return self._next(present, key)
 
     def _next(self, present: str, key: str) -> Answer:
-        """Try the next strategy; after the last one continue with the fastest."""
+        """Try the next strategy; after the last one, continue with the fastest."""
         untried = [name for name in self.strategies if name not in self.tried]
         if untried:
             return self._use(untried[0])

@@ -1,4 +1,4 @@
-"""Policy that lets the batch follow the gradient noise scale (McCandlish et al. 2018; KungFu's example)."""
+"""Policy that adapts the batch to the gradient noise scale (McCandlish et al. 2018; KungFu's example)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class NoiseScaleBatch(ReadyPolicy):
-    """Policy by which the batch follows the gradient noise scale (McCandlish et al. 2018; KungFu's example).
+    """Policy that adapts the batch to the gradient noise scale (McCandlish et al. 2018; KungFu's example).
 
-    Every ``every`` steps it asks for factor * mean(B), where B is ``view.noise_scale`` and its mean a moving one, cut
-    to the bounds. Below the noise scale a larger batch saves steps; above it, it wastes samples. It ignores what steps
-    cost, unlike the job's own choice of a batch by goodput, which this replaces.
+    Every ``every`` steps it requests a batch of factor * mean(B), clipped to the bounds, where B is
+    ``view.noise_scale`` and mean is a moving average. Below the noise scale a larger batch saves steps; above it, a
+    larger batch wastes samples. The policy ignores the cost of a step, unlike the job's own choice of a batch for
+    goodput, which it replaces.
 
     Args:
         factor: batch in units of the noise scale, above 0.
-        smoothing: weight of the past in the moving mean, 0 or more and below 1; 0 takes the latest value.
-        hysteresis: how many times larger or smaller than the present batch the wanted one must be, 1 or more.
-        growth: most that one change multiplies or divides the batch by, above 1: rates that follow the batch need time,
-            and early estimates are rough.
+        smoothing: weight of the past in the moving average, 0 or more and below 1; 0 uses the latest value only.
+        hysteresis: smallest ratio between the wanted and the current batch that causes a change, 1 or more.
+        growth: largest ratio of a single change, above 1: learning rates that follow the batch need time to adapt, and
+            early estimates are rough.
         every: steps between two decisions.
-        min_batch_size: smallest batch [samples]; None is the loader's initial one.
-        max_batch_size: largest batch [samples]; None is the loader's limit, which always holds.
+        min_batch_size: smallest batch [samples]; None uses the loader's initial batch.
+        max_batch_size: largest batch [samples]; None uses the loader's limit, which always applies.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or outside its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Examples:
         >>> from elastic_ray.adaptation import NoiseScaleBatch
@@ -62,7 +63,7 @@ class NoiseScaleBatch(ReadyPolicy):
         self.asked: int | None = None
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Average, and ask now and then."""
+        """Update the average, and request a batch every ``every`` steps if it has changed enough."""
         noise, limit = view.noise_scale, view.max_batch_size
         if noise is None or limit is None:
             return None

@@ -1,4 +1,4 @@
-"""Base of ready-made policies: arguments are checked, with one wording for all errors (pure)."""
+"""Base of ready-made policies, with argument checks that share the wording of errors (pure)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from elastic_ray.adaptation.policy import Policy
 
 
 class ReadyPolicy(Policy):
-    """A policy with settings.
+    """Base of policies with checked settings.
 
     Args:
         strict: see :class:`~elastic_ray.adaptation.Policy`.
-        deadline_s: see there [s].
+        deadline_s: see :class:`~elastic_ray.adaptation.Policy` [s].
     """
 
     def __init__(self, *, strict: bool = False, deadline_s: float = 2.0) -> None:
@@ -33,7 +33,7 @@ class ReadyPolicy(Policy):
     ) -> float:
         """Check that an argument is a finite number within bounds, and return it.
 
-        Raises TypeError or ValueError that name it.
+        Raises TypeError or ValueError with the name of the argument.
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{type(self).__name__}({name}) must be a number, but got {value!r}")
@@ -48,7 +48,7 @@ class ReadyPolicy(Policy):
         raise ValueError(f"{type(self).__name__}({name}) must be {said}, but got {value}")
 
     def _whole(self, name: str, value: object, *, least: int) -> int:
-        """Check that a setting is a whole number of at least `least`, and return it."""
+        """Check that a setting is an integer of at least `least`, and return it."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{type(self).__name__}({name}) must be a whole number, but got {value!r}")
         return int(self._number(name, value, least=least))

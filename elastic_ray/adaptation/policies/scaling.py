@@ -1,4 +1,4 @@
-"""The number of workers by what they bring: Or et al.'s two rules (MLSys 2020) with their search (pure)."""
+"""Policies that choose the number of workers by their benefit: Or et al.'s rules and search (MLSys 2020; pure)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.cluster.utility import SCALING_THRESHOLD, Utility, scaling_effici
 
 
 class _Scaling(ReadyPolicy):
-    """Base of the scaling policies: measures each size of the search, and asks for the next one at intervals."""
+    """Base of the scaling policies: measures each size of the search, and periodically requests the next one."""
 
     def __init__(
         self, *, every: int, stride: int, passes_to_stay: int, steps_to_stay: int, strict: bool, deadline_s: float
@@ -33,11 +33,11 @@ class _Scaling(ReadyPolicy):
         self.granted: int | None = None
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """True if it pays to grow from ``old`` to ``new`` workers."""
+        """True if growing from ``old`` to ``new`` workers is worthwhile."""
         raise NotImplementedError
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Measure, and decide every ``every`` steps of a group."""
+        """Measure the step, and decide every ``every`` steps of a group."""
         if view.min_workers is None or view.max_workers is None or not self._measure(view):
             return None
         if self._waits(view):
@@ -57,7 +57,7 @@ class _Scaling(ReadyPolicy):
         return Resize(to=size)
 
     def _measure(self, view: PolicyView) -> bool:
-        """Count a step that was measured, which a group's first is not; whether it is time to decide."""
+        """Count a measured step (not the first of a group); True if a decision is due."""
         if view.generation != self.generation:
             self.generation, self.steps = view.generation, 0
         if view.step_s <= 0:
@@ -69,7 +69,7 @@ class _Scaling(ReadyPolicy):
         return self.steps % self.every == 0
 
     def _waits(self, view: PolicyView) -> bool:
-        """True if a size that was asked for may still come; after ten periods the group's own size is the largest."""
+        """True if a requested size may still be granted; after ten periods, the group's size becomes the limit."""
         if self.asked is None or self.asked == view.workers:
             self.granted = None if self.granted is not None and view.workers > self.granted else self.granted
             return False
@@ -80,23 +80,23 @@ class _Scaling(ReadyPolicy):
 
 
 class ThroughputScaling(_Scaling):
-    """Policy that asks for more workers while each brings more than a part of what one brought before.
+    """Policy that requests more workers while each adds enough throughput compared with the existing ones.
 
-    With R_k the mean throughput of k workers, it pays to go from k - d to k when
-    ((R_k - R_{k-d}) / d) / (R_{k-d} / (k - d)) is above ``threshold``. The largest size up to which it pays stays.
-    The allocator may grant less than is asked for; a size that has not come within ten periods counts as out of reach.
+    With R_k the mean throughput of k workers, growing from k - d to k is worthwhile if ((R_k - R_{k-d}) / d) / (R_{k-d}
+    / (k - d)) is above ``threshold``. The policy stays at the largest size up to which every growth is worthwhile. The
+    allocator may grant fewer workers; a size not granted within ten periods counts as unavailable.
 
     Args:
         threshold: see above; 1 is perfect scaling.
         every: steps of a group between two decisions.
-        stride: workers added or removed at a time.
-        passes_to_stay: pairs of sizes at the small end that must pass before smaller sizes are left untried.
-        steps_to_stay: steps for which the first size that does not pay must have been measured.
+        stride: number of workers added or removed at a time.
+        passes_to_stay: number of smallest pairs of sizes that must be worthwhile for smaller sizes not to be tried.
+        steps_to_stay: number of measured steps needed to reject a size.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or outside its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Examples:
         >>> from elastic_ray.adaptation import ThroughputScaling
@@ -130,27 +130,27 @@ class ThroughputScaling(_Scaling):
 
 
 class UtilityCost(_Scaling):
-    """Policy that asks for more workers while being done sooner is worth more than they cost.
+    """Policy that requests more workers while finishing sooner is worth more than they cost.
 
-    With R_k the throughput of k workers [samples/s] and n samples left, the run ends after T_k = elapsed + n / R_k
-    and costs C_k = n / R_k * k * price from now on. It pays to go from j to k workers when
-    utility(T_k) - utility(T_j) > C_k - C_j, as in the allocator (``placement.cluster.utility``). The search is that of
-    :class:`ThroughputScaling`. It needs declared epochs.
+    With R_k the throughput of k workers [samples/s] and n samples left, the run ends after T_k = elapsed + n / R_k and
+    costs C_k = n / R_k * k * price from now on. Growing from j to k workers is worthwhile if utility(T_k) -
+    utility(T_j) > C_k - C_j, as in the allocator (``placement.cluster.utility``). The search is that of
+    :class:`ThroughputScaling`. The number of epochs must be declared.
 
     Args:
-        utility: what it is worth to be done by a time since the run's first step: pairs of seconds and USD as in
+        utility: value of finishing by a time after the run's first step: pairs of seconds and USD as in
             ``SchedulingConfig(utility=)``, or the authors' text, ``"USD at time 0,seconds until 0 USD"`` for a line or
-            ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line continues below 0.
-        price_per_worker_hour: of one worker [USD per hour], 0 or more.
+            ``"USD:seconds,USD:seconds"`` for points connected by lines; the last line continues below 0.
+        price_per_worker_hour: price of one worker [USD per hour], 0 or more.
         every: steps of a group between two decisions.
-        stride: workers added or removed at a time.
-        passes_to_stay: pairs of sizes at the small end that must pass before smaller sizes are left untried.
-        steps_to_stay: steps for which the first size that does not pay must have been measured.
+        stride: number of workers added or removed at a time.
+        passes_to_stay: number of smallest pairs of sizes that must be worthwhile for smaller sizes not to be tried.
+        steps_to_stay: number of measured steps needed to reject a size.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
     Raises:
-        TypeError, ValueError: an argument is of another type, or outside its range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Examples:
         >>> from elastic_ray.adaptation import UtilityCost
@@ -202,16 +202,16 @@ class SizeSearch:
     steps_to_stay: int  # steps that a size needs to be rejected
 
     def next_size(self, measured: Mapping[int, int], passes: Callable[[int, int], bool]) -> int:
-        """Return the size to go to, or to stay at.
+        """Return the size to try next, or the size to stay at.
 
-        With one size measured, the next larger one, at the limit the next smaller one. While each pair of neighbouring
-        sizes passes, a larger one. Otherwise, unless the first ``passes_to_stay`` pairs all pass, a smaller one. Where
-        neither is left: the size before the first pair that does not pass, once the one after it has been measured
-        for ``steps_to_stay`` steps; until then that one.
+        If only one size is measured, return the next larger one, or at the limit the next smaller one. While all pairs
+        of neighbouring sizes pass, return a larger one. Otherwise, unless the first ``passes_to_stay`` pairs all pass,
+        return a smaller one. If neither is available, return the size before the first pair that does not pass, once
+        the larger size of that pair has been measured for ``steps_to_stay`` steps; until then, return that larger size.
 
         Args:
-            measured: sizes, one or more, with the steps that each was measured for.
-            passes: whether it pays to go from a size to the next larger one of these.
+            measured: number of steps that each size was measured for, keyed by size; at least one.
+            passes: returns True if growing from one measured size to the next is worthwhile.
         """
         sizes = sorted(measured)
         smallest, largest = sizes[0], sizes[-1]
@@ -241,10 +241,10 @@ def parse_utility(text: str) -> Utility:
     ((100.0, 50.0), (300.0, 0.0))
 
     Args:
-        text: ``"value at time 0,time of value 0"`` for a line, or ``"value:time,value:time"`` for points that lines
-            connect.
+        text: ``"value at time 0,time of value 0"`` for a line, or ``"value:time,value:time"`` for points connected by
+            lines.
 
-    Raises ValueError: the text has another form, or its points are none of a ``Utility``.
+    Raises ValueError: the text has another form, or its points do not form a valid ``Utility``.
     """
     try:
         if ":" in text:

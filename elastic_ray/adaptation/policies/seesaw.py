@@ -1,4 +1,4 @@
-"""A schedule's decay as growth of the batch (pure)."""
+"""Policy that turns a schedule's learning-rate decay into batch growth (pure)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ _SAME = 1e-6
 
 
 class Seesaw(ReadyPolicy):
-    """Grows the batch where the user's scheduler decays the learning rate.
+    """Policy that grows the batch when the user's scheduler decays the learning rate.
 
-    With r the scheduled rate, r0 its highest so far, and M0 the initial batch, the batch is::
+    With r the scheduled rate, r0 its highest value so far, and M0 the initial batch, the batch is::
 
         M = min(M0 r0 / r, cap)
 
-    At it the rate is r sqrt(M / M0) for optimizers of Adam's kind, and r M / M0 for others (``scaling_rules``). Below
-    the cap a decay by a is thus one by sqrt(a) and a batch of 1 / a (for SGD, no decay and 1 / a), at equal loss for
-    equal samples; above it the decay is what the user has written. A rate that rises again takes the batch back.
-    Source: Seesaw, arXiv 2510.14717.
+    At that batch the rate is r sqrt(M / M0) for Adam and similar optimizers, and r M / M0 for others
+    (``scaling_rules``). Below the cap, a decay of the rate by a thus becomes a decay by sqrt(a) and a batch 1 / a times
+    as large (for SGD, no decay and a batch 1 / a times as large), with equal loss for equal samples. Above the cap, the
+    user's decay applies. If the rate rises again, the batch shrinks again. Source: Seesaw, arXiv 2510.14717.
 
-    The cap is the least of the loader's ``max_batch_size``, the critical batch that branches have measured, and the
-    measured noise scale, up to which growth costs few samples. A batch that has grown stays where the noise scale
-    falls. What does not fit into memory is cut, and the
-    rate follows the batch that is there.
+    The cap is the smallest of the loader's ``max_batch_size``, the critical batch measured by branches, and the
+    measured noise scale, up to which growth wastes few samples. A batch that has grown stays if the noise scale falls.
+    If the batch does not fit into memory, it is reduced, and the rate follows the actual batch.
 
     Args:
-        growth: see ``GROWTH``; above 1.
+        growth: see ``GROWTH``; 1 or more.
         deadline_s: see ``Policy`` [s].
 
-    Raises TypeError, ValueError: an argument is of another type or outside its range.
+    Raises TypeError, ValueError: an argument has the wrong type or is out of range.
     """
 
     def __init__(self, *, growth: float = GROWTH, deadline_s: float = 2.0) -> None:
@@ -47,9 +46,9 @@ class Seesaw(ReadyPolicy):
         self.changes: list[tuple[int, int]] = []  # samples and batch of the last two requests
 
     def before_train(self, view: PolicyView) -> Answer:
-        """Hold the initial batch, which the job is not to choose from here on.
+        """Hold the initial batch, so that the job does not choose the batch itself.
 
-        Raises ValueError: the loader's batch may not grow.
+        Raises ValueError: the loader's batch is fixed.
         """
         if view.max_batch_size is None:
             raise ValueError(
@@ -61,7 +60,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(self.asked)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Ask for the batch of the step after the next one, where it is worth a change."""
+        """Request the batch for the step after the next one, if the change is large enough."""
         if not self.asked:
             return self.before_train(view)
         target = self.target(view)
@@ -74,7 +73,7 @@ class Seesaw(ReadyPolicy):
         return SetBatch(target)
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return the next two batches if the batch continues growing as it last did: the schedule tells no future."""
+        """Return the next two batches, assuming growth continues as it last did: the schedule's future is unknown."""
         if len(self.changes) < 2 or self.changes[1][1] <= self.changes[0][1]:
             return ()
         (before, small), (last, large) = self.changes
@@ -83,7 +82,7 @@ class Seesaw(ReadyPolicy):
         return [(float(ahead), min(most, int(size))) for ahead, size in steps if ahead > 0 and large < most]
 
     def target(self, view: PolicyView) -> int:
-        """Return the batch that the scheduled rates ask for, up to the cap [samples]."""
+        """Return the batch that the scheduled rates call for, up to the cap [samples]."""
         first, most = view.initial_batch_size, self._most(view)
         part = self._decay(view.learning_rates)
         wanted = most if part * most <= first else int(first / part)
@@ -95,14 +94,14 @@ class Seesaw(ReadyPolicy):
 
     @staticmethod
     def _most(view: PolicyView) -> int:
-        """Return the largest batch by the loader and by branches."""
+        """Return the largest batch permitted by the loader and the branches."""
         most = view.max_batch_size or view.initial_batch_size
         return most if view.critical_batch is None else max(view.initial_batch_size, min(most, view.critical_batch))
 
     def _decay(self, rates: tuple[float, ...]) -> float:
-        """Return what part of the highest rates the present ones are.
+        """Return the current rates as a fraction of their highest values.
 
-        Raises ValueError: parameter groups do not decay alike.
+        Raises ValueError: the parameter groups do not decay by the same factor.
         """
         if len(self.peaks) != len(rates):
             self.peaks = [0.0] * len(rates)

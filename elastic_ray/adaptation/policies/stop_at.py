@@ -1,4 +1,4 @@
-"""An end of training after a given step (pure)."""
+"""Policy that ends the training at a given step (pure)."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class StopAt(Policy):
         self.step = step  # number of committed steps
 
     def before_step(self, view: PolicyView) -> Stop | None:
-        """Ask with the step before, for a request holds after the step that it rides on."""
+        """Request the stop one step early, because a request takes effect after the step that carries it."""
         return Stop(f"step {self.step} is reached") if view.step == self.step - 1 else None

@@ -1,1 +1,1 @@
-"""Automatic checkpoints that all ranks write, each its part, and that any number of ranks reads."""
+"""Automatic checkpoints to which each rank writes its own part, readable by any number of ranks."""

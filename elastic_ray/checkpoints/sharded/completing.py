@@ -106,7 +106,7 @@ def finish(
 ) -> StateFile:
     """Write torch's metadata, the manifest and finally the note, which makes the checkpoint complete.
 
-    Raises ManifestError: the parts do not form a complete state. InterruptedError: ``go_on`` returned False in time.
+    Raises ManifestError: the parts do not form a complete state. InterruptedError: ``go_on`` returned False.
     """
     manifest = complete(parts)
     metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()

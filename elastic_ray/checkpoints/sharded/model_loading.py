@@ -1,4 +1,4 @@
-"""SHELL: loads a model from a run's automatic checkpoints in any process, whatever its number of workers (torch)."""
+"""SHELL: loads a model from a run's automatic checkpoints in any process, with any number of workers (torch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SHELL: saves this rank's part of a checkpoint, or all of it: copied between steps, written in a thread (torch)."""
+"""SHELL: saves this rank's part of a checkpoint, or all of it: copied between steps, written in a thread."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class PartSaver:
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return this rank's readiness to write its part, starting what is missing; with ``now``, without a copy."""
+        """Return this rank's readiness to write its part, and start what it lacks; ``now`` means without a copy."""
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)

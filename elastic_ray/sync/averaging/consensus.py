@@ -44,9 +44,8 @@ def agree(
 ) -> dict[str, Any] | None:
     """Compute the mean over the ranks that count; a collective, which all ranks call.
 
-    Floating-point tensors are averaged over the ranks that hold them, in float32 or wider. All other values are
-    copied from the first of these ranks. The result is bitwise identical on all ranks and shares no memory with
-    ``trees``.
+    Floating-point tensors are averaged over the ranks that hold them, in float32 or wider; other values are copied
+    from the first of these ranks. The result is bitwise identical on all ranks, in new memory.
 
     Args:
         trees: This rank's trees of tensors and plain values, keyed by name.
@@ -54,8 +53,7 @@ def agree(
         counts: Whether this rank contributes to the mean; at least one rank must.
         changed: Whether this rank's trees may differ from those of other ranks.
 
-    Returns the mean, keyed by name; None if this rank does not adopt it, or if no rank with ``holds`` has
-    ``changed``.
+    Returns the mean, keyed by name; None if this rank does not adopt it, or if no rank both holds and changed.
 
     Raises CommunicationFailedError: the group broke.
     """

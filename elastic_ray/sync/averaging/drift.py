@@ -29,7 +29,7 @@ _SCALE, _TRACKER = "scale", "_growth_tracker"
 
 
 class Drift:
-    """Runs one model's averager on schedule and makes its replicas identical when required.
+    """Scheduler of one model's averages, which also makes its replicas identical when required.
 
     Models are averaged between two steps, after all ranks have committed the same step. The *consensus* is the
     mean over ranks of the parameters and of the optimizer's floating-point state; averaging only parameters would
@@ -188,7 +188,7 @@ class Drift:
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
-        """Return state for joiners and checkpoints; empty if models were never averaged."""
+        """Return state for joiners and checkpoints; empty if models are not averaged and never were."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}

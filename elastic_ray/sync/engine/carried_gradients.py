@@ -29,7 +29,7 @@ _TWICE = (
 
 
 class CarriedGradients:
-    """Tracks what one model's ``.grad`` has accumulated for a future optimizer step.
+    """Tracker of the gradients that one model's ``.grad`` has accumulated for a future optimizer step.
 
     A loop that applies the gradients of each step at once carries none and pays nothing for this class. Some loops
     leave gradients after the optimizer's step and later discard them, as a GAN does with the gradients of its
@@ -87,7 +87,7 @@ class CarriedGradients:
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """Check the watched parameter after a pass: record if gradients were added to those of the last update."""
+        """Check the watched parameter after a pass, and record if its gradient was added to the last update's."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)

@@ -125,7 +125,7 @@ class GradientEngine(Participant):
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races, keyed by the form of the group."""
+        """Strategies that have won races, keyed by model number, backend, and the group's layout over nodes."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property

@@ -1,4 +1,4 @@
-"""Gradient reduction: reduces all ranks' gradients to their weighted mean and measures statistics along the way.
+"""Reduction of all ranks' gradients to their weighted mean, with statistics measured along the way.
 
 Each bucket is all-reduced asynchronously. The reduction starts as soon as backward has filled the bucket and
 is awaited at the end of backward, so ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch

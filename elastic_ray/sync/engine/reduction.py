@@ -175,7 +175,7 @@ PROBE_EVERY = 32
 
 
 class Reduction:
-    """Runs the collectives of one backward pass.
+    """Collectives of one backward pass, and what operations keep between steps.
 
     All methods raise CommunicationFailedError if the group breaks.
 
@@ -373,7 +373,7 @@ class Reduction:
 
 
 class StepWeights:
-    """Computes each micro-batch's weight in the mean gradient.
+    """Weight of each micro-batch in the mean gradient.
 
     All ranks exchange their counts once per step, before the step's first bucket is filled.
 

@@ -12,7 +12,7 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class RowSteps:
-    """Steps only the touched rows of tables if the optimizer's update for a zero gradient is zero.
+    """Optimizer steps on only the touched rows of tables, if a zero gradient gives a zero update.
 
     Stepping rows gives the same step as stepping the table, but not always bitwise. Nothing that may differ between
     ranks, such as a user's hook, may therefore choose between the two: hooks always see dense gradients.

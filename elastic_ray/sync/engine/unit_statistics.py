@@ -1,4 +1,4 @@
-"""Gradient noise scale of a model whose parts are held by the workers of a unit (torch).
+"""Gradient noise scale of a model that is divided among the workers of a unit, a fixed group (torch).
 
 Estimates are linear in the squared norms, so each worker computes them for its part and the unit adds them up. A
 parameter that several workers hold, with the same name and the same gradient, counts only on the first of them.

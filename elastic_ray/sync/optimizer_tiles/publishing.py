@@ -29,7 +29,7 @@ class _Round:
 
 
 class Publisher:
-    """Publishes tiles to all ranks in rounds of all-gathers.
+    """Publisher of tiles to all ranks, in rounds of all-gathers.
 
     After a failed round, create a new publisher, because the round may still write to its buffers.
 

@@ -1,1 +1,1 @@
-"""Tables whose rows live with owners: no worker holds a whole one."""
+"""Embedding tables whose rows are divided among the ranks."""

@@ -1,4 +1,4 @@
-"""``ShardedEmbedding``: a table too large for every worker, whose rows live with owners (torch)."""
+"""``ShardedEmbedding``: a table too large for one worker, whose rows are divided among owners (torch)."""
 
 from __future__ import annotations
 
@@ -26,38 +26,39 @@ _UNSERVED = {
 
 
 class ShardedEmbedding(torch.nn.Module):
-    """``torch.nn.Embedding``, or ``EmbeddingBag`` with a ``mode``, of which each worker holds a part of the rows.
+    """Variant of ``torch.nn.Embedding`` or ``EmbeddingBag`` whose rows are divided among the workers.
 
-    Rows are fetched from their owners in the forward pass, and their gradients, averaged over the samples of the step
-    as all others, go to the owners, which update them in ``optimizer.step()``. The rows are no parameter: give
-    ``model.parameters()`` to the optimizer as always, and the model to ``AdaptiveDataParallel``, which finds tables.
-    With a group of one worker it is a plain table.
+    The forward pass fetches rows from their owners. Row gradients, averaged over the samples of the step like all
+    gradients, go to the owners, which update the rows in ``optimizer.step()``. The rows are not parameters: pass
+    ``model.parameters()`` to the optimizer as usual, and the model to ``AdaptiveDataParallel``, which finds
+    tables. In a group of one worker the module is a plain table.
 
-    Every rank calls the module equally often, in the same order. ``state_dict()`` must be called on all ranks of a
-    group; it holds the whole ``weight`` on rank 0, as that of ``torch.nn.Embedding`` does, and one without rows on the
-    others.
+    Every rank must call the module equally often and in the same order. ``state_dict()`` must be called on all
+    ranks of a group; it holds the complete ``weight`` on rank 0, like that of ``torch.nn.Embedding``, and a
+    ``weight`` without rows on the other ranks.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: width of a row.
-        padding_idx: row that has no gradient and is zero at the beginning.
-        mode: ``"sum"`` or ``"mean"`` of bags, as of ``EmbeddingBag``; None for the rows themselves.
-        optimizer: how rows are updated: ``RowSGD``, ``RowAdagrad``, ``RowAdam``, or ``"sgd"``, ``"adagrad"``,
-            ``"adam"``; None for what the wrapped optimizer does, where that is SGD without momentum, Adagrad or
-            SparseAdam without decays. Its learning rate follows the wrapped optimizer's.
-        copies: workers that own each row, 1 or 2. With 2, on different nodes where balance allows, one may be lost
-            without loss of rows. With 1 the job continues from its last checkpoint when a worker is lost.
-        std: standard deviation of the normal distribution that rows are drawn from.
-        seed: of that; None draws one from torch's generator, and rank 0's counts.
-        dtype: of the rows, floating.
-        device: of the rows; results are on the device of the ids.
+        num_embeddings: Number of rows.
+        embedding_dim: Width of a row.
+        padding_idx: Row that gets no gradient and is initialised to zero; None for none.
+        mode: ``"sum"`` or ``"mean"`` of bags, as in ``EmbeddingBag``; None to return the rows themselves.
+        optimizer: Rule that updates rows: ``RowSGD``, ``RowAdagrad``, ``RowAdam``, or ``"sgd"``, ``"adagrad"``,
+            ``"adam"``. None does what the wrapped optimizer does, if that is SGD without momentum, Adagrad or
+            SparseAdam, without decays. The learning rate is derived from the wrapped optimizer's.
+        copies: Number of workers that own each row, 1 or 2. With 2, on different nodes if balance allows, losing one
+            worker loses no rows. With 1, the job continues from its last checkpoint if a worker is lost.
+        std: Standard deviation of the normal distribution from which rows are initialised.
+        seed: Seed of the initial rows. None draws one from torch's generator; all ranks use rank 0's.
+        dtype: Dtype of the rows, floating-point.
+        device: Device of the rows; results are on the device of the ids.
 
     Attributes:
-        travels_by_itself: its rows are a state of their own; to ask for its state dict takes all ranks.
+        travels_by_itself: The rows are transferred as a separate state; all ranks must request the state dict.
 
     Raises:
         StrategyError: a size or ``copies`` is out of range.
-        ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not supported.
+        ValueError: another argument is out of range.
+        TypeError: ``optimizer`` is not a rule for rows, or an option is not supported.
 
     Examples:
         >>> from elastic_ray.sync import ShardedEmbedding
@@ -112,16 +113,16 @@ class ShardedEmbedding(torch.nn.Module):
         self._alone: TableShard | None = None
 
     def join(self, rule: RowRule, name: str, number: tuple[int, int], run: Any) -> ShardedTable:
-        """Participate in a run's training; ``AdaptiveDataParallel`` calls it.
+        """Create the table for training in a run; called by ``AdaptiveDataParallel``.
 
         Args:
-            rule: how rows are updated.
-            name: of the module in its model.
-            number: of the model in the run, and of the table in the model.
-            run: the run.
+            rule: Rule that updates rows.
+            name: Name of the module in its model.
+            number: Index of the model in the run, and of the table in the model.
 
         Raises:
-            ValueError: another model of the run has it. RuntimeError: its rows lie with workers of another run.
+            ValueError: the table already belongs to a model of the run.
+            RuntimeError: its rows are divided among workers of another run.
         """
         if self._table is not None:
             self._loaded = self._table.left_for(run)
@@ -132,17 +133,17 @@ class ShardedEmbedding(torch.nn.Module):
         return table
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Return rows, or bags of them, as ``torch.nn.Embedding`` and ``EmbeddingBag`` give them.
+        """Return rows, or bags of rows, as ``torch.nn.Embedding`` and ``EmbeddingBag`` do.
 
         Args:
-            input: ids, of any shape; with a ``mode`` [bags, ids], or [ids] with ``offsets``.
-            offsets: where bags begin in a flat ``input``.
-            per_sample_weights: of the ids, with mode ``"sum"``.
+            input: Ids, of any shape; with a ``mode`` [bags, ids], or [ids] with ``offsets``.
+            offsets: Start of each bag in a flat ``input``.
+            per_sample_weights: Weights of the ids, with mode ``"sum"``.
 
         Raises:
-            IndexError: an id is below 0, or not below ``num_embeddings``.
-            RanksDisagreeError: the ranks do not call the module at the same place.
-            RuntimeError: rows cannot be asked for here; the message says why.
+            IndexError: an id is negative, or not below ``num_embeddings``.
+            RanksDisagreeError: the ranks do not call the module at the same point.
+            RuntimeError: rows cannot be fetched at this point; the message says why.
         """
         ids, where = torch.unique(input.reshape(-1), return_inverse=True)
         if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < self.num_embeddings):
@@ -204,11 +205,11 @@ class ShardedEmbedding(torch.nn.Module):
         return place if place < len(ids) and int(ids[place]) == self.padding_idx else None
 
     def row_state_dict(self) -> dict[str, Any]:
-        """Return the whole table with the state of its rule, and the number of updates; all ranks call it.
+        """Return the complete table with the state of its rule, and the number of updates; all ranks call it.
 
         Returns:
-            ``weight``, the rule's tensors by torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each
-            [num_embeddings, embedding_dim] on rank 0 and without rows on others, and ``step``.
+            ``weight`` and the rule's tensors with torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each
+            [num_embeddings, embedding_dim] on rank 0 and without rows on other ranks, and ``step``.
 
         Raises:
             RuntimeError: the model is not wrapped.
@@ -217,10 +218,11 @@ class ShardedEmbedding(torch.nn.Module):
         return {**table.whole(("weight", *table.rule.initial)), "step": table.updates}
 
     def load_row_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adopt what :meth:`row_state_dict` gave on rank 0, of a group of any size; all ranks do the same.
+        """Load rank 0's result of :meth:`row_state_dict`, from a group of any size; all ranks load the same state.
 
         Raises:
-            RuntimeError: the model is not wrapped. ValueError: it is of another table.
+            RuntimeError: the model is not wrapped.
+            ValueError: the state has the shape of a different table.
         """
         table = self._wrapped()
         whole = {name: state[name] for name in ("weight", *table.rule.initial) if name in state}
@@ -239,7 +241,7 @@ class ShardedEmbedding(torch.nn.Module):
             raise ValueError(f"{name} must have shape {wanted}, but got {tuple(tensor.shape)}")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save the whole weight, as torch requires."""
+        """Save the complete weight, as torch requires."""
         found = self._table.whole() if self._table is not None else self._whole_alone().whole(None, ("weight",))
         assert found is not None
         destination[prefix + "weight"] = found["weight"]
@@ -254,7 +256,7 @@ class ShardedEmbedding(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load a whole weight, of which each rank keeps its part; the rule's state is reset."""
+        """Load a complete weight, of which each rank keeps its part; the rule's state is reset."""
         key = prefix + "weight"
         if key not in state_dict:
             missing_keys.append(key)
@@ -278,7 +280,7 @@ class ShardedEmbedding(torch.nn.Module):
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for arguments that are not supported; one that asks for nothing passes."""
+    """Raise TypeError for unsupported arguments, unless their value disables them."""
     for name, value in options.items():
         if name not in _UNSERVED:
             raise TypeError(f"ShardedEmbedding has no argument {name!r}")
@@ -287,7 +289,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def _padding(padding_idx: int | None, rows: int) -> int | None:
-    """Return the padding row counted from 0; raises ValueError if it is out of range."""
+    """Return the padding row counted from 0; raise ValueError if it is out of range."""
     if padding_idx is None:
         return None
     if not -rows <= padding_idx < rows:

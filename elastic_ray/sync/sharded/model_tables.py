@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ModelTables:
-    """All sharded tables of one wrapped model. A model without any costs nothing.
+    """All sharded tables of one wrapped model. A model without tables has no overhead.
 
     Args:
-        optimizer: steps its parameters; tables follow its learning rates.
-        number: of the model, in the order in which the loop wraps them.
+        optimizer: Optimizer of the model's parameters; tables use its learning rates.
+        number: Index of the model, in the order in which the loop wraps models.
         scaler: AMP's ``GradScaler``; None without AMP.
 
     Raises StrategyError: a table cannot be trained with this optimizer or with a scaler.
@@ -47,7 +47,7 @@ class ModelTables:
         return bool(self.tables)
 
     def _rule(self, name: str, layer: ShardedEmbedding) -> RowRule:
-        """Return the rule of a table; raises StrategyError where there is none, or it follows no parameter group."""
+        """Return the rule of a table; raise StrategyError if it has none, or if its parameter group does not exist."""
         groups = self._optimizer.param_groups
         rule = layer.rule or rule_of(type(self._optimizer).__name__, groups[0])
         if rule.group >= len(groups):
@@ -58,13 +58,13 @@ class ModelTables:
         return rule
 
     def join(self, what: Announced) -> None:
-        """Participate in a table's row exchange that others announced, without samples of this rank."""
+        """Participate in a table's row exchange that other ranks announced, without samples on this rank."""
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
-        """Exchange the gradients of an ended backward pass with the owners, then vote that all have received theirs.
+        """Send the gradients of a finished backward pass to the row owners, then vote that all have received theirs.
 
-        What the vote has not decided, no rank applies.
+        No rank applies gradients before the vote has decided.
         """
         for table in self.tables:
             table.push()
@@ -84,12 +84,12 @@ class ModelTables:
             table.zero()
 
     def update(self) -> None:
-        """Update the tables at the present rates of the optimizer's groups."""
+        """Update the tables with the current learning rates of the optimizer's groups."""
         for table in self.tables:
             table.update(float(self._optimizer.param_groups[table.rule.group]["lr"]))
 
     def leave_out(self) -> None:
-        """Leave out an update, on all ranks."""
+        """Skip an update, on all ranks."""
         for table in self.tables:
             table.leave_out()
 
@@ -109,6 +109,6 @@ class ModelTables:
         return all(table.settled for table in self.tables)
 
     def gather(self) -> None:
-        """Have rank 0 hold whole tables until the next update; raises CommunicationFailedError."""
+        """Gather complete tables on rank 0 until the next update; raises CommunicationFailedError."""
         for table in self.tables:
             table.gather()

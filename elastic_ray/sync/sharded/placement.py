@@ -11,7 +11,7 @@ _Relation = Callable[[int, int], bool]  # of a tile and a rank
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """A tile that one rank sends to another."""
+    """Transfer of one tile from one rank to another."""
 
     tile: int
     source: int
@@ -19,19 +19,20 @@ class Move:
 
 
 def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Return the owners of each tile, those that hold it already as far as balance allows.
+    """Return the owners of each tile, preferring ranks that already hold it as far as balance allows.
 
-    Every tile has ``min(copies, ranks)`` owners, and the ranks own equally many tiles, within one. Owners of one tile
-    are on different nodes as far as that balance allows; a copy that is held on a node twice moves to another one.
-    As many copies as possible stay where they are (a maximum matching), and the others fill what room is left; a copy
-    that is held gives way only where no other can.
+    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles that ranks own differ by at most one.
+    Owners of one tile are on different nodes as far as balance allows; if one node holds a tile twice, one copy
+    moves to another node. As many copies as possible stay where they are (a maximum matching), and other copies
+    fill the remaining room. A held copy is displaced only if no other copy can move.
 
     Args:
-        tiles: how many there are; 1 or more.
-        held: the tiles that each rank holds, by rank.
-        copies: owners of a tile; 1 or more.
+        tiles: Number of tiles; 1 or more.
+        held: Tiles that each rank holds, by rank.
+        copies: Number of owners per tile; 1 or more.
 
-    Returns by tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
+    Returns the owners of each tile. The first owner answers ranks that do not hold the tile; each rank is the first
+    owner of about equally many tiles.
     """
     world = len(held)
     copies = min(copies, world)
@@ -50,14 +51,14 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
 
 
 def _room(total: int, sizes: Sequence[int]) -> list[int]:
-    """Return the number of copies that each rank is to own: equal, with one more where most are held."""
+    """Return the number of copies that each rank should own: equal, plus one for ranks that hold the most."""
     each, more = divmod(total, len(sizes))
     largest = sorted(range(len(sizes)), key=lambda rank: (-sizes[rank], rank))[:more]
     return [each + (rank in set(largest)) for rank in range(len(sizes))]
 
 
 def _first_in_turn(owners: Sequence[Set[int]], world: int) -> tuple[tuple[int, ...], ...]:
-    """Return owners of each tile, the one first that is first for the fewest tiles before."""
+    """Return the owners of each tile, beginning with the one that is first for the fewest earlier tiles."""
     first = [0] * world
     found = []
     for mine in owners:
@@ -72,7 +73,7 @@ def _any(tile: int, rank: int) -> bool:
 
 
 class _Matching:
-    """Tiles and their owners, as they are found; no rank gets more than its room."""
+    """Matching of tiles and owners under construction; no rank owns more tiles than it has room for."""
 
     def __init__(self, tiles: int, held: Sequence[Set[int]], room: Sequence[int], nodes: Sequence[str]) -> None:
         self._held, self._room, self._nodes = held, room, nodes
@@ -80,22 +81,22 @@ class _Matching:
         self.owners: list[set[int]] = [set() for _ in range(tiles)]
 
     def holds(self, tile: int, rank: int) -> bool:
-        """True if the rank has held the tile before."""
+        """True if the rank held the tile before."""
         return tile in self._held[rank]
 
     def lacks(self, tile: int, rank: int) -> bool:
-        """True if the rank has not held the tile before."""
+        """True if the rank did not hold the tile before."""
         return tile not in self._held[rank]
 
     def add(self, tile: int, may: _Relation, gives_up: _Relation, *, apart: bool) -> bool:
-        """Find another owner for a tile; where room is short, others change theirs (the shortest augmenting path).
+        """Find another owner for a tile; if room is short, reassign other tiles (shortest augmenting path).
 
         Args:
-            may: whether a tile may go to a rank.
-            gives_up: whether a tile may leave a rank that owns it.
-            apart: whether its owners must be on different nodes.
+            may: Predicate of a tile and a rank: whether the rank may own the tile.
+            gives_up: Predicate of a tile that is owned and a rank: whether the rank may stop owning the tile.
+            apart: Whether the tile's owners must be on different nodes.
 
-        Returns whether there is one.
+        Returns True if an owner was found.
         """
         gives: dict[int, tuple[int, int]] = {}  # by tile: the owner that it would give up, and for which tile
         queue = collections.deque([tile])
@@ -119,7 +120,7 @@ class _Matching:
         return False
 
     def _give(self, tile: int, rank: int, gives: dict[int, tuple[int, int]]) -> None:
-        """Carry out a path from its end."""
+        """Apply an augmenting path, starting from its end."""
         while True:
             self.owners[tile].add(rank)
             self._owned[rank].add(tile)
@@ -132,7 +133,7 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """Return the moves to owners that lack their tiles, from holders that send about equally much.
+    """Return the moves to owners that lack their tiles, balanced over the ranks that send.
 
     Raises ValueError: no rank holds a tile; see :func:`lost`.
     """
@@ -152,12 +153,12 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 
 
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: int = 1) -> tuple[Move, ...]:
-    """Return the moves after which staying ranks own `copies` of each tile, or one each where fewer stay.
+    """Return the moves after which staying ranks own `copies` of each tile, or one each if fewer stay.
 
-    Ranks that leave send where they can, and the ranks that own the fewest tiles receive.
+    Leaving ranks are the senders if possible, and the ranks that own the fewest tiles receive.
 
     Args:
-        stays: by rank, True if the rank stays; at least one.
+        stays: Flag per rank: whether it stays; at least one must.
 
     Raises ValueError: no rank stays.
     """

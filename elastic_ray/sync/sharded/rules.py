@@ -38,7 +38,7 @@ class RowRule:
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """State that each element has, by name, with its value before the first update."""
+        """State of each element by name, with its value before the first update."""
         return {}
 
 
@@ -59,7 +59,7 @@ class RowAdagrad(RowRule):
 
     Attributes:
         initial_accumulator_value: s before the first update; 0 or more.
-        eps: added to the root; 0 or more.
+        eps: Constant added to the root; 0 or more.
 
     Examples:
         >>> from elastic_ray.sync import RowAdagrad
@@ -83,14 +83,15 @@ class RowAdagrad(RowRule):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdam(RowRule):
-    """Adam on the rows that a step has touched, as ``torch.optim.SparseAdam``; moments of other rows stand still.
+    """Adam on the rows that a step touches, as ``torch.optim.SparseAdam``; moments of other rows do not change.
 
-    Bias correction counts the updates of the table, as ``SparseAdam``'s counts those of the parameter, and not the
-    updates of each row: the first ones of a row that is touched late are as large as if its moments were not small.
+    Bias correction counts the updates of the table, not those of each row, just as ``SparseAdam`` counts those of
+    the parameter. The first updates of a row that is touched late are therefore not corrected for its small
+    moments.
 
     Attributes:
-        betas: decay of the first and of the second moment; from 0 to below 1.
-        eps: added to the root; 0 or more.
+        betas: Decay rates of the first and second moments; from 0 to below 1.
+        eps: Constant added to the root; 0 or more.
 
     Examples:
         >>> from elastic_ray.sync import RowAdam
@@ -117,14 +118,14 @@ _BY_NAME: dict[str, type[RowRule]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "ada
 
 
 def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
-    """Resolve a table's optimizer: a rule, its name, or None for that of the wrapped optimizer.
+    """Return the rule for a table's ``optimizer`` argument; None stays None, for the wrapped optimizer's rule.
 
     >>> named_rule("sgd")
     RowSGD(lr_factor=1.0, group=0)
 
     Raises:
-        ValueError: there is no rule of this name.
-        TypeError: it is none of these.
+        ValueError: no rule has this name.
+        TypeError: the argument is neither a rule, nor a name, nor None.
     """
     if optimizer is None or isinstance(optimizer, RowRule):
         return optimizer
@@ -139,9 +140,9 @@ def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
 
 
 def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
-    """Return the rule that does what a torch optimizer would.
+    """Return the rule equivalent to a torch optimizer, given by class name and parameter group.
 
-    Raises StrategyError: none does.
+    Raises StrategyError: no rule is equivalent.
     """
     found: RowRule | None = None
     if optimizer == "SGD":

@@ -25,9 +25,10 @@ def update_rows(
     """Update some rows in place.
 
     Args:
-        tensors: the table's ``weight`` and the rule's state, each [places, width].
-        gradient: theirs, [len(places), width].
-        step: number of the update, from 1.
+        tensors: The table's ``weight`` and the rule's state, each [places, width].
+        places: Positions of the rows in ``tensors``.
+        gradient: Gradient of the rows, [len(places), width].
+        step: Number of the update, from 1.
     """
     rows = {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
     _RULES[type(rule)](rule, rows, gradient, lr, step)
@@ -60,10 +61,10 @@ _RULES: dict[type[RowRule], Callable[[Any, _Rows, Tensor, float, int], None]] = 
 
 
 def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Tensor]:
-    """Return row gradients with each id once, in rising order; pieces are added one after the other.
+    """Return row gradients with each id once, in ascending order; pieces are added in sequence.
 
     Args:
-        pieces: ids [n] and gradients [n, width]; in one piece each id occurs once. At least one piece.
+        pieces: Ids [n] and gradients [n, width], at least one piece; within a piece each id must occur only once.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -84,11 +85,10 @@ class RowsLostError(LostGroupError):
 class TableShard:
     """Shard of a table on one rank.
 
-    Methods raise CommunicationFailedError if the group breaks; rows held are kept. Methods raise
-    CommunicationFailedError where the group breaks; rows held are kept.
+    Methods raise CommunicationFailedError if the group breaks; rows held before are kept.
 
     Args:
-        copies: owners of each tile, in a group of so many ranks or more.
+        copies: Number of owners of each tile, in a group of at least as many ranks.
         like: ``weight`` and the rule's state as empty tensors, [0, width].
     """
 
@@ -102,7 +102,7 @@ class TableShard:
 
     @property
     def store(self) -> TileStore | None:
-        """Rows that this rank holds in the present group; None before the first."""
+        """Rows that this rank holds in the current group; None before the first group."""
         return self._stores[0] if self._stores else None
 
     @property
@@ -111,7 +111,7 @@ class TableShard:
         return self._like["weight"].device
 
     def begin(self, source: InitialRows) -> None:
-        """Drop all rows and take new ones from `source`."""
+        """Drop all rows and use new ones from `source`."""
         self._stores, self._source = [], source
 
     def drop(self) -> None:
@@ -123,16 +123,16 @@ class TableShard:
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
-        """Hold all tiles, in a process that is alone."""
+        """Hold all tiles, in a process that has no group."""
         everything = tuple(range(self._tiling.tiles))
         self._follow(self._made(everything, self._source), tuple((0,) for _ in everything))
 
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
-        """Hold what this rank owns in a new group; all ranks hold rows of the same update, or none.
+        """Hold the tiles that this rank owns in a new group; all ranks must hold rows of the same update, or none.
 
-        Returns how many tiles were sent between ranks.
+        Returns the number of tiles that were sent between ranks.
 
-        Raises RowsLostError: no rank holds some rows; raised on every rank.
+        Raises RowsLostError: no rank holds some of the rows; raised on every rank.
         """
         tiles = self._tiling.tiles
         held = self._everyone_holds(communicator)
@@ -161,7 +161,7 @@ class TableShard:
         return [from_words(row, tiles) for row in communicator.gather_ints(words)]
 
     def _made(self, tiles: Sequence[int], source: InitialRows | None, leave: Any = ()) -> TileStore:
-        """Return a store of these tiles, from what is held or could be made; those to ``leave`` are empty yet."""
+        """Return a store of these tiles, filled from held rows or ``source``; tiles in ``leave`` are not filled."""
         new = TileStore.empty(self._tiling, tiles, self._like)
         for tile in tiles:
             if tile in leave:
@@ -180,7 +180,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank."""
+        """Send the tiles that only leaving ranks own to staying ranks; called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -195,12 +195,12 @@ class TableShard:
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
-        """Read rows that are all here."""
+        """Return rows, all of which this rank must hold."""
         assert self.store is not None
         return self.store.rows(ids)
 
     def fetch(self, communicator: Communicator, ids: Tensor) -> Tensor:
-        """Fetch rows from wherever they are, [len(ids), width]; all ranks call it, also without ids."""
+        """Fetch rows from their owners, [len(ids), width]; called on every rank, even with no ids."""
         assert self.store is not None
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
@@ -208,17 +208,17 @@ class TableShard:
         """Sum all ranks' gradients of the rows that this rank owns, in rank order; called on every rank.
 
         Args:
-            gradient: theirs, weighted by samples.
+            gradient: This rank's gradients of the rows ``ids``, weighted by samples.
         """
         if communicator.world_size == 1:
             return ids, gradient
         return summed(push(communicator, self._by_tile, ids, gradient), gradient.shape[1])
 
     def whole(self, communicator: Communicator | None, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the whole table on rank 0, None elsewhere; all ranks call it.
+        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank.
 
         Args:
-            communicator: the group; None before the first.
+            communicator: Communicator of the group; None before the first group.
         """
         store = self.store
         assert store is not None
@@ -232,11 +232,11 @@ class TableShard:
 
 
 def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Tensor) -> Tensor:
-    """Fetch rows of a table from those that answer for them; all ranks call it, also with no ids.
+    """Fetch rows of a table from the ranks that answer for them; called on every rank, even with no ids.
 
     Args:
-        readers: the rank to ask, by tile.
-        ids: of the rows, [n].
+        readers: For each tile, the rank from which to fetch.
+        ids: Ids of the rows, [n].
 
     Returns the rows, [n, width].
     """
@@ -256,14 +256,14 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
 
 
 def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Send row gradients to all owners of each row; all ranks call it, also with no ids.
+    """Send row gradients to all owners of each row; called on every rank, even with no ids.
 
     Args:
-        owners: of each tile, [tiles, copies].
-        ids: of the rows, each once, [n].
-        gradient: theirs, [n, width].
+        owners: Owners of each tile, [tiles, copies].
+        ids: Ids of the rows, each once, [n].
+        gradient: Gradients of the rows, [n, width].
 
-    Returns by rank what it has for the rows that this rank owns: ids and gradients, in the order of its ids.
+    Returns each rank's ids and gradients for the rows that this rank owns, in the order of that rank's ids.
     """
     to = owners[ids % len(owners)]
     order = torch.argsort(to.reshape(-1), stable=True)
@@ -278,7 +278,7 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Move tiles between ranks; all ranks call it with the same moves."""
+    """Move tiles between ranks; called on every rank with the same moves."""
     rank, world = communicator.rank, communicator.world_size
     matrix = [[0] * world for _ in range(world)]
     for move in moves:
@@ -295,7 +295,7 @@ def carry_out(
 def collect(
     communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
 ) -> TileStore | None:
-    """Collect the named tensors of all tiles on rank 0 from their first owners; None on other ranks.
+    """Collect the named tensors of all tiles that rank 0 lacks from their first owners; None on other ranks.
 
     Called on every rank.
     """
@@ -312,7 +312,7 @@ def _holder(stores: Sequence[TileStore], tile: int) -> TileStore:
 
 
 def _counts(communicator: Communicator, to: Tensor) -> _Matrix:
-    """Return the number of rows that each rank sends to each, given this rank's destinations."""
+    """Return the number of rows that each rank sends to each rank, given this rank's destinations."""
     return communicator.gather_ints(torch.bincount(to, minlength=communicator.world_size).tolist(), with_gradients=True)
 
 
@@ -321,7 +321,7 @@ def _turned(matrix: _Matrix) -> _Matrix:
 
 
 def _swap(communicator: Communicator, tensor: Tensor, matrix: _Matrix) -> Tensor:
-    """Send rows of a tensor to the ranks, in rank order, as many as the matrix says of source and destination."""
+    """Exchange rows of a tensor, sorted by destination, with counts given per source and destination."""
     rank = communicator.rank
     mine, theirs = matrix[rank], [row[rank] for row in matrix]
     output = tensor.new_empty(sum(theirs), *tensor.shape[1:])

@@ -28,7 +28,7 @@ class TileStore:
 
     @classmethod
     def empty(cls, tiling: RowTiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
-        """Return memory for some tiles of tensors such as these."""
+        """Return a store with uninitialised memory for some tiles, with the dtypes and widths of ``like``."""
         places = len(tiles) * tiling.height
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
@@ -37,18 +37,18 @@ class TileStore:
         return self._slots[ids % self.tiling.tiles] >= 0
 
     def places(self, ids: Tensor) -> Tensor:
-        """Return the positions in this store of rows that it holds."""
+        """Return the positions of rows in this store, which must hold them."""
         tiles = self.tiling.tiles
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return a copy of rows that are here."""
+        """Return a copy of rows that this store holds."""
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:
-        """Return a tile's part of one tensor, [height, width], to read and to write.
+        """Return a tile's part of one tensor, [height, width], as a writable view.
 
-        The place after a short tile is free.
+        If the tile has one row less than ``height``, the last position is unused.
         """
         begin = int(self._slots[tile]) * self.tiling.height
         return self.tensors[name][begin : begin + self.tiling.height]
@@ -62,17 +62,17 @@ class InitialRows(Protocol):
         """True if the rows were loaded, and not initialised."""
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Write a tile's part of one tensor, [height, width]."""
+        """Write a tile's part of one tensor, [height, width], to ``into``."""
 
 
 class SeededRows:
-    """Rows that are drawn tile by tile, so that each rank can make those that it owns, and all make the same.
+    """Random initial rows, drawn tile by tile, so that each rank can make the tiles it owns and all ranks agree.
 
     Args:
-        seed: of the random numbers; the same on all ranks.
-        std: standard deviation of the normal distribution.
-        padding: row that is zero; None for none.
-        initial: what else than ``weight`` begins with.
+        seed: Seed of the random numbers; the same on all ranks.
+        std: Standard deviation of the normal distribution.
+        padding: Row that is zero; None for none.
+        initial: Initial value of each tensor other than ``weight``.
     """
 
     trained = False
@@ -92,11 +92,11 @@ class SeededRows:
 
 
 class LoadedRows:
-    """A whole table that was loaded, kept until this rank has taken the tiles that it owns.
+    """Complete table that was loaded, kept until this rank has copied the tiles that it owns.
 
     Args:
-        whole: ``weight`` and what there is of the rule's state, each [rows, width].
-        initial: what state begins with that is not there.
+        whole: ``weight`` and the loaded tensors of the rule's state, each [rows, width].
+        initial: Initial value of each state tensor that was not loaded.
     """
 
     trained = True
@@ -105,7 +105,7 @@ class LoadedRows:
         self._tiling, self._whole, self._initial = tiling, whole, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
-        """Fill `into` with a tile of the loaded table; state of the rule gets its initial value if none was loaded."""
+        """Fill `into` with a tile of the loaded table; the rule's state gets its initial value if none was loaded."""
         if name in self._whole:
             part = self._whole[name][tile :: self._tiling.tiles]
             into[: len(part)].copy_(part)
@@ -115,7 +115,7 @@ class LoadedRows:
 
 
 def whole_of(tiling: RowTiling, name: str, stores: Sequence[Any]) -> Tensor:
-    """Assemble one tensor of a table, [rows, width], from stores that together hold all of its tiles."""
+    """Return one tensor of a table, [rows, width], assembled from stores that together hold all of its tiles."""
     first: Tensor = stores[0].tensors[name]
     whole = first.new_empty(tiling.rows, first.shape[1])
     for store in stores:

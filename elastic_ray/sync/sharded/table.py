@@ -1,4 +1,4 @@
-"""A sharded table in training: its rows, their gradients, and its state through changes of the group (torch)."""
+"""Sharded table in training: its rows, their gradients, and its state through changes of the group (torch)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TableShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Update:
-    """An update, made or to be made: its number, the group that computed it, and its learning rate."""
+    """Identity of an update, made or pending: its number, the group that computed it, and its learning rate."""
 
     number: int = 0
     generation: int = 0
@@ -57,10 +57,10 @@ class _PendingRows:
 class ShardedTable:
     """Sharded table in training: fetches rows, exchanges their gradients, and updates the rows it owns.
 
-    An update is decided when all ranks have received their gradients, and a vote has ended that follows. Then it can be
-    made on each rank that lives: a rank that has voted and not updated takes over the others' state, in which is what
-    its own update still lacks, the learning rate. So no rank needs rows of another one's after a loss but its second
-    owner's.
+    An update is decided once all ranks have received their gradients and a subsequent vote has ended. From then on
+    every surviving rank can make it: a rank that voted but did not update receives the other ranks' state, which
+    includes the only value that its own update lacks, the learning rate. So after a loss no rank needs rows from
+    another rank, except rows that must get a new second owner.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class ShardedTable:
         self.begin(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
 
     def begin(self, source: InitialRows) -> None:
-        """Start with rows of `source`, where no other rank holds them already."""
+        """Start with rows from `source`, unless other ranks already hold the rows."""
         self._shard.begin(source)
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
-        """Return the whole weight, for another run of this process; None where there is none yet."""
+        """Return the complete weight for another run in this process; None if it does not exist yet."""
         if run is self._run:
             raise ValueError("a ShardedEmbedding belongs to one model, but another one that was wrapped has it already")
         if self._shard.store is not None and not self._shard.everywhere:
@@ -102,11 +102,11 @@ class ShardedTable:
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
-        """Load a whole table and its number of updates; all ranks do the same.
+        """Load a complete table and its number of updates; all ranks load the same.
 
         Raises:
-            RuntimeError: a step of a loader is in progress, which might be lost and drawn again.
-            RanksDisagreeError: another rank does not. CommunicationFailedError: the group broke.
+            RuntimeError: a loader's step is in progress, which might be lost and drawn again.
+            RanksDisagreeError: another rank does not load. CommunicationFailedError: the group broke.
         """
         group = self._run.group
         if self._run.ledger.step is not None:
@@ -121,13 +121,13 @@ class ShardedTable:
     # -- rows in forward passes ----------------------------------------------------------------------------------------
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows of the present update, [len(ids), width]; all ranks ask at the same place, also for none.
+        """Return current rows, [len(ids), width]; all ranks call it at the same point, even with no ids.
 
-        In a step that is lost, and while user code only catches up with others, they are zeros.
+        In a lost step, and while user code is being replayed on a joiner, the rows are zeros.
 
         Raises:
-            RanksDisagreeError: other ranks do something else here.
-            RuntimeError: rows cannot be asked for here; the message says why.
+            RanksDisagreeError: other ranks do something else at this point.
+            RuntimeError: rows cannot be fetched at this point; the message says why.
         """
         ledger, group = self._run.ledger, self._run.group
         self._check_place()
@@ -154,7 +154,7 @@ class ShardedTable:
         self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
-        """Raise RuntimeError where ranks could not meet."""
+        """Raise RuntimeError at a point where not all ranks can fetch rows together."""
         step, group = self._run.ledger.step, self._run.group
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -177,7 +177,7 @@ class ShardedTable:
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
         """Add a backward pass's gradient of rows that were fetched.
 
-        Raises RuntimeError: gradients of another step have not been applied.
+        Raises RuntimeError: gradients of an earlier step have not been applied.
         """
         ledger, group = self._run.ledger, self._run.group
         if ledger.failed or ledger.replaying:
@@ -196,7 +196,7 @@ class ShardedTable:
         self._unused = True
 
     def _check_applied(self) -> None:
-        """Raise RuntimeError where a step has left gradients to a later one."""
+        """Raise RuntimeError if a step has left gradients to a later one."""
         unused, self._unused = self._unused, False
         if unused:
             raise RuntimeError(
@@ -206,7 +206,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send this rank's gradients to the owners, and receive others'; all ranks call it."""
+        """Send this rank's gradients to the row owners, and receive those of other ranks; all ranks call it."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -220,15 +220,15 @@ class ShardedTable:
         self._unused = False
 
     def zero(self) -> None:
-        """Clear the gradients."""
+        """Clear the gradients, unless the step is lost."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False
 
     def update(self, lr: float) -> None:
-        """Apply what was received, or was computed here where this rank is alone.
+        """Apply the received gradients, or the local ones if this rank is alone.
 
-        Raises RuntimeError: gradients of rows were not sent, for no parameter had one.
+        Raises RuntimeError: row gradients were not sent, because no parameter had a gradient.
         """
         if self._local.waits and self._run.group.world_size > 1:
             raise RuntimeError(
@@ -240,7 +240,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """Leave out the update, on all ranks."""
+        """Skip the update, on all ranks."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:
@@ -253,9 +253,9 @@ class ShardedTable:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Hold what this rank owns in the present group.
+        """Enter the current group and hold the rows that this rank owns in it.
 
-        Raises CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
+        Raises CommunicationFailedError: the group broke again. RowsLostError: rows were lost; raised on every rank.
         """
         group = self._run.group
         self._shard.enter(group.communicator, group.nodes)
@@ -267,21 +267,21 @@ class ShardedTable:
         self._shard.hand_over(self._run.group.communicator, stays)
 
     def gather(self) -> None:
-        """Have rank 0 hold the whole table until the next update; all ranks call it."""
+        """Gather the complete table on rank 0 until the next update; all ranks call it."""
         self._gathered = self._shard.whole(self._run.group.communicator, self._names)
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save the whole table."""
+        """True if this rank can save the complete table."""
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-        """Return the whole table on rank 0, tensors without rows on the others; all ranks call it.
+        """Return the complete table on rank 0, and tensors without rows on other ranks; all ranks call it.
 
-        In a step that is lost rank 0 gets no rows either, which an event says.
+        In a lost step rank 0 gets no rows either, and an event reports it.
 
         Raises:
-            RanksDisagreeError: another rank does not.
+            RanksDisagreeError: another rank does not call it.
             CommunicationFailedError: the group broke, outside of steps.
         """
         ledger, found = self._run.ledger, None
@@ -300,7 +300,7 @@ class ShardedTable:
         return found if found is not None else dict.fromkeys(names, self._nothing[1])
 
     def _collected(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the whole table on ranks that asked for it."""
+        """Return the complete table on rank 0, None on other ranks."""
         group = self._run.group
         if group.generation and group.world_size > 1:
             self._run.consensus.agree_on(self._announced(_WHOLE))
@@ -309,7 +309,7 @@ class ShardedTable:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
-        """Return what all ranks share, without rows."""
+        """Return the state that all ranks share, without rows."""
         return {
             "rows": [self._shape.rows, self._shape.width],
             "rule": repr(self.rule),
@@ -320,7 +320,7 @@ class ShardedTable:
         }
 
     def capture_to_save(self) -> Any:
-        """Return the shared state with the whole table, if this rank can save it."""
+        """Return the shared state with the complete table, if this rank can save it."""
         if not self._begun or not self.settled:
             return self.capture()
         whole = self._gathered or self._shard.whole(self._run.group.communicator, self._names)
@@ -333,9 +333,9 @@ class ShardedTable:
         return {**self.capture(), "kept": kept}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state: rows that are of its last update stay, those of the one before are updated.
+        """Restore a captured state: rows of its last update are kept, older ones updated or dropped.
 
-        Raises RuntimeError: it is of another table.
+        Raises RuntimeError: the state is of a different table.
         """
         self._check_same(tree)
         number, generation, lr = tree["update"]
@@ -357,7 +357,7 @@ class ShardedTable:
         self._last, self._pending, self._gathered = update, None, None
 
     def _check_same(self, tree: Any) -> None:
-        """Raise RuntimeError where a captured state is of another table."""
+        """Raise RuntimeError if a captured state is of a different table."""
         mine = self.capture()
         for what in ("rows", "rule", "loaded"):
             alike = mine[what] == tree[what] or (what == "loaded" and (tree["begun"] or tree["loaded"]))
@@ -369,13 +369,13 @@ class ShardedTable:
 
 
 class LocalGradients:
-    """Gradients of table rows on this rank, with the meaning of a parameter's ``.grad``.
+    """Gradients of table rows on this rank, with the semantics of a parameter's ``.grad``.
 
-    Each micro-step adds what its backward passes give until ``optimizer.step()`` is called in it, less what
-    ``zero_grad()`` has cleared there; what comes after ``optimizer.step()`` belongs to another loss.
+    Each micro-step adds the gradients of its backward passes until ``optimizer.step()``, except those that
+    ``zero_grad()`` clears; gradients after ``optimizer.step()`` belong to another loss.
 
     Args:
-        nothing: no ids and no gradients, [0] and [0, width].
+        nothing: Empty ids and gradients, [0] and [0, width].
     """
 
     def __init__(self, nothing: _Piece) -> None:
@@ -387,7 +387,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def begin(self, step: Any, micro: int) -> bool:
-        """Start to add a gradient; True if it is the first one of its step."""
+        """Prepare to add a gradient; return True if it is the first of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:
@@ -399,7 +399,7 @@ class LocalGradients:
         return first
 
     def add(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add a gradient weighted by samples; each id occurs once."""
+        """Add a gradient weighted by samples; each id must occur only once."""
         if not self._closed:
             self._present.append((ids, gradient))
             self.waits = True
@@ -412,7 +412,7 @@ class LocalGradients:
         self._closed = True
 
     def zero(self) -> None:
-        """Clear the gradients that the present micro-step has added."""
+        """Clear the gradients that the current micro-step has added."""
         self._present = []
         self._carried_sent = self.waits = False
 

@@ -11,9 +11,9 @@ _WORD_BITS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowTiling:
-    """Rows of a table by tile: row ``i`` lies in tile ``i % tiles``, at place ``i // tiles``.
+    """Assignment of a table's rows to tiles: row ``i`` is in tile ``i % tiles``, at position ``i // tiles``.
 
-    Neighbouring rows, of which the first are often the most wanted, lie in different tiles.
+    Neighbouring rows are in different tiles, which balances load, because the first rows are often the most used.
     """
 
     rows: int  # of the table; 1 or more
@@ -36,16 +36,16 @@ class RowTiling:
 
     @property
     def height(self) -> int:
-        """Places of a tile; the last one is free in tiles that have a row less."""
+        """Number of positions in a tile; the last one is unused in tiles with one row less."""
         return -(-self.rows // self.tiles)
 
     def rows_in(self, tile: int) -> int:
-        """Return the number of rows of one tile."""
+        """Return the number of rows in one tile."""
         return -(-(self.rows - tile) // self.tiles)
 
 
 def to_words(tiles: Iterable[int], count: int) -> list[int]:
-    """Return a set of tiles out of ``count`` as integers below 2^32, a bit a tile.
+    """Return a set of tiles out of ``count`` as integers below 2^32, one bit per tile.
 
     >>> to_words([0, 33], 40)
     [1, 2]
@@ -57,5 +57,5 @@ def to_words(tiles: Iterable[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> frozenset[int]:
-    """Return the set of tiles of :func:`to_words`."""
+    """Return the set of tiles encoded by :func:`to_words`."""
     return frozenset(tile for tile in range(count) if words[tile // _WORD_BITS] >> tile % _WORD_BITS & 1)

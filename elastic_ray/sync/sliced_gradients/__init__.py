@@ -1,1 +1,1 @@
-"""Gradients of which each rank receives the mean of some parts only: those whose optimizer state it owns."""
+"""Gradients whose mean each rank receives only for the parts whose optimizer state it owns (ZeRO-2)."""

@@ -1,4 +1,4 @@
-"""Gradients to the owners of their optimizer state: an exchange and a sum, then the sum to other owners (torch)."""
+"""Reduction of gradients to the owners of their optimizer state, in two exchanges (torch)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NUMBERS = 3
 class SlicedBucket(Bucket):
     """Bucket whose sums go only to the ranks that own their optimizer state.
 
-    Until it is launched it is an ordinary bucket. From then on ``.grad`` is a ``SlicedGradient``, and the bucket knows
-    the sum of what this rank owns.
+    Until it is launched it is an ordinary bucket. From then on ``.grad`` is a ``SlicedGradient``, and the bucket
+    holds the sums of the parts that this rank owns.
 
     Args:
-        index: position in the order of reduction.
+        index: Position in the order of reduction.
     """
 
     sliced = True
@@ -50,7 +50,7 @@ class SlicedBucket(Bucket):
 
     @property
     def pieces(self) -> tuple[BucketPiece, ...]:
-        """Pieces of the present owners; a new tuple whenever the owners change."""
+        """Pieces for the current owners; a new tuple whenever the owners change."""
         owners = self._owners.owners
         if self._pieces is None or self._pieces[0] is not owners:
             spans = self._owners.owned_spans(self.params)
@@ -58,16 +58,16 @@ class SlicedBucket(Bucket):
         return self._pieces[1]
 
     def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
-        """Start a backward pass; gradients that were zeroed in place become ordinary ones."""
+        """Start a backward pass; gradients that were zeroed in place become ordinary tensors."""
         for param in self.params:
             if isinstance(param.grad, SlicedGradient):
                 param.grad = plain_or_sliced(param.grad)
         return super().begin_pass(first=first, reduces=reduces, accumulates=accumulates)
 
     def put(self, weight: float, *, sums: bool = False) -> Tensor | None:
-        """Put weighted gradients into the bucket; raises RuntimeError for gradients that are sliced already.
+        """Copy the weighted gradients into the bucket; see ``Bucket.put``.
 
-        Raises RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
+        Raises RuntimeError: as there; or a sliced gradient of an earlier pass was not zeroed.
         """
         if any(isinstance(param.grad, SlicedGradient) for param in self.params):
             raise RuntimeError(ADDS_UP)
@@ -75,7 +75,7 @@ class SlicedBucket(Bucket):
         return super().put(weight, sums=sums)
 
     def give(self, own: Tensor) -> None:
-        """Give the bucket's memory, and that of its gradients, to what arrives."""
+        """Keep the sent gradients ``own``, and free the bucket's memory and gradients for the data that arrives."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -88,11 +88,11 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Receive the sums of pieces that this rank adds up, and of those that it follows."""
+        """Store the pieces that this rank has summed (``kept``), and those whose sum it received as another owner."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
-        """Return [parameters, :data:`NUMBERS`] in float64 on the CPU: this rank's part of what all are to know."""
+        """Return this rank's part of the shared numbers, [parameters, :data:`NUMBERS`] in float64 on the CPU."""
         found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
         kept = self._kept or []
         if not kept:
@@ -107,16 +107,16 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """Store the numbers that were summed over all ranks."""
+        """Store the numbers after they were summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property
     def finite(self) -> bool:
-        """True if the whole mean is finite, by the numbers that all ranks share."""
+        """True if the complete mean is finite, according to the numbers that all ranks share."""
         return not any(nans or infinities for _, nans, infinities in self._numbers)
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Have ``.grad`` stand for the mean; ``used`` tells which parameters had a gradient on any rank."""
+        """Set ``.grad`` to the sliced mean; ``used`` returns which parameters had a gradient on any rank."""
         for index, (param, flag) in enumerate(zip(self.params, used(), strict=True)):
             if flag and index not in self._contents:
                 self._show(index, param)
@@ -128,7 +128,7 @@ class SlicedBucket(Bucket):
         self._contents = {}
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> Tensor:
-        """Return the squared norm of the bucket; once it is reduced, of the part that this rank sums."""
+        """Return the squared norm of the bucket or, once it is reduced, of the part that this rank sums."""
         if self._kept is None:
             return super().squared_norm(preconditioner)
         found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.params[0].device)
@@ -146,7 +146,7 @@ class SlicedBucket(Bucket):
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def replace_buffer(self) -> None:
-        """Leave all memory to a reduction that was given up; gradients that it was to reduce are zero."""
+        """Drop all memory that an abandoned reduction may still write to; its gradients become zero."""
         super().replace_buffer()
         for index in self._contents:
             grad = self.params[index].grad
@@ -157,7 +157,7 @@ class SlicedBucket(Bucket):
 
 @dataclasses.dataclass(slots=True)
 class _Buffers:
-    """Memory for one bucket's pieces, and the views into it that are copied."""
+    """Memory for one bucket's pieces, and views of it for each piece."""
 
     sent: Tensor
     sent_views: list[Tensor]
@@ -172,12 +172,13 @@ class _Buffers:
 class SlicedOperation:
     """Reduction of gradients to the owners of their optimizer state; a stateless ``BucketOperation``.
 
-    A rank hands in its gradients once, and gets of them a share for each tile that it owns: (W - 1) / W and 1 / W of
-    the bucket where tiles have two owners, and W ranks, against 2 (W - 1) / W of an all-reduce. Both owners of a piece
-    have the same bits: the first one adds up, in rank order, and sends the sum to the others.
+    A rank sends its gradients once, and receives the sums of the tiles that it owns. With W ranks and two owners
+    per tile, this sends (W - 1) / W and 1 / W of the bucket, against 2 (W - 1) / W for an all-reduce. Both owners
+    of a piece have the same bits: the first one sums, in rank order, and sends the sum to the others.
 
     Args:
-        form: of the gradients on their way to the first owner.
+        copies: Number of owners per tile.
+        form: Form in which gradients are sent to the first owner.
     """
 
     def __init__(self, copies: int, form: WireForm) -> None:
@@ -201,7 +202,7 @@ class SlicedOperation:
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
     def go_on(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch the sums to the other owners; then they are all there."""
+        """Sum the pieces and send the sums to the other owners; in the last call, hand the sums to the bucket."""
         made, buffers = self._known
         if finished == 1:
             assert self._arrived is not None, "it was launched"
@@ -222,7 +223,7 @@ class SlicedOperation:
         return self._routes, self._buffers
 
     def _follow(self, bucket: SlicedBucket, group: GradientGroup) -> None:
-        """Adapt to the present owners with routes and memory."""
+        """Adapt routes and memory to the current owners."""
         pieces = bucket.pieces
         if self._for is not pieces:
             self._for, self._routes, self._buffers = pieces, routes(pieces, group.rank, group.world_size), None
@@ -245,7 +246,7 @@ class SlicedOperation:
 
 
 def _memory(pieces: Sequence[BucketPiece], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return a buffer for pieces, one after the other, and where each lies in it."""
+    """Return a flat buffer for consecutive pieces, and a view for each piece."""
     sizes = [piece.length for piece in pieces]
     flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
     return flat, list(torch.split(flat, sizes)) if sizes else []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnedSpan:
-    """A part of a parameter, and the ranks that own its optimizer state."""
+    """Consecutive elements of a parameter, and the ranks that own their optimizer state."""
 
     start: int  # first element, of the parameter as a vector
     length: int  # elements
@@ -17,7 +17,7 @@ class OwnedSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """Part of a bucket, and the ranks that own its optimizer state."""
+    """Consecutive elements of a bucket, and the ranks that own their optimizer state."""
 
     param: int  # position of the parameter in the bucket
     start: int  # first element, of the parameter as a vector
@@ -30,8 +30,8 @@ class BucketPiece:
 class Routes:
     """Pieces that one rank sends and receives, in order.
 
-    In the first round every rank sends each piece to its first owner, which sums them; in the second round that owner
-    sends the sum to the other owners.
+    In the first round every rank sends each piece to its first owner, which sums them. In the second round that
+    owner sends the sum to the other owners.
     """
 
     sent: tuple[BucketPiece, ...]  # all pieces, by first owner
@@ -52,7 +52,8 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
     """Return the pieces of a bucket.
 
     Args:
-        sizes: elements of each of its parameters, as they follow each other.
+        sizes: Number of elements of each parameter, in the bucket's order.
+        spans: Owned spans of each parameter.
 
     Raises ValueError: some elements of a parameter have no owner.
     """
@@ -66,7 +67,7 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
 
 
 def routes(pieces: Sequence[BucketPiece], rank: int, world_size: int) -> Routes:
-    """Return what `rank` sends and receives of a bucket; all ranks call it with the same pieces."""
+    """Return the pieces of a bucket that `rank` sends and receives; all ranks pass the same pieces."""
     # Pieces of one pair of owners lie together, so that with two owners the sums are passed on as they lie.
     ordered = sorted(pieces, key=lambda piece: piece.owners)
     kept = [piece for piece in ordered if piece.owners[0] == rank]

@@ -1,8 +1,8 @@
-"""``.grad`` of a parameter whose mean gradient lies in slices with several ranks (torch).
+"""Value of ``.grad`` for a parameter whose mean gradient is sliced over several ranks (torch).
 
-It is a tensor without elements: what cannot be known of the whole gradient without them raises an error, and nothing
-gives the number of a part for that of the whole. All ranks know its 2-norm and whether it is finite, so that clipping
-and AMP's ``GradScaler`` work as they are, and do the same on every rank.
+A sliced gradient is a tensor without elements. An operation that needs the elements raises an error, and none
+returns the result for a slice as that for the whole gradient. All ranks know the gradient's 2-norm and whether
+it is finite, so clipping and AMP's ``GradScaler`` work unchanged and do the same on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _last_read: tuple[weakref.ref[Tensor], int, float] | None = None
 def _number(factor: Any) -> float:
     """Return a factor as a number.
 
-    That of a clipped norm comes with each gradient by itself, and is read of a GPU once.
+    Torch passes the clipping factor separately for each gradient, so it is read from the GPU only once.
     """
     global _last_read
     if not isinstance(factor, Tensor) or factor.is_inference():
@@ -45,7 +45,7 @@ def _number(factor: Any) -> float:
 
 @dataclasses.dataclass(slots=True)
 class Content:
-    """Contents of a sliced gradient: local parts, and what all ranks know of the whole."""
+    """Content of a sliced gradient: local slices, and what all ranks know of the whole gradient."""
 
     # the slices that this rank owns, by first element
     parts: dict[int, Tensor] = dataclasses.field(default_factory=dict)
@@ -80,7 +80,7 @@ class Content:
             self.nonfinite = (1, 0)
 
     def clamp(self, low: float | None, high: float | None) -> None:
-        """Clamp every element; one that is infinite may stay so where a bound is missing."""
+        """Clamp every element; the norm becomes unknown, and infinities remain possible if a bound is missing."""
         for part in self.parts.values():
             part.clamp_(low, high)
         nans, infinities = self.nonfinite
@@ -88,7 +88,7 @@ class Content:
 
 
 class SlicedGradient(Tensor):
-    """Tensor that stands for ``.grad`` while slices of the mean gradient lie with several ranks."""
+    """Tensor that represents ``.grad`` while slices of the mean gradient are on several ranks."""
 
     content: Content
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -131,7 +131,7 @@ class SlicedGradient(Tensor):
     def part(self, start: int, length: int) -> Tensor:
         """Return a slice that this rank owns.
 
-        Raises RuntimeError: it does not: the group has changed since the gradient was reduced.
+        Raises RuntimeError: this rank does not own the slice, because the owners have changed since the reduction.
         """
         content = self.content
         if content.plain is not None:
@@ -152,7 +152,7 @@ class SlicedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Handle a torch operation on the gradient, or raise with the way out."""
+        """Handle a torch operation on the gradient, or raise an error that says what to do instead."""
         taken = tree_map_only(cls, plain_or_sliced, (args, dict(kwargs or {})))
         left = [each for each in tree_leaves(taken) if isinstance(each, cls)]
         if not left:
@@ -169,14 +169,14 @@ class SlicedGradient(Tensor):
 
 
 def plain_or_sliced(grad: Tensor) -> Tensor:
-    """Return the ordinary tensor that a sliced gradient has become; another tensor, and a sliced gradient, as it is."""
+    """Return the ordinary tensor that a sliced gradient has become; any other tensor is returned unchanged."""
     if isinstance(grad, SlicedGradient) and grad.content.plain is not None:
         return grad.content.plain
     return grad
 
 
 def _refused(grad: SlicedGradient, operation: str) -> RuntimeError:
-    """Return the error for an operation that cannot be computed, with the way out."""
+    """Return the error for an operation that cannot be computed, with what to do instead."""
     which = f"the gradient of a parameter of shape {tuple(grad.shape)}"
     if grad.content.waits:
         return RuntimeError(f"{which} {_WAITS}")

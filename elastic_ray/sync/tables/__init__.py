@@ -1,1 +1,1 @@
-"""Gradients of tables of which a step touches few rows (torch)."""
+"""Embedding tables whose touched rows are exchanged in place of their whole gradient."""

@@ -1,4 +1,4 @@
-"""Gradient of one table as touched rows, on its way from ``.grad`` and back (torch)."""
+"""Bucket for the touched rows of one table's gradient (torch)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from elastic_ray.sync.tables.touched_rows import (
 
 
 class RowBucket:
-    """Gradient of one table as rows, on its way from ``.grad`` and back to it; used as a ``Bucket`` is.
+    """Bucket that holds one table's gradient as rows; used in place of a ``Bucket``.
 
     Args:
-        index: position in the order of reduction.
-        table: the table's ``.grad``.
+        index: Position in the order of reduction.
+        table: Gradient of the table.
 
     Attributes:
-        complete: whether the pass has reached it.
-        is_sparse: whether ``.grad`` is to be sparse; None while no rank and no micro-step had a gradient.
-        touched: rows that this rank's gradient had when it was taken in last.
+        complete: Whether the pass has reached the table.
+        is_sparse: Whether ``.grad`` should be sparse; None while no rank and no micro-step had a gradient.
+        touched: Number of rows in this rank's gradient when :meth:`put` was last called.
     """
 
     sliced = False  # each rank receives the whole mean
@@ -53,7 +53,7 @@ class RowBucket:
         self._preconditioner: RowPreconditioner | None = None
 
     def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
-        """Start a backward pass, ``first`` of a step; the table's gradient stays where it is."""
+        """Start a backward pass, ``first`` of a step; the table's gradient stays in its own memory."""
         self.complete, self._additions = True, 1
         if first:
             self._used, self.written, self.is_sparse = [], None, None
@@ -62,18 +62,18 @@ class RowBucket:
         return math.inf
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Nothing waits for this."""
+        """Do nothing: the table's gradient never moves into a buffer during the pass."""
 
     def add_again(self, param: torch.Tensor) -> None:
         """Record that a nested backward pass adds to the gradient once more."""
         self._additions += 1
 
     def mark_incomplete(self) -> None:
-        """Mark that the backward pass has ended without having reached the table."""
+        """Record that the backward pass ended without reaching the table."""
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step and keep what earlier ones have left in the bucket."""
+        """Start another micro-step and keep the rows that earlier ones have left in the bucket."""
         self._carried = self._kept()
 
     @property
@@ -83,12 +83,12 @@ class RowBucket:
 
     @property
     def used(self) -> Sequence[bool]:
-        """Flag of the table: True if it had a gradient in any micro-step of an accumulation."""
+        """Single flag: True if the table had a gradient in any micro-step of an accumulation."""
         return self._used
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """Flag of the table: True if it had a gradient on this rank when the bucket was filled."""
+        """Single flag: True if the table had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
@@ -104,20 +104,20 @@ class RowBucket:
         return self.held.to_dense().reshape(-1)
 
     def add(self, share: Any) -> None:
-        """Add a share to what it holds."""
+        """Add a share, from :meth:`share` or :meth:`carried_share`, to the held rows."""
         self.held = added_up([self.held, share])
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """Add the rows of a whole table's vector that are not zero."""
+        """Add the non-zero rows of a vector of the whole table's size."""
         self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
-        """Return the optimizer's factors for rows."""
+        """Return the optimizer's factors for the rows; None is the identity."""
         self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
         return self._preconditioner
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the held rows, each element multiplied by the preconditioner's."""
+        """Return the squared norm of the held rows, each element multiplied by the preconditioner's element."""
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
@@ -129,7 +129,7 @@ class RowBucket:
         return bool(self.held.values.isfinite().all())
 
     def own_is_finite(self) -> bool:
-        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
+        """True if this rank's gradients are finite, including those of earlier micro-steps."""
         grad = self.table.param.grad
         tensors = [] if grad is None else [grad._values() if grad.is_sparse else grad]
         if self._carried is not None:
@@ -137,9 +137,9 @@ class RowBucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float, *, sums: bool = False) -> None:
-        """Put the gradient's weighted rows into the bucket; none where there is no gradient.
+        """Put the gradient's weighted rows into the bucket; no rows if there is no gradient.
 
-        Raises RuntimeError: a hook has taken the gradient away.
+        Raises RuntimeError: a hook has removed the gradient.
         """
         param = self.table.param
         self._has_gradient = param.grad is not None
@@ -161,16 +161,16 @@ class RowBucket:
             self.held = rows.scaled(weight)
 
     def check(self) -> None:
-        """Raise RuntimeError where :meth:`put` would."""
+        """Raise RuntimeError if :meth:`put` would."""
         if self.table.param.grad is None:
             check_gradients(self.params, [None], complete=self.complete)
 
     def release(self) -> None:
-        """Give memory back until it is needed."""
+        """Free the memory until it is needed again."""
         self.held, self._carried, self._flat = no_rows(self.table.param), None, None
 
     def note_used(self) -> None:
-        """Remember for the step's later micro-steps whether the table had a gradient."""
+        """Record whether the table had a gradient, for the step's later micro-steps."""
         self._used = [self._has_gradient or any(self._used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
@@ -197,7 +197,7 @@ class RowBucket:
 
     @property
     def goes_on(self) -> bool:
-        """True if ``.grad`` still holds the reduced gradient: this pass has added to it and nothing zeroed it."""
+        """True if this pass has added to the reduced gradient in ``.grad``, which nothing has zeroed in between."""
         grad = self.table.param.grad
         if self.written is None or grad is None:
             return False
@@ -205,7 +205,7 @@ class RowBucket:
         return grad is written() and grad._version <= version + self._additions
 
     def replace_buffer(self) -> None:
-        """Leave the memory of a whole table to a reduction that was given up and may still write to it."""
+        """Drop the memory of a whole table, because an abandoned reduction may still write to it."""
         self.held = self._kept()
         self._flat = None
 
@@ -214,7 +214,7 @@ class RowBucket:
         return self.held if self.held.ids is not None else self.held.scaled(1.0)
 
     def _memory(self) -> torch.Tensor:
-        """Return the kept memory of a whole table; fresh memory costs a third of a reduction's time."""
+        """Return reused memory for a whole table, because fresh memory costs a third of a reduction's time."""
         if self._flat is None:
             self._flat = torch.empty_like(self.table.param.detach(), memory_format=torch.contiguous_format)
         return self._flat

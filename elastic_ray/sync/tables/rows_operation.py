@@ -1,10 +1,10 @@
-"""Exchange of a table's touched rows only: Parallax (EuroSys 2019) with collectives (torch).
+"""Exchange of only the touched rows of a table: Parallax (EuroSys 2019) with collectives (torch).
 
-Every rank tells how many rows it has, and sends them with that where they fit into the room that all expect from
-the step before. Rows that do not fit are gathered in a second round, padded to the most that one rank has; and where
-they are so many that this does not pay, the whole table is all-reduced instead, and, where the gradient is sparse,
-which rows were touched: an optimizer such as SparseAdam moves each row that the gradient names. Every rank adds rows up
-in the order of ranks: equal bits everywhere.
+Every rank sends its number of rows, together with the rows if they fit into a room whose size all ranks derive
+from the previous step. Rows that do not fit are gathered in a second round, padded to the largest number on
+any rank. If there are too many rows for this to pay, the whole table is all-reduced instead. If the gradient
+is sparse, flags of touched rows are reduced as well, because an optimizer such as SparseAdam updates every row
+that the gradient names. Every rank sums rows in rank order, which gives equal bits everywhere.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _HEAD_BYTES = 16  # the number of rows, and their layout
 
 
 class RowsOperation:
-    """Exchanges the touched rows of one table; implements ``BucketOperation``.
+    """Exchange of one table's touched rows; implements ``BucketOperation``.
 
-    What it keeps is how much room the next step's rows are given, which follows from what all ranks have told in this
-    group's steps: in another group it begins anew.
+    The only state is the size of the room for the next step's rows, which follows from the row counts of all ranks
+    in this group's steps. It is reset in a new group.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class RowsOperation:
         return self._gather(bucket, group, self._room)
 
     def go_on(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch the rows for which there was no room, or the whole table; then their sum."""
+        """Launch the rows that did not fit, or the whole table; once they have arrived, sum the rows."""
         if finished == 1:
             return self._look(bucket, group)
         if self._gathered is None:  # the whole table was reduced
@@ -62,7 +62,7 @@ class RowsOperation:
         return ()
 
     def _look(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
-        """Decide the next round from the counts and layouts of all ranks; the same on each of them."""
+        """Decide the next round from the counts and layouts of all ranks; the decision is the same on all ranks."""
         assert self._gathered is not None
         heads = self._gathered.view(group.world_size, -1)[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
         self._counts = [count for count, _ in heads]
@@ -85,7 +85,7 @@ class RowsOperation:
         return ()
 
     def _gather(self, bucket: RowBucket, group: GradientGroup, room: int) -> Sequence[Any]:
-        """Start a round of heads, with rows where there is room for them."""
+        """Start a round that gathers row counts and layouts, with rows if they fit into ``room``."""
         rows = bucket.held
         layout = _NONE if bucket.is_sparse is None else _SPARSE if bucket.is_sparse else _DENSE
         device = rows.values.device
@@ -108,24 +108,24 @@ class RowsOperation:
         self._gathered = None
 
     def commit(self) -> None:
-        """Do nothing: what the operation keeps is no part of the training's state."""
+        """Do nothing: the operation's state is not part of the training state."""
 
     def void(self) -> None:
-        """Leave all memory to works that were given up."""
+        """Drop all memory that abandoned works may still use."""
         self._gathered = self._marks = None
 
 
 def pays(most: int, table: int, world_size: int) -> bool:
-    """True if gathering rows pays: padded to ``most`` for each rank, they are no more than the table has.
+    """True if gathering rows pays: padded to ``most`` for each rank, they are no more than the table's rows.
 
-    By bytes the all-gather would win up to twice as many, but adding them up takes time too: measured, the two are
-    equal at some 50 % of the rows with 2 ranks, and at 25 % with 4.
+    In bytes the all-gather would be better for up to twice as many rows, but summing them also takes time.
+    Measured, both take equally long at about 50 % of the rows with 2 ranks, and at 25 % with 4.
     """
     return most * world_size <= table
 
 
 def _nbytes(count: int, values: torch.Tensor) -> int:
-    """Return the bytes of a head and ``rows`` rows with their numbers, in whole elements of all types."""
+    """Return the bytes of a header and ``count`` rows with their ids, rounded up to whole elements of all dtypes."""
     nbytes = _HEAD_BYTES + count * (_ID_BYTES + values.shape[1] * values.element_size())
     return -(-nbytes // 16) * 16
 

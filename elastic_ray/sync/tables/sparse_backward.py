@@ -1,4 +1,4 @@
-"""Embedding layers whose backward gives touched rows alone, though they are set to dense gradients (torch)."""
+"""Embedding layers whose backward gives only touched rows, although they are set to dense gradients (torch)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class SparseBackward:
-    """Switch of one layer to ``sparse=True`` while its forward runs, where only the table's ``.grad`` can tell.
+    """Switch that sets a layer to ``sparse=True`` during its forward, if only the table's ``.grad`` reveals it.
 
     Args:
-        layer: an ``Embedding`` or ``EmbeddingBag``; others are left alone.
+        layer: An ``Embedding`` or ``EmbeddingBag``; other layers are not changed.
     """
 
     def __init__(self, layer: torch.nn.Module, param: torch.nn.Parameter) -> None:
@@ -28,14 +28,14 @@ class SparseBackward:
             ]
 
     def close(self) -> None:
-        """Leave the layer alone."""
+        """Restore the layer and remove the hooks."""
         switch_off(self._layer)
         for handle in self._handles:
             handle.remove()
 
 
 def switch_off(layer: torch.nn.Module) -> None:
-    """Have a layer be as the user has set it, though its forward was interrupted: torch calls no hooks then."""
+    """Restore a layer's user settings after an interrupted forward, for which torch does not call hooks."""
     for hook in layer._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _Switch):
@@ -46,7 +46,7 @@ _OF_TORCH = (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward)
 
 
 class _Gate(torch.autograd.Function):
-    """Identity of the table; its gradient stays sparse on the way to ``.grad``, and becomes dense for all others."""
+    """Identity of the table whose gradient stays sparse only on the way to ``.grad``, and is else made dense."""
 
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _accumulates(param: torch.Tensor) -> bool:
-    """True if the backward pass in progress adds to the parameter's ``.grad``."""
+    """True if the current backward pass adds to the parameter's ``.grad``."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -73,15 +73,15 @@ class _Switch:
     """Hooks on one layer. Copies of the layer, by ``deepcopy`` or pickle, have hooks that do nothing.
 
     Args:
-        param: the layer's table; None for a copy.
-        switched: whether the copy was made while the layer was switched; its first forward undoes that.
+        param: Table of the layer; None for a copy.
+        switched: Whether the copy was made while the layer was switched; the copy's first forward undoes that.
     """
 
     def __init__(self, param: torch.nn.Parameter | None, switched: bool = False) -> None:
         self._param, self._switched = param, switched
 
     def before(self, layer: Any, args: Any) -> None:
-        """Forward begins."""
+        """Switch the layer to sparse gradients before its forward, if torch supports them for it."""
         self.off(layer)  # the one before may have been interrupted
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
@@ -103,11 +103,11 @@ class _Switch:
         gated.__deepcopy__ = functools.partial(copy.deepcopy, self._param)
 
     def after(self, layer: Any, args: Any, output: Any) -> None:
-        """Forward has ended, perhaps with an error."""
+        """Restore the layer after its forward, even if the forward raised an error."""
         self.off(layer)
 
     def off(self, layer: Any) -> None:
-        """Undo what :meth:`before` has done."""
+        """Undo the changes of :meth:`before`."""
         if self._switched:
             layer.sparse = self._switched = False
             if self._param is not None:

@@ -1,8 +1,9 @@
-"""``.grad`` of a table: its touched rows, and the layout in which user code sees it (torch).
+"""Gradient of a table: its touched rows, and the layout of ``.grad`` that user code sees (torch).
 
-An embedding's backward costs as much as the whole table where its gradient is dense, and as little as the touched
-rows where it is sparse. So layers that are not set to ``sparse=True`` give sparse gradients here as well, which become
-dense ones in memory that is kept from step to step: only rows are ever written. User code sees what it always does.
+An embedding's backward costs as much as the whole table if its gradient is dense, and only as much as the
+touched rows if it is sparse. So layers that are not set to ``sparse=True`` are also made to give sparse
+gradients. These are written to dense gradients in memory that is kept between steps, so that only rows are
+ever written. User code sees the usual layout.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _LONGEST_PAUSE = 64
 
 
 class TableGradient:
-    """Tracks which rows of a table's ``.grad`` are touched, and in which layout user code sees it.
+    """Record of which rows of a table's ``.grad`` are touched, and in which layout user code sees it.
 
     Args:
-        update: the layout that ``.grad`` is to have: ``"sparse"``, ``"dense"``, or ``"auto"`` for that which the
-            layers are set to.
+        update: Layout of ``.grad``: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout to which the layers
+            are set.
     """
 
     def __init__(self, param: torch.nn.Parameter, update: str) -> None:
@@ -42,7 +43,7 @@ class TableGradient:
         self._pause, self._left = 0, 0
 
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Find all layers that use the table, as far as the module tree tells."""
+        """Attach to all layers that use the table, according to the module tree."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
         if self._shows == "auto":
@@ -57,7 +58,7 @@ class TableGradient:
         self._layers = [SparseBackward(layer, self.param) for layer in layers]
 
     def close(self) -> None:
-        """Leave the table and its layers as they were."""
+        """Remove all hooks from the table and its layers."""
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
@@ -66,13 +67,13 @@ class TableGradient:
 
     @property
     def gives_sparse(self) -> bool | None:
-        """True if ``.grad`` has to be sparse; None if there is none."""
+        """True if ``.grad`` must be sparse; None if there is no gradient."""
         if self.param.grad is None:
             return None
         return self.param.grad.is_sparse if self._shows == "auto" else self._shows == "sparse"
 
     def show_rows(self) -> None:
-        """Have a dense ``.grad`` be its rows, where they are known, until :meth:`show_table`."""
+        """Replace a dense ``.grad`` with its touched rows, if they are known, until :meth:`show_table`."""
         grad, self._aside = self.param.grad, None  # an optimizer that has failed did not come to show_table
         ids = self._touched(grad)
         if grad is not None and ids is not None:
@@ -80,7 +81,7 @@ class TableGradient:
             self._aside, self.param.grad = grad, rows.to_sparse()
 
     def show_table(self) -> None:
-        """Have ``.grad`` be the dense one that :meth:`show_rows` has put aside."""
+        """Restore the dense ``.grad`` that :meth:`show_rows` replaced."""
         if self._aside is not None:
             self.param.grad, self._aside = self._aside, None
 
@@ -106,7 +107,7 @@ class TableGradient:
         return found
 
     def write(self, rows: TouchedRows, *, sparse: bool) -> None:
-        """Have ``.grad`` hold these, which are a superset of the rows that :meth:`rows` has found in it."""
+        """Write rows to ``.grad``; they must include all rows that :meth:`rows` found in it."""
         grad = self.param.grad
         if sparse:
             self.param.grad = rows.to_sparse()
@@ -140,7 +141,7 @@ class TableGradient:
                 self._know(grad, torch.unique(torch.cat([ids, incoming])))
 
     def _show(self, rows: TouchedRows) -> None:
-        """Show rows as a dense gradient, in the memory of the one before unless something else uses that."""
+        """Set ``.grad`` to rows as a dense gradient, in the previous gradient's memory unless it is in use."""
         own = self._own
         if own is None or _users(own) > 1 or own.shape != self.param.shape or own.device != self.param.device:
             self._own = own = torch.zeros_like(self.param, memory_format=torch.contiguous_format)
@@ -164,7 +165,7 @@ class TableGradient:
         self._known = weakref.ref(grad), grad._version, ids
 
     def _touched(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the rows of a dense gradient that may not be zero; None where that is not known."""
+        """Return the rows of a dense gradient that may be non-zero; None if they are unknown."""
         if self._known is None or grad is None:
             return None
         known, version, ids = self._known
@@ -172,17 +173,17 @@ class TableGradient:
 
 
 def _users(tensor: torch.Tensor) -> int:
-    """Return the number of tensors that use this one's memory, itself included."""
+    """Return the number of tensors that use this tensor's memory, including the tensor itself."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def weak_hook(method: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
-    """Call a bound method, with these arguments before the hook's own, for as long as its object lives.
+    """Return a hook that calls a bound method, with ``arguments`` first, as long as the method's object lives.
 
-    torch does not show the garbage collector what hooks of ``register_post_accumulate_grad_hook`` refer to: an object
-    that refers to a parameter on which it has such a hook would stay for good, and a model, its optimizer and its
-    group's memory with it.
+    torch does not show the garbage collector the references of hooks from ``register_post_accumulate_grad_hook``.
+    An object that refers to a parameter and has such a hook on it would never be freed, and neither would the
+    model, its optimizer and its group's memory.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,4 +1,4 @@
-"""Gradient of a table with few non-zero rows: these rows, and their arithmetic (torch)."""
+"""Gradient of a table with few non-zero rows: the rows, and arithmetic on them (torch)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _SAMPLED_ROWS = 4096
 
 
 class RowPreconditioner:
-    """Row-wise form of ``batch.statistics.preconditioner``. It stays as it is while the optimizer continues.
+    """Row-wise form of ``batch.statistics.preconditioner``, which does not change while the optimizer continues.
 
-    Its floor is a thousandth of the root mean square of all denominators; of a large table, of every n-th row's.
+    Denominators are at least a thousandth of the root mean square of all denominators; for a large table, of every
+    n-th row's.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class RowPreconditioner:
         self.state, self._group, self._dtype, self._floor = state, group, dtype, floor
 
     def of(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """Return 1 / denominator of each element of these rows; of all for None."""
+        """Return 1 / denominator for each element of the given rows; None for all rows."""
         state = self.state if ids is None else _cut(self.state, lambda table: table.index_select(0, ids))
         size = denominators(state, self._group, self._dtype)
         assert size is not None
@@ -37,9 +38,9 @@ class RowPreconditioner:
 def row_preconditioner(
     optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, before: RowPreconditioner | None
 ) -> RowPreconditioner | None:
-    """Return the present preconditioner, in the memory of ``before``.
+    """Return the current preconditioner, in the memory of ``before``.
 
-    None where the optimizer divides by nothing yet.
+    Returns None if the optimizer does not yet divide by anything.
     """
     state = {key: value for key, value in optimizer.state.get(table, {}).items() if key in _USED}
     group = next((each for each in optimizer.param_groups if any(p is table for p in each["params"])), {})
@@ -61,7 +62,7 @@ def _cut(state: Mapping[str, Any], rows: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any, memory: Any) -> Any:
-    """Return a copy, in memory of a copy before where there is one."""
+    """Return a copy of the value, in the memory of an earlier copy if it fits."""
     if not isinstance(value, torch.Tensor):
         return value
     fits = isinstance(memory, torch.Tensor) and memory.shape == value.shape and memory.dtype == value.dtype
@@ -72,7 +73,7 @@ def _copied(value: Any, memory: Any) -> Any:
 class TouchedRows:
     """Gradient of a table as its touched rows.
 
-    Nothing changes its tensors: what is computed from it lies in memory of its own.
+    Its tensors are never changed: all results are in new memory.
     """
 
     table: int
@@ -85,16 +86,16 @@ class TouchedRows:
         return self.values.shape[0]
 
     def at(self) -> torch.Tensor:
-        """Return the row ids, also where they are all."""
+        """Return the ids of the rows, even if the gradient holds all rows."""
         return torch.arange(self.table, device=self.values.device) if self.ids is None else self.ids
 
     def marks(self) -> torch.Tensor:
-        """Return [table] with 1 for each row that is held, 0 for others."""
+        """Return a tensor [table] with 1 for each held row and 0 for all other rows."""
         marks = torch.zeros(self.table, dtype=torch.int32, device=self.values.device)
         return marks.index_fill_(0, self.at(), 1)
 
     def only(self, marks: torch.Tensor) -> TouchedRows:
-        """Return the rows whose mark is not 0; `self` must be a whole table."""
+        """Return the rows whose mark is not 0; `self` must hold the whole table."""
         ids = marks.nonzero().squeeze(1)
         if ids.numel() == self.table:
             return self
@@ -105,11 +106,11 @@ class TouchedRows:
         return dataclasses.replace(self, values=self.values * factor)
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Return ||P g||^2 of the whole table's gradient, P being diagonal; None is the identity."""
+        """Return ||P g||^2 of the whole table's gradient, for a diagonal P; None is the identity."""
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
     def of(self, weights: RowPreconditioner | None) -> torch.Tensor | None:
-        """Return a table's weights that belong to these rows, flat."""
+        """Return the weights of these rows as a flat tensor; None if ``weights`` is None."""
         return None if weights is None else weights.of(self.ids).reshape(-1)
 
     def to_dense(self) -> torch.Tensor:
@@ -119,7 +120,7 @@ class TouchedRows:
         return self.values.new_zeros(self.table, self.values.shape[1]).index_copy_(0, self.ids, self.values)
 
     def to_sparse(self) -> torch.Tensor:
-        """Return the gradient as a coalesced sparse tensor with memory of its own."""
+        """Return the gradient as a coalesced sparse tensor in new memory."""
         shape = (self.table, self.values.shape[1])
         return torch.sparse_coo_tensor(
             self.at()[None].clone(), self.values.clone(), shape, is_coalesced=True, check_invariants=False
@@ -133,13 +134,13 @@ def no_rows(param: torch.Tensor) -> TouchedRows:
 
 
 def rows_of_sparse(grad: torch.Tensor) -> TouchedRows:
-    """Return the rows of a sparse gradient; rows that it names several times are summed."""
+    """Return the rows of a sparse gradient; duplicate rows are summed."""
     grad = grad.detach().coalesce()
     return TouchedRows(table=grad.shape[0], ids=grad._indices()[0], values=grad._values())
 
 
 def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
-    """Return the rows of a dense gradient that are not zero, NaN included; scans all of it."""
+    """Return the non-zero rows of a dense gradient, including rows with NaN; scans the whole gradient."""
     ids = ((grad.amax(1) != 0) | (grad.amin(1) != 0)).nonzero().squeeze(1)
     if ids.numel() == grad.shape[0]:
         return TouchedRows(table=grad.shape[0], ids=None, values=grad)
@@ -147,7 +148,7 @@ def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
 
 
 def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
-    """Sum the parts. Equal parts in equal order give equal bits, on every device: within a part each row comes once."""
+    """Return the sum of the parts, bitwise reproducible on every device for equal parts in equal order."""
     first = parts[0]
     if any(part.ids is None for part in parts):
         total = next(part for part in parts if part.ids is None)
@@ -167,7 +168,7 @@ def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
 
 
 def _added_up_in_bags(parts: Sequence[TouchedRows], all_ids: torch.Tensor) -> TouchedRows:
-    """Sum the parts with ``embedding_bag``: each row is a bag of its parts, in order; takes less than half the time."""
+    """Return the sum by ``embedding_bag``, with each row as a bag of its parts in order; over twice as fast."""
     ids, order = torch.sort(all_ids, stable=True)
     ids, counts = torch.unique_consecutive(ids, return_counts=True)
     bags = torch.cumsum(counts, 0).sub_(counts)
