@@ -668,3 +668,14 @@ def test_decisions_do_not_depend_on_the_unit_of_gradients(
         return found
 
     assert decisions(unit) == decisions(1.0)
+
+
+@pytest.mark.parametrize("noise", [NOISY, NoiseScale(sqr=1.0, var=3.0)])
+def test_slow_models_are_decided_as_fast_ones(noise: NoiseScale) -> None:
+    slow = ThroughputModel(1e3, 10.0, 2e3, 1e2, 5e2, 20.0, 1.5)  # TRUTH, a hundred thousand times as slow
+    tuner = BatchTuner(ADAPTIVE)
+    measure(tuner, choice(64), slow=1e5)
+    tuner.set_noise(noise)
+    tuner.set_model(GoodputModel(slow, noise, 64))
+    decision = tuner.decide(1, 1, choice(64))
+    assert decision.changed and decision.choice == tuner_at(choice(64), noise).decide(1, 1, choice(64)).choice

@@ -109,6 +109,13 @@ def test_speed_of_a_place_counts_its_nodes() -> None:
     assert options.speed_at([Placement(pool=0, place={0: 2, 1: 2})])[0] == options.speed[0, 3]
 
 
+def test_speed_of_a_size_that_is_no_option_is_its_own() -> None:
+    options = table(view("a", max_workers=12), nodes=cluster(*[2] * 6))
+    assert options.sizes.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12] and options.nodes[0, -1] == 6
+    nine = Placement(pool=0, place={0: 2, 1: 2, 2: 2, 3: 1, 4: 1, 5: 1})
+    assert options.speed[0, 7] < options.speed_at([nine])[0] < options.speed[0, 8]
+
+
 def test_kinds_of_workers_take_their_dominant_share() -> None:
     small, large = view("a"), view("b", bundle={"CPU": 2.0})
     options = table(small, large, nodes=cluster(4, 4))
@@ -317,3 +324,5 @@ def test_reasons_tell_gains_and_costs() -> None:
         "speeds are fitted and measured; its weight is 0.40, a resize costs 7 s"
     )
     assert f"a 1 -> 2, speed 1.00 -> {speed[0, 1]:.2f}" in loses.figures and "b 1" not in loses.figures
+    later = decided((A, {0: 4}, {0: 2}), (B, {1: 2}, {1: 4})).reason(0)
+    assert f"for {speed[0, 3] / speed[0, 1]:.3g} x the speed" in str(later.facts[2])

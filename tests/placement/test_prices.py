@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from placement.policies.goodput.dual_prices import Options, _exact, _exchange, bound, fill, find_multipliers, solve
+from placement.policies.goodput.dual_prices import (
+    Options,
+    _exact,
+    _exchange,
+    _spread,
+    bound,
+    fill,
+    find_multipliers,
+    solve,
+)
 
 
 def optimum(options: Options) -> float:
@@ -161,6 +170,10 @@ def test_the_bound_is_values_and_capacity_at_prices() -> None:
     """At a price of 3.5 the jobs keep 7 and 2.5, and three units are worth 10.5."""
     assert bound(two_jobs(), np.array([3.5])) == pytest.approx(7.0 + 2.5 + 10.5)
     assert bound(two_jobs(), np.array([0.0])) == 26.0
+
+
+def test_a_decision_gains_at_most_all_beyond_its_base() -> None:
+    assert _spread(two_jobs()) == 26.0 and _spread(two_jobs(base=(1, 1))) == 10.0
 
 
 def test_rest_is_filled_where_it_adds_most() -> None:

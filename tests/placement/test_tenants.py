@@ -83,7 +83,7 @@ def test_shares_do_not_depend_on_units(
     assert shares(units, of_weights) == pytest.approx(shares(1.0, 1.0), rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     cpus=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     demands=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=7),
