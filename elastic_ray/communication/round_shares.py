@@ -21,11 +21,12 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 _Answer = TypeVar("_Answer")
 
 _TOKEN_BYTES = 16
+_TOKEN_S = 10.0  # in which a rank shows that it is one
 # round, first rank, ranks, and whether the first one's step is to be counted; as many counts come back
 _QUESTION = struct.Struct("!QHHB")
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 _CHEAP = 0.01  # part of a step that an answer may take, to be asked for when it is needed and not before
-_EARLY = 4.0  # answers' times before a step's end at which the next one is counted otherwise
+_EARLY = 1.5  # answers' times before a step's end at which the next one is counted otherwise
 
 
 class _Counts(socketserver.ThreadingTCPServer):
@@ -40,6 +41,11 @@ class _Counts(socketserver.ThreadingTCPServer):
         self._round, self._counts = -1, list[int]()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, 0), _Caller)
+
+    def end(self) -> None:
+        """Stop to answer, and release the port."""
+        self.shutdown()
+        self.server_close()
 
     def count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
         """Return how many steps each of these ranks had begun; with ``adds`` the first one begins another."""
@@ -60,9 +66,15 @@ class _Caller(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         """Answer until the rank has gone."""
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = self.request.makefile("rb")
-        if not secrets.compare_digest(stream.read(_TOKEN_BYTES), self.server.token):
+        self.request.settimeout(_TOKEN_S)
+        try:
+            token = self.request.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+        except OSError:
             return
+        if not secrets.compare_digest(token, self.server.token):
+            return
+        self.request.settimeout(None)
+        stream = self.request.makefile("rb")
         while len(question := stream.read(_QUESTION.size)) == _QUESTION.size:
             number, first, ranks, adds = _QUESTION.unpack(question)
             counts = self.server.count(number, first, ranks, adds=bool(adds))
@@ -119,9 +131,8 @@ class RoundShares:
             self._thread.shutdown(wait=False, cancel_futures=True)
         if self._socket is not None:
             self._socket.close()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+        if self._server is not None:  # whose end takes up to half a second
+            threading.Thread(target=self._server.end, daemon=True).start()
         self._server = self._socket = self._thread = self._counted = self._looked = None
         self.active = False
 

@@ -206,6 +206,7 @@ class GroupChanges:
         """Enter a group that stands; returns the loader passes that its furthest rank has ended."""
         if communicator is None:
             self._run.moment("leaving")
+            self._run.shares.close()
             raise WorkerDismissed(stopped=False)
         self._run.clock.group_stands()
         try:

@@ -166,6 +166,7 @@ class SharedState:
     def lose_round(self) -> None:
         """Count the steps of the round no more. :meth:`exchange` finds out if another rank has committed it."""
         if self._before_round is not None:
+            self._before_round[0].limit_memory(self.progress.memory_bound)  # what a step has found out holds
             self._take_progress(copy.deepcopy(self._before_round[0]))
 
     def _undo_round(self) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
+from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.proof import BITS, sample_hashes
+from elastic_ray.state.shared_state import SharedState
 from elastic_ray.sync import DiLoCo, LocalSGD, PairAveraging
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.drifting import weights
@@ -95,6 +97,34 @@ def test_worker_processes_leave_out_what_is_given() -> None:
     check(outcome)
     used = sorted(sample for _, seen, *_ in outcome.results.values() for step in seen for sample in step)
     assert used == sorted(list(range(SAMPLES)) * EPOCHS)
+
+
+@pytest.mark.parametrize("meet", ["loader", "all_reduce"])
+def test_what_waits_for_others_is_refused_within_rounds(meet: str) -> None:
+    def train() -> None:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD))
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+        others = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+        for _ in er.remaining_epochs_until(1):
+            for _ in loader:
+                if meet == "loader":
+                    next(iter(others))
+                else:
+                    er.all_reduce(1.0)
+
+    with pytest.raises(RuntimeError, match="averages models every 8 steps: each rank makes these steps by itself"):
+        run_job(train, [], first=(1, 2))
+
+
+def test_memory_that_ran_out_stays_known_after_a_round() -> None:
+    state = SharedState(RunProgress())
+    state.begin_round()
+    state.progress.commit_training(1.0)
+    state.progress.bound_memory(8)
+    state.lose_round()
+    assert (state.progress.steps, state.progress.memory_bound) == (0, 4)
 
 
 def test_a_break_within_a_round_ends_all_ranks() -> None:
