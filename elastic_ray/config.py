@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from elastic_ray.faults import Faults
-from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
+from elastic_ray.stragglers.detection import RESPONSES, Response, StragglerConfig
 from elastic_ray.unit import Unit, check_size
 from placement.arguments import NamesArguments
 from placement.cluster.jobs import SPOT_USES, SpotUse

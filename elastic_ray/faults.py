@@ -23,6 +23,7 @@ MOMENTS = (
     "restore",  # after a change of the group, after an update: more tiles are about to move to their new owners
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed
+    "end_of_pass",  # all ranks have agreed that a pass over a loader is over, and are about to make buffers equal
     "save",  # all ranks have agreed to write their parts of a checkpoint, and this one is about to
     "average",  # committed, models about to be averaged
     "collective",  # user code's own is about to be announced

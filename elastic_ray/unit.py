@@ -102,7 +102,6 @@ class UnitPlace:
         """Return the part of the unit's samples that the worker reads, and the number of parts.
 
         Args:
-            batch_size: samples of a step.
             samples: of the dataset; None where it has no length, or comes in whole batches.
             drop_last: steps of fewer samples are left out.
 

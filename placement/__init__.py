@@ -1,7 +1,7 @@
-"""Placement of elastic jobs on a cluster: a job's value on given resources, and the allocation.
+"""Placement of elastic jobs on a cluster: the value of resources to each job, and the allocation.
 
 Importing this package loads neither Ray nor torch; only ``placement.ray_cluster`` and the allocator's
-``actor``, ``controllers`` and ``packed_policy`` talk to Ray.
+``actor``, ``controllers`` and ``packed_policy`` communicate with Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names that users give: one that there is not is answered with the one that is like it (pure)."""
+"""Checks of names given by users, with a suggestion of the most similar name for an unknown one (pure)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 
 class NamesArguments:
-    """Base class: an argument that a class does not have is answered with the one that is like it."""
+    """Base class whose constructor rejects an unknown argument and suggests the most similar one."""
 
     __slots__ = ()
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """Check the names; the class itself checks the rest."""
+        """Check the argument names; the class itself checks the rest."""
         construct: Any = cls.__init__
         check_argument_names(cls.__name__, named, tuple(inspect.signature(construct).parameters)[1:])
         return super().__new__(cls)
 
 
 def check_argument_names(what: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse arguments that there are not. Raises TypeError: names the argument, and the one that is meant."""
+    """Raise TypeError for an unknown argument, naming it and the most similar known one."""
     for name in given:
         if name not in known:
             raise TypeError(f"{what} got an unexpected keyword argument {name!r}{meant(name, known)}")
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """The end of an error about an unknown name: the known one that is like it, or all of them."""
+    """Return the end of an error about an unknown name: the most similar known name, or all known names."""
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"

@@ -1,4 +1,4 @@
-"""Checks of numbers that users give: one wording for all errors (pure)."""
+"""Checks of numbers given by users, with uniform error messages (pure)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def check_number(
     finite: bool = False,
     error: type[ValueError] = ValueError,
 ) -> None:
-    """Refuse a number outside its range, and what is no number.
+    """Raise an error for a number outside its range, or for NaN.
 
     Args:
-        what: how the error calls it.
-        least: it must be so much or more,
-        above: or above this; one of the two is given.
-        unit: of the number, such as ``seconds``.
-        finite: whether infinity is refused.
+        what: Name of the number in the error message.
+        least: Inclusive lower bound; exactly one of ``least`` and ``above`` must be given.
+        above: Exclusive lower bound.
+        unit: Unit of the number, such as ``seconds``.
+        finite: True to reject infinity.
 
-    Raises ValueError: it is outside (or ``error``); the message says the range and the value.
+    Raises ValueError (or ``error``): the number is outside; the message has the range and the value.
     """
     assert (least is None) != (above is None), "a range has one lower end"
     inside = value >= least if least is not None else value > (above or 0.0)
@@ -38,11 +38,11 @@ def check_number(
 
 
 def is_whole(value: object, least: int = 0) -> bool:
-    """True if `value` is a whole number of at least `least`; truth values are not numbers."""
+    """True if `value` is a whole number of at least `least`; booleans are not numbers."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
 def check_whole(what: str, value: object, *, least: int = 0, error: type[ValueError] = ValueError) -> None:
-    """Refuse what is no whole number, or below ``least``. Raises ValueError: it is so (or ``error``)."""
+    """Raise ValueError (or ``error``) unless the value is a whole number of at least ``least``."""
     if not is_whole(value, least):
         raise error(f"{what} must be a whole number, {least} or more, but got {value!r}")

@@ -1,10 +1,10 @@
-"""Error of invalid input."""
+"""Error for invalid input."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """Error raised for an invalid trace, profile, table of prices, cluster file or option.
+    """Error raised for an invalid trace, profile, price table, cluster file or option.
 
-    The message says where and what is right.
+    The message names the place and what would be valid.
     """

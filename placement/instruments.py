@@ -1,4 +1,4 @@
-"""Metrics and their values as plain data; ``placement.ray_cluster.metric_writer`` hands them to Ray."""
+"""Metrics and their values as plain data; ``placement.ray_cluster.metric_writer`` passes them to Ray."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Instrument:
             raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
 
     def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
-        """Return a sample of the value; nothing if it is unknown, infinite, or no increase of a counter.
+        """Return a sample of the value; empty if it is unknown, infinite, or not an increase of a counter.
 
         Args:
-            value: in the metric's unit; None for unknown.
-            *labels: values of the labels, in their order.
+            value: Value in the metric's unit; None if unknown.
+            *labels: Values of the labels, in their order.
 
-        Raises ValueError: there are more or fewer labels than the metric has.
+        Raises ValueError: the number of labels differs from the metric's.
         """
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")
@@ -66,7 +66,7 @@ class Instrument:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Value of a metric at one time."""
+    """Value of a metric at one time, with its labels."""
 
     instrument: Instrument
     labels: tuple[str, ...]  # values of its labels, in their order
@@ -78,18 +78,14 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Guard of measuring code, whose errors never reach what is measured; the first error is logged.
-
-    Args:
-        what: whose metrics they are, for the log.
-    """
+    """Guard around measuring code, whose errors never reach the measured code; the first error is logged."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._failed = False
 
     def __call__(self, measure: Callable[[], None]) -> None:
-        """Call it."""
+        """Call the measuring code and suppress its errors."""
         try:
             measure()
         except Exception as error:
@@ -99,24 +95,24 @@ class Guarded:
 
 
 def gauge(name: str, description: str, *labels: str) -> Instrument:
-    """Make a metric that has a present value."""
+    """Return a metric with a current value."""
     return Instrument(name=name, kind=InstrumentKind.GAUGE, description=description, labels=labels)
 
 
 def counter(name: str, description: str, *labels: str) -> Instrument:
-    """Make a metric that only grows."""
+    """Return a metric that only grows."""
     return Instrument(name=name, kind=InstrumentKind.COUNTER, description=description, labels=labels)
 
 
 def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
-    """Make a metric of single observations, counted by buckets with these upper bounds."""
+    """Return a metric of single observations, counted in buckets with these upper bounds."""
     return Instrument(name=name, kind=InstrumentKind.HISTOGRAM, description=description, labels=labels, buckets=buckets)
 
 
 def label_value(text: str) -> str:
-    """Return a name as the value of a label: printable ASCII, for Ray takes nothing else, at most 128 characters.
+    """Return a name in a form that Ray accepts as a label's value: printable ASCII of at most 128 characters.
 
-    One that has to be changed ends with ``~`` and eight characters of its digest, so that two names stay two.
+    A changed name ends with ``~`` and eight characters of its digest, so that different names stay different.
     """
     shown = printable(text).encode("ascii", "backslashreplace").decode()
     if shown == text and len(text) <= _MOST:

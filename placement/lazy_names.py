@@ -1,4 +1,4 @@
-"""Public names that are loaded on first use, so that importing a package loads neither Ray nor torch (pure)."""
+"""Public names imported on first use, so that importing a package loads neither Ray nor torch (pure)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def lazy_names(
     """Return ``__getattr__`` and ``__dir__`` for a package's ``__init__``.
 
     Args:
-        homes: public names of each module, with a space between two.
-        modules: public modules of the package, loaded like names.
+        homes: Public names of each module, separated by spaces.
+        modules: Public modules of the package, loaded in the same way.
     """
 
     found = {name: module for module, names in homes.items() for name in names.split()}

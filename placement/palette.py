@@ -1,7 +1,7 @@
 """Colours of jobs: one palette for the simulator's picture and for the page (pure).
 
-The eight colours of Okabe and Ito, "Color Universal Design" (2008), are told apart under every common colour blindness;
-black is left out, since it is text. Jobs of one hue differ in lightness.
+The eight colours of Okabe and Ito, "Color Universal Design" (2008), can be distinguished under every common colour
+blindness; black is left out, since text is black. Jobs with the same hue differ in lightness.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def rgb(hue: int, shade: float = 0.5) -> tuple[float, float, float]:
     """Return red, green and blue from 0 to 1.
 
     Args:
-        hue: which of ``HUES``; they repeat.
-        shade: 0 for the darkest, 1 for the lightest of the hue, 0.5 for the hue itself.
+        hue: Index into ``HUES``, modulo their number.
+        shade: 0 for the darkest variant of the hue, 1 for the lightest, 0.5 for the hue itself.
     """
     text = HUES[hue % len(HUES)]
     red, green, blue = (int(text[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -29,15 +29,15 @@ def rgb(hue: int, shade: float = 0.5) -> tuple[float, float, float]:
 
 
 def shade_of(number: int) -> float:
-    """Return the shade, from 0 to 1, of the n-th job of a hue, from 0: the first has the hue itself."""
+    """Return the shade (0 to 1) of the n-th job of a hue, counted from 0; the first job has the hue itself."""
     return (0.5 + number * _GOLDEN) % 1.0
 
 
 def colour(number: int) -> str:
-    """Return ``#rrggbb`` of the n-th job, from 0: hue after hue, and the shade changes with every round."""
+    """Return the colour ``#rrggbb`` of the n-th job, from 0: the hues in turn, with another shade in every round."""
     return as_hex(rgb(number, shade_of(number // len(HUES))))
 
 
 def as_hex(parts: tuple[float, float, float]) -> str:
-    """Return ``#rrggbb`` of red, green and blue from 0 to 1."""
+    """Return red, green and blue from 0 to 1 as ``#rrggbb``."""
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)

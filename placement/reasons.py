@@ -1,4 +1,4 @@
-"""Reasons of decisions: a cause with its figures, and the one place that turns it into words (pure)."""
+"""Reasons of decisions: a cause with its figures, and the one place that turns it into text (pure)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MOST_WORDS = 15
 
 
 class Cause(str, enum.Enum):
-    """Cause of a job's size: the name that recordings keep, and the words, with places for the facts."""
+    """Cause of a job's size: its value is the name in recordings, its ``words`` a text with placeholders for facts."""
 
     words: str
 
     def __new__(cls, kind: str, words: str) -> Cause:
-        """Make a member whose value is the name."""
+        """Return a member whose value is the name."""
         member = str.__new__(cls, kind)
         member._value_, member.words = kind, words
         return member
@@ -82,7 +82,7 @@ class Cause(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """Reason of a job's workers; ``str`` of it is at most ``MOST_WORDS`` words."""
+    """Reason for a job's workers; ``str`` of it has at most ``MOST_WORDS`` words."""
 
     cause: Cause
     # what its words have places for
@@ -92,7 +92,7 @@ class Reason:
 
     @property
     def words(self) -> str:
-        """The cause in words, whole."""
+        """Full text of the cause."""
         if self.unit == 1 or self.cause is Cause.POLICY:
             return self.cause.words.format(*self.facts)
         facts = (each.replace("worker", "unit") if isinstance(each, str) else each for each in self.facts)
@@ -104,31 +104,31 @@ class Reason:
 
     @property
     def explained(self) -> str:
-        """The cause with all figures."""
+        """Text of the cause with all figures."""
         whole = f"a unit is {self.unit} workers on one node" if self.unit > 1 else ""
         return "; ".join(each for each in (self.words, self.figures, whole) if each)
 
     def of_unit(self, unit: int) -> Reason:
-        """Return the reason of a job in units, by their size."""
+        """Return the reason with workers counted in units of this many processes."""
         return self if unit == self.unit else dataclasses.replace(self, unit=unit)
 
     def with_figures(self, figures: str) -> Reason:
-        """Return the reason with these figures after its own."""
+        """Return the reason with these figures appended to its own."""
         return dataclasses.replace(self, figures="; ".join(filter(None, (self.figures, figures))))
 
     def because(self, cause: Reason | None) -> Reason:
-        """Return the decision with what limits or forces it as its cause; the former cause becomes a figure."""
+        """Return the reason with ``cause`` as its cause; the former cause becomes a figure. None changes nothing."""
         if cause is None:
             return self
         return cause.with_figures(self.explained)
 
 
 def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:
-    """Nodes as the subject of a sentence, and the end of its verb."""
+    """Return nodes as the subject of a sentence, and the ending of its verb."""
     several = len(node_ids) > 1
     return (f"{len(node_ids)} nodes", "") if several else (f"node {next(iter(node_ids))[:8]}", "s")
 
 
 def count(workers: int) -> str:
-    """A number of workers for people: ``1 worker``, ``2 workers``."""
+    """Return a number of workers as text: ``1 worker``, ``2 workers``."""
     return "1 worker" if workers == 1 else f"{workers} workers"

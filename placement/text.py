@@ -28,23 +28,23 @@ def printable_lines(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return JSON text, in which such characters can only stand in strings: escaped as JSON does it."""
+    """Return JSON text with unprintable characters, which only strings can contain, escaped as in JSON."""
     return "".join(each if each.isprintable() or each == "\n" else _json_escape(each) for each in text)
 
 
 def short_ids(text: str) -> str:
-    """Return a sentence with Ray's long hex ids cut to their first characters."""
+    """Return a sentence with Ray's long hex ids shortened to their first characters."""
     return _LONG_ID.sub(lambda found: found[0][:_ID_LENGTH], text)
 
 
 def clipped(text: str, most: int = 500) -> str:
-    """Return a sentence with short ids, cut to a number of characters."""
+    """Return a sentence with short ids, truncated to a number of characters."""
     short = short_ids(text[: 4 * most])
     return short if len(short) <= most else f"{short[: most - 1]}…"
 
 
 def short_name(name: str) -> str:
-    """Return a long name without its middle, for lines that must leave room for what they say."""
+    """Return a long name with its middle removed, so that the rest of the line has room."""
     if len(name) <= _NAME_LENGTH:
         return name
     head = (_NAME_LENGTH - 2) // 2
@@ -52,7 +52,7 @@ def short_name(name: str) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty for no number."""
+    """Return a duration in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty if not finite."""
     if not math.isfinite(seconds):
         return ""
     whole = max(0, int(seconds))
@@ -66,7 +66,7 @@ def ago(seconds: float) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formatter of our own records: one line, followed by a traceback's lines; others' records are unchanged."""
+    """Formatter that prints our own records on one line, plus a traceback's lines; other records are unchanged."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as ``logging`` does, with unprintable characters escaped."""
@@ -77,7 +77,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def log_plainly(level: int) -> None:
-    """Let this process' log be lines of printable text on standard error, unless it is set up otherwise already."""
+    """Configure this process's log as printable lines on standard error, unless logging is already configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Versions of stored data and of messages between processes: a newer one is refused by its name."""
+"""Versions of stored data and of messages between processes; newer versions are rejected with a clear error."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class VersionError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """Version that a process speaks: the number of its messages, and its release."""
+    """Version of a process: the number of its message protocol, and its release."""
 
     protocol: int
     release: str
 
 
 def spoken() -> Spoken:
-    """Return what this process speaks."""
+    """Return the version of this process."""
     return Spoken(protocol=PROTOCOL, release=RELEASE)
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Refuse to work with a process of another protocol. Raises VersionError: the numbers differ; names both sides."""
+    """Raise VersionError, naming both sides, if the other process has another protocol."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(
@@ -42,10 +42,7 @@ def check_spoken(theirs: Spoken, they: str, we: str) -> None:
 
 
 def check_format(told: Mapping[str, Any], newest: int) -> None:
-    """Refuse what a newer release has stored; without a number it is of format 1.
-
-    Raises ValueError: the format is unknown.
-    """
+    """Raise ValueError for data stored by a newer release; data without a format number is of format 1."""
     found = told.get("format", 1)
     if type(found) is not int or not 1 <= found <= newest:
         raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray has written it")

@@ -10,13 +10,13 @@ PACKAGES = ("elastic_ray", "placement", "tuning")
 
 # Everything that comes through Ray's calls is unpickled by Ray before we see it; its own authentication guards that.
 ALLOWED = {
-    "elastic_ray/worker/script_classes.py": "the user's function and its config, which came through Ray to be run",
+    "elastic_ray/worker/train_loop.py": "the user's function and its config, which came through Ray to be run",
     "elastic_ray/job/journal.py": "the same, which the job's controller has put into Ray's control store itself",
     "elastic_ray/errors.py": "the user's exception, which comes through Ray as part of a pickle of Ray's",
     "elastic_ray/sealed.py": "what the user's function returned, in the user's driver; a copy of an exception",
     "elastic_ray/data/arrow.py": "a copy of an object of this process",
     "elastic_ray/driver/trainer.py": "a copy of an object of this process: whether it can be sent at all",
-    "elastic_ray/observe/trackers/packed_callbacks.py": "the user's callbacks, which came through Ray to be called",
+    "elastic_ray/observe/trackers/callbacks.py": "the user's callbacks, which came through Ray to be called",
     "placement/allocator/packed_policy.py": "the user's policy, which came through Ray to be run in the allocator",
     "elastic_ray/integrations/ray_data/packing.py": "the user's datasets and function, which came through Ray, or "
     "which the driver has put into Ray's control store itself, beside the journal",

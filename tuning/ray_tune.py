@@ -54,7 +54,7 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """Return a packed train loop in which ``ray.tune.report`` and ``ray.tune.get_checkpoint`` do what ours do."""
+    """Return a packed train loop in which ``ray.tune.report`` and ``get_checkpoint`` call ``elastic_ray``'s."""
     return pack(_InTune(packed), {})
 
 
@@ -65,7 +65,7 @@ class _InTune(PickledTrainLoop):
 
 
 class _Session:
-    """Session for ``ray.tune``'s functions; without it they would warn once and lose every report."""
+    """Session used by ``ray.tune``'s functions. Without a session they would warn once and lose every report."""
 
     world_rank = None  # by this Ray knows a session of Tune from one of Ray Train
 
@@ -134,42 +134,42 @@ def elastic(
     Each trial is an elastic job, sized by the cluster's allocator.
 
     ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the
-    train loop gets the trial's parameters in its config, and what it reports with ``elastic_ray.report(metrics,
-    checkpoint)``, or ``ray.tune.report``, are the trial's results. A learning rate among the parameters is the one at
-    the loader's initial batch size; it is scaled from there when the batch grows. The initial batch size may be a
-    parameter as well.
+    train loop gets the trial's parameters in its config. The reports that it makes with ``elastic_ray.report(metrics,
+    checkpoint)`` or ``ray.tune.report`` are the trial's results. A learning rate among the parameters applies to the
+    loader's initial batch size and is scaled from there when the batch grows. The initial batch size may itself be a
+    parameter.
 
-    The trial itself is a light driver on the head node that holds neither CPU nor GPU, so that
-    ``TuneConfig(max_concurrent_trials)`` says how many trials run at a time. ``num_workers`` cannot be searched: sizes
-    change while a trial runs.
+    The trial's own process is a light driver on the head node that holds neither CPU nor GPU, so
+    ``TuneConfig(max_concurrent_trials)`` sets how many trials run at a time. ``num_workers`` cannot be searched,
+    because sizes change while a trial runs.
 
     Args:
-        train_loop_or_trainer: a train loop, or an ``ElasticTrainer`` whose settings trials are to have (its
-            ``RunConfig`` gives failures and the workers' environment; names and places are Tune's).
-        train_loop_config: what all trials have in their config; a trial's parameters go over it.
-        scaling_config: workers of a trial, ``num_workers=(min, max)``, and what each of them needs.
-        elastic_config: as for ``ElasticTrainer``, but for ``warm_workers_per_node``, which is 0 by default.
-        scheduling_config: as for ``ElasticTrainer``; without a tenant the sweep is one of its own.
-        model_fingerprint: a name for the model where none of the parameters changes its speed; by default trials of one
-            architecture recognise each other.
-        weight: of the sweep against other jobs; ``AllocatorConfig.tenants`` overrules it.
-        promise: by what trials are compared while they run, so that those near the top grow and those that are about to
-            be cut do not. By default it is read off Tune's scheduler (ASHA, HyperBand, and median stopping by
-            reports); without one that stops trials they compete by their speed alone.
-        reports_ahead: how many reports training may be ahead of Tune's decision on the last one. With 0, as in a
-            function of Tune's own, it waits at every report for as long as Tune takes; a trial that is stopped has then
-            trained nothing in vain, and its processes are free at once. 1 hides that time where epochs are short.
-        keep_s: how long a trial's processes wait for the sweep's next trial before they end [s]; they hold no
-            resources. 10 s after the last trial they end anyway.
-        sweep: name of the sweep, also its tenant; ``fit()`` raises ``SweepRunsError`` while another sweep of the name
-            runs, and one that follows within seconds uses its processes. By default the name of the Tune experiment.
-            A ``tuning.Sweep`` also says when it is to end, or what it may cost.
+        train_loop_or_trainer: A train loop, or an ``ElasticTrainer`` whose settings apply to all trials (its
+            ``RunConfig`` sets failures and the workers' environment; names and directories are Tune's).
+        train_loop_config: Config shared by all trials; a trial's parameters override it.
+        scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
+        elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
+        scheduling_config: As for ``ElasticTrainer``; without a tenant the sweep becomes a tenant itself.
+        model_fingerprint: Name of the model, to be given only if no parameter changes the model's speed; by default
+            trials with the same architecture recognise each other.
+        weight: Weight of the sweep relative to other jobs; ``AllocatorConfig.tenants`` overrides it.
+        promise: How running trials are compared, so that those near the top grow and those about to be cut do not. By
+            default it is derived from Tune's scheduler (ASHA, HyperBand, and median stopping by reports); without a
+            scheduler that stops trials, they compete by speed alone.
+        reports_ahead: Number of reports by which training may run ahead of Tune's last decision. With 0, as in a Tune
+            function trainable, training waits at every report for Tune's answer: a stopped trial has then trained
+            nothing in vain and frees its processes at once. 1 hides the wait if epochs are short.
+        keep_s: How long a finished trial's processes wait for the sweep's next trial [s]. They hold no resources
+            meanwhile, and end at the latest 10 s after the last trial.
+        sweep: Name of the sweep and of its tenant; by default the name of the Tune experiment. ``fit()`` raises
+            ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds of an earlier
+            one of its name reuses its processes. A ``tuning.Sweep`` also sets a deadline or a budget.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
 
     Raises:
-        TypeError: and ValueError: as ``ElasticTrainer``.
+        TypeError, ValueError: As for ``ElasticTrainer``.
     """
     template = make_template(
         train_loop_or_trainer,
@@ -193,21 +193,21 @@ def elastic(
 
 
 class _WhereItIs(Checkpoint):
-    """Checkpoint that Ray's ``restore`` does not fetch: the workers read it."""
+    """Checkpoint that Ray's ``restore`` does not download; the workers read it themselves."""
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Yield the checkpoint's path without fetching it."""
+        """Yield the checkpoint's path without downloading the checkpoint."""
         yield self.path
 
 
 class ElasticTrainable(Trainable):
-    """The trial's side of an elastic job; made by :func:`elastic`."""
+    """Trainable in a trial's own process, which drives the trial's elastic job; made by :func:`elastic`."""
 
     _template: Template
 
     def __init_subclass__(cls) -> None:
-        """Refuse what ``tune.with_resources`` makes."""
+        """Refuse a subclass made by ``tune.with_resources``."""
         if "default_resource_request" in vars(cls):
             raise ValueError(
                 "an elastic trainable asks for no resources of its own: leave tune.with_resources out, say what a "
@@ -217,7 +217,7 @@ class ElasticTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """Return the resources of the trial's own process: almost none, on the head node, with its job's controller."""
+        """Return the resources of the trial's own process: almost none, on the head node with its controller."""
         _check_space(config)
         _tell_kept_actors()
         _end_stopped_sweeps()
@@ -230,11 +230,11 @@ class ElasticTrainable(Trainable):
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any], **constants: Any) -> None:
-        """Set up the trial for Tune; the job starts with the first step, once it is known where from.
+        """Set up the trial for Tune; its job starts at the first step, when the checkpoint to start from is known.
 
         Args:
-            config: the trial's parameters.
-            **constants: what ``tune.with_parameters`` was given; the loop finds it in its config as well.
+            config: The trial's parameters.
+            **constants: Arguments of ``tune.with_parameters``; the train loop finds them in its config too.
         """
         _check_space({**constants, **config})
         self._parameters = dict(config)
@@ -247,7 +247,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Return the next report of the train loop."""
+        """Start the job if necessary, and return the next report of the train loop."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -267,9 +267,9 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """Return the last checkpoint that the train loop reported, where the job has stored it.
+        """Return the last checkpoint that the train loop reported, at the path where the job stored it.
 
-        None if it reported none.
+        The result holds None if the train loop reported no checkpoint.
         """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
@@ -280,7 +280,7 @@ class ElasticTrainable(Trainable):
         return self._saved or _TrainingResult(checkpoint=None, metrics={})
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Do nothing: the workers read the checkpoint."""
+        """Do nothing, since the workers read the checkpoint."""
 
     def restore(self, checkpoint_path: Any) -> None:
         """Continue from a checkpoint of this trial or another one. Raises NoCheckpointError: there is none."""
@@ -292,20 +292,20 @@ class ElasticTrainable(Trainable):
         self._saved = checkpoint_path
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Become another trial, or the same with other parameters."""
+        """Reuse this actor for another trial, or for the same trial with other parameters."""
         self.cleanup()
         self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
         return True
 
     def cleanup(self) -> None:
-        """Clean up a trial that is over or makes way: release everything that its job holds."""
+        """Stop the trial's job and release everything that it holds."""
         job, self._job = self._job, None
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
     def vacate(self) -> None:
-        """Vacate the trial's actor, which Tune's loop keeps for a trial that may come."""
+        """Release the job of a trial whose actor Tune keeps for reuse."""
         self.cleanup()
 
     def _place(self) -> StorageContext:
@@ -314,7 +314,7 @@ class ElasticTrainable(Trainable):
         return self._storage
 
     def _start(self) -> TrialJob:
-        """Start the trial's job where Tune keeps its results; constants go over the train loop's own config."""
+        """Start the trial's job in Tune's directory for the trial; constants override the train loop's own config."""
         storage, template = self._place(), self._template
         if self._constants:
             spec = template.spec
@@ -332,7 +332,7 @@ class ElasticTrainable(Trainable):
         )
 
     def _end(self, job: TrialJob) -> dict[str, Any]:
-        """Return the result that ends a trial; raises what its job failed with."""
+        """Return the result that ends a trial; raise the error that its job failed with."""
         job.raise_error()
         if stopped := job.status.phase is JobPhase.STOPPED:
             time.sleep(_HELD_S)
@@ -347,12 +347,12 @@ class ElasticTrainable(Trainable):
 
 
 def _tell_kept_actors() -> None:
-    """Have Tune's loop, which is to run in this process, call ``vacate`` on an actor that it keeps.
+    """Patch Tune's loop, which will run in this process, to call ``vacate`` on an actor that it keeps for reuse.
 
-    With ``reuse_actors=True`` Tune may keep the actor of a trial that is over or paused, and calls nothing on it until
-    a trial comes for it or the search ends: the trial would hold its workers as long. The actor itself cannot find out.
-    To Tune's loop a searcher, a logger or a slow disk may happen for seconds as well, and a trial that gave up its
-    workers then would lose what it has trained since its last checkpoint.
+    With ``reuse_actors=True`` Tune may keep the actor of a finished or paused trial, and calls nothing on it until
+    another trial needs an actor or the search ends; the old trial would hold its workers until then. The actor cannot
+    detect this itself: a searcher, a logger or a slow disk may also hold up Tune's loop for seconds, and a trial that
+    gave up its workers then would lose its training since the last checkpoint.
     """
     # With a Ray that has it no longer, workers are given back when a trial comes, as said.
     keep = getattr(TuneController, "_maybe_cache_trial_actor", None)
@@ -369,7 +369,7 @@ def _tell_kept_actors() -> None:
 
 
 def _end_stopped_sweeps() -> None:
-    """Have Tune's loop, which is to run in this process, end an experiment whose sweep was stopped."""
+    """Patch Tune's loop, which will run in this process, to end an experiment whose sweep was stopped."""
     look = getattr(TuneController, "_stop_experiment_if_needed", None)
     if look is None or look.__module__ == __name__:  # without it no trial is started any more, which fails each
         return
@@ -385,7 +385,7 @@ def _end_stopped_sweeps() -> None:
 
 
 def _claim_sweeps() -> None:
-    """Have Tune's loop, which is to run in this process, claim the sweep's name before it starts the first trial."""
+    """Patch Tune's loop, which will run in this process, to claim the sweep's name before it starts the first trial."""
     add, clean = getattr(TuneController, "_maybe_add_actors", None), getattr(TuneController, "cleanup", None)
     if add is None or clean is None or add.__module__ == __name__:
         return
@@ -416,7 +416,7 @@ def _claim_sweeps() -> None:
 
 
 def _keep_submission(name: str, storage: StorageContext) -> None:
-    """Keep what submits the sweep's script again, in the experiment's directory; storage that fails is logged."""
+    """Save the sweep's submit command in the experiment's directory for a later resume; log storage errors."""
     told, path = read_overrides(os.environ), storage.experiment_fs_path
     named = not _FRESH_NAME.search(storage.experiment_dir_name)
     kept = kept_submission(name, path, told.submission, told.command, told.user or login_name(), named=named)
@@ -427,9 +427,10 @@ def _keep_submission(name: str, storage: StorageContext) -> None:
 
 
 def _resume_sweeps() -> None:
-    """Have Tune's loop, which is to run in this process, continue the experiments that `resume --all` is about.
+    """Patch Tune's loop, which will run in this process, to restore experiments during `elastic-ray resume --all`.
 
-    The script is the one that began them: its ``Tuner(...).fit()`` would begin them anew.
+    The resumed script is the original one, so its ``Tuner(...).fit()`` would otherwise start the experiment from
+    scratch.
     """
     start: Any = TuneController.__init__
     if start.__module__ == __name__ or not read_overrides(os.environ).resume:
@@ -449,7 +450,7 @@ def _resume_sweeps() -> None:
 
 
 def _was_submitted(storage: StorageContext | None) -> bool:
-    """True if an experiment's directory has what `elastic-ray submit` was given for it."""
+    """True if an experiment's directory holds the saved arguments of `elastic-ray submit`."""
     if storage is None:
         return False
     path = posixpath.join(storage.experiment_fs_path, SUBMISSION_FILE)
@@ -457,11 +458,11 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return the promise by which a Tune scheduler compares trials; None if it stops none, or not by reports.
+    """Return the promise equivalent to a Tune scheduler; None if it stops no trials, or not by number of reports.
 
     Args:
-        scheduler: of the experiment, which knows its metric.
-        criterion: a trial's ``stop``.
+        scheduler: Scheduler of the experiment, with its metric set.
+        criterion: A trial's ``stop`` criterion.
     """
     scheduler = getattr(scheduler, "_base_scheduler", scheduler)
     metric, mode = getattr(scheduler, "_metric", None), str(getattr(scheduler, "_mode", None))
@@ -491,7 +492,7 @@ def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
 
 
 def _why_stopped(controller: TuneController) -> str:
-    """Return why the sweep of an experiment was stopped; empty if it was not, or it is not time to look again."""
+    """Return why an experiment's sweep was stopped; empty if it was not, or if the next check is not due."""
     watch = _watch_of(controller)
     if not watch.due() or not (name := _sweep_of(controller)):
         return ""
@@ -499,9 +500,9 @@ def _why_stopped(controller: TuneController) -> str:
 
 
 def _elastic_of(controller: TuneController) -> tuple[Any, ...]:
-    """Return the class of an elastic trial of the experiment, and the directory name of the experiment.
+    """Return the class of an experiment's elastic trials and the experiment's directory name.
 
-    Empty for none.
+    Empty if no trial is elastic.
     """
     trial = next((t for t in _trials_of(controller) if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
     return () if trial is None else (trial.get_trainable_cls(), trial.storage.experiment_dir_name)
@@ -512,7 +513,7 @@ def _trials_of(controller: TuneController) -> list[Any]:
 
 
 def _sweep_of(controller: TuneController) -> str:
-    """Name of the experiment's sweep; empty if it has no elastic trial (yet)."""
+    """Return the name of the experiment's sweep; empty if the experiment has no elastic trial (yet)."""
     found = _elastic_of(controller)
     return str(found[0]._template.sweep or found[1]) if found else ""
 
@@ -523,7 +524,7 @@ def _watch_of(controller: TuneController) -> _Watch:
 
 
 class _Watch:
-    """Timer of an experiment's looks at whether its sweep was stopped, and how; and as which driver."""
+    """State of an experiment's sweep in this process: its driver, its claim, and the timer of checks for a stop."""
 
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
@@ -531,9 +532,9 @@ class _Watch:
         self._claiming: concurrent.futures.Future[None] | None = None
 
     def claim(self, name: str, driver: SweepDriver) -> None:
-        """Claim the sweep of this name for the driver; raises SweepRunsError if it has one.
+        """Claim the sweep of this name for the driver. Raises SweepRunsError if another driver has it.
 
-        A sweep without an actor has no other driver: its actor starts beside the first trial's, see :meth:`check`.
+        A sweep without an actor has no other driver. Its actor is then started in the background, see :meth:`check`.
         """
         if sweep_runs(name):
             claim_sweep(name, driver)
@@ -551,13 +552,13 @@ class _Watch:
             claiming.set_exception(error)
 
     def check(self) -> None:
-        """Raise SweepRunsError, or what else a claim in the background has failed with."""
+        """Raise SweepRunsError, or any other error of a claim in the background."""
         if self._claiming is not None and self._claiming.done():
             claiming, self._claiming = self._claiming, None
             claiming.result()
 
     def due(self) -> bool:
-        """True if it is time to look again; the next look is due after a while."""
+        """True if a check is due; if so, schedules the next one."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return False

@@ -1,16 +1,16 @@
-"""Sizes of the trials of each rung, so that a sweep ends in time at the least cost (pure).
+"""Numbers of workers for the trials of each rung, so that a sweep ends in time at the least cost (pure).
 
 After Misra et al., "RubberBand: Cloud-based Hyperparameter Tuning" (EuroSys 2021). Successive halving with rungs
-r_1 < ... < r_k = R and n trials lets n_i = ceil(n / eta^(i - 1)) trials into rung i, each with r_i - r_(i - 1) reports
-to make. With W_i reports of a rung that are still to be made, v(w) reports per second of a trial with w workers, and
-p_i trials that fit beside each other::
+r_1 < ... < r_k = R and n trials admits n_i = ceil(n / eta^(i - 1)) trials to rung i, each of which makes
+r_i - r_(i - 1) reports. With W_i remaining reports of rung i, v(w) reports per second of a trial with w workers, and
+p_i trials that run side by side::
 
-    seconds(i, w) = max(W_i / p_i, one trial's reports) / v(w)        p_i = min(n_i, trials at a time, slots / w)
-    worker-seconds(i, w) = W_i w / v(w)
+ seconds(i, w) = max(W_i / p_i, one trial's reports) / v(w)        p_i = min(n_i, trials at a time, slots / w)
+ worker-seconds(i, w) = W_i w / v(w)
 
-Sizes w_i are those of the least sum of worker-seconds whose sum of seconds is within the time that is left, or, with a
-budget alone, of the least sum of seconds within the worker-seconds that are left. v(w) is the goodput model of the
-trials, fitted while they run, over the work that their reports have taken; sizes follow it at each report.
+The sizes w_i minimise the sum of worker-seconds subject to the sum of seconds fitting into the remaining time. With a
+budget alone, they minimise the sum of seconds subject to the remaining worker-seconds. v(w) is the goodput model of the
+trials, fitted while they run, divided by the work per report so far; the sizes are updated at each report.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Sweep(NamesArguments):
     """Name and limits of a sweep: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
 
     Attributes:
-        name: of the sweep and its tenant; by default that of the Tune experiment.
-        deadline_s: seconds after ``fit()`` by which all trials should be done; rungs get the sizes that cost least.
-        budget_usd: what the trials' workers may cost [USD]; without a deadline rungs get the sizes that end soonest.
-        usd_per_worker_h: price of a worker [USD/h]; needed with a budget.
+        name: Name of the sweep and its tenant; by default the name of the Tune experiment.
+        deadline_s: Time after ``fit()`` by which all trials should be done [s]; each rung gets the cheapest sizes.
+        budget_usd: Limit on the cost of the trials' workers [USD]; without a deadline, rungs get the fastest sizes.
+        usd_per_worker_h: Price of a worker [USD/h]; required with a budget.
 
     Examples:
         >>> from tuning import Sweep
@@ -64,13 +64,13 @@ class Sweep(NamesArguments):
 
     @property
     def planned(self) -> bool:
-        """True if rungs are given sizes."""
+        """True if the sweep has a deadline or a budget, so that rungs are given sizes."""
         return self.deadline_s is not None or self.budget_usd is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """Remaining training up to one rung."""
+    """Training that remains up to one rung, summed over all trials."""
 
     trials: int  # that come into it, at least 1
     reports: float  # still to be made by all of them
@@ -79,7 +79,7 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RungSizes:
-    """Sizes of a trial in each rung, and what the rest of the sweep then takes."""
+    """Number of workers per trial in each rung, with the time and cost of the rest of the sweep."""
 
     sizes: tuple[int, ...]
     seconds: float  # until the end
@@ -88,12 +88,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return the remaining rungs of a sweep.
-
-    Args:
-        promise: with ``max_t``.
-        records: those that are known.
-    """
+    """Return the remaining rungs of a sweep."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]
@@ -125,11 +120,11 @@ def size_rungs(
     """Compute the sizes of the rungs that meet the limits at the least cost.
 
     Args:
-        rates: reports per second of a trial on 1, 2, ... workers; 0 for a size that it cannot have. One is above 0.
-        slots: workers that the cluster has room for.
-        at_once: trials that run at a time, at most.
-        seconds: until the deadline.
-        worker_s: worker-seconds that the budget allows.
+        rates: Reports per second of a trial on 1, 2, ... workers; 0 for an invalid size. At least one is above 0.
+        slots: Number of workers that fit on the cluster.
+        at_once: Maximum number of trials that run at a time.
+        seconds: Time until the deadline [s].
+        worker_s: Worker-seconds within the budget.
     """
     points: list[_Point] = [(0.0, 0.0, ())]
     able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]
@@ -151,7 +146,7 @@ def size_rungs(
 
 
 def _front(found: Sequence[_Point]) -> list[_Point]:
-    """Return the points that no other beats in time and cost, fastest first; a selection if there are very many."""
+    """Return the Pareto front of time and cost, fastest first, thinned out if it has very many points."""
     front: list[_Point] = []
     for each in sorted(found):
         if not front or each[1] < front[-1][1]:
@@ -164,7 +159,7 @@ class SweepPlanner:
     """Planner of trials' sizes while a sweep runs.
 
     Args:
-        begun_s: when the sweep began [s].
+        begun_s: Time when the sweep began [s].
     """
 
     def __init__(self, sweep: Sweep, promise: Promise, trials: int, begun_s: float) -> None:
@@ -180,12 +175,12 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Return workers of each trial that runs; empty while no trial has told how fast it is.
+        """Return the number of workers for each running trial; empty until some trial's speed is known.
 
         Args:
-            views: of those that run.
-            slots: how many of a trial's workers fit on each node of the empty cluster.
-            now_s: present time [s].
+            views: Views of the running trials.
+            slots: Workers of a trial that fit on each node of the empty cluster, keyed by trial.
+            now_s: Current time [s].
         """
         self._spent_s += max(now_s - self._seen_s, 0.0) * sum(view.workers for view in views)
         self._seen_s, self._at_once = now_s, max(self._at_once, len(views))
@@ -211,7 +206,7 @@ class SweepPlanner:
         return sized
 
     def _refusal(self, found: RungSizes, now_s: float) -> str:
-        """Return why the limits cannot be kept, and what would do."""
+        """Return why the limits cannot be kept, and which limits could."""
         price, needs_s = self._sweep.usd_per_worker_h, now_s - self._begun_s + found.seconds * _MARGIN
         cost = f" and {(self._spent_s + found.worker_s) / _HOUR_S * price:.3g} USD" if price is not None else ""
         limits = {"deadline_s": self._sweep.deadline_s, "budget_usd": self._sweep.budget_usd}
@@ -225,7 +220,7 @@ class SweepPlanner:
 def _rates(
     records: Mapping[str, TrialRecord], views: Sequence[JobView], slots: Mapping[str, Sequence[int]]
 ) -> NDArray[np.float64]:
-    """Return reports per second of a trial on 1, 2, ... workers, over the trials that have told; empty if none has."""
+    """Return mean reports per second on 1, 2, ... workers over all trials with known speed; empty if there are none."""
     seconds: list[NDArray[np.float64]] = []
     for view in views:
         made = len(records[view.job].values) if view.job in records else 0

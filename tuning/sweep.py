@@ -1,7 +1,7 @@
 """SHELL: a sweep's actor: starts the controllers of its trials, lends them worker processes, weighs trials.
 
-One that is lost is made again, and knows at its next reports what trials have told; the processes that it has lent end
-with it, which their trials see as lost workers. It ends itself when none of its trials' controllers is left.
+A lost actor is recreated and recovers the trials' metrics from their next reports. The processes that it had lent end
+with it, which their trials see as lost workers. The actor ends itself once none of its trials has a controller.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SILENT_S = 60.0  # the same for one with trials: a searcher may keep its loop b
 
 
 class SweepStoppedError(RuntimeError):
-    """Error raised if the sweep was stopped and starts no trial any more."""
+    """Error raised if the sweep was stopped and starts no more trials."""
 
     def __init__(self, sweep: str, reason: str) -> None:
         super().__init__(f"sweep {sweep!r} was stopped and starts no trial any more: {reason}")
@@ -54,7 +54,7 @@ class SweepStoppedError(RuntimeError):
 
 
 class SweepRunsError(RuntimeError):
-    """Error raised if another sweep of this name runs on the cluster."""
+    """Error raised if another sweep of this name is running on the cluster."""
 
     def __init__(self, sweep: str, runs: str) -> None:
         super().__init__(
@@ -82,7 +82,7 @@ class SweepDriver:
     trials: int = 0  # in all, with a plan
 
     def planner(self) -> SweepPlanner | None:
-        """Return a planner that gives the sweep's rungs their sizes; None without limits."""
+        """Return a planner that sizes the sweep's rungs; None without limits or a promise."""
         if self.limits is None or not self.limits.planned or self.promise is None:
             return None
         return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
@@ -91,9 +91,9 @@ class SweepDriver:
 def this_driver(
     folder: str, promise: Promise | None, limits: Sweep | None = None, trials: int | None = None
 ) -> SweepDriver:
-    """Return a new driver in this process, of the sweep with its results in ``folder``.
+    """Return a new driver in this process for the sweep whose results are in ``folder``.
 
-    Raises ValueError: there are limits, and nobody says how much is to be trained.
+    Raises ValueError: limits are given, but the number of reports or of trials is unknown.
     """
     if limits is not None and limits.planned:
         if promise is None or promise.max_t is None:
@@ -119,14 +119,14 @@ def this_driver(
 
 
 def sweep_runs(name: str) -> bool:
-    """True if the sweep of this name has an actor: it runs, or has ended within seconds."""
+    """True if the sweep of this name has an actor: it is running or ended seconds ago."""
     return find_actor(f"sweep:{name}") is not None
 
 
 def claim_sweep(name: str, driver: SweepDriver) -> None:
-    """Make ``driver`` the only one of the sweep of this name; waits while one before it may have just ended.
+    """Make ``driver`` the sweep's only driver, after waiting for an earlier driver that may have just ended.
 
-    Raises SweepRunsError: another sweep of this name runs.
+    Raises SweepRunsError: another sweep of this name is running.
     """
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
@@ -145,22 +145,22 @@ def claim_sweep(name: str, driver: SweepDriver) -> None:
 
 
 def release_sweep(name: str, driver: SweepDriver) -> None:
-    """Let other sweeps have the name; waits for no answer."""
+    """Release the sweep's name for other sweeps, without waiting for an answer."""
     if ray.is_initialized() and (sweep := find_actor(f"sweep:{name}")) is not None:
         sweep.release.remote(driver.token)
 
 
 def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
-    """End a sweep that runs: no trial is started any more, and those that run end after the step in progress.
+    """Stop a running sweep. No more trials start, and running ones end after their current step.
 
-    The sweep's ``Tuner.fit()`` or ``Experiment.run()`` then returns with what there is.
+    The sweep's ``Tuner.fit()`` or ``Experiment.run()`` then returns the results so far.
 
     Args:
-        name: of the sweep, which is its tenant's: ``tuning.elastic(sweep=...)``, else that of the experiment.
-        reason: why, for the last event of each trial.
+        name: Name of the sweep and its tenant: ``tuning.elastic(sweep=...)``, by default the experiment's name.
+        reason: Reason recorded in each trial's last event.
 
     Returns:
-        False if no such sweep runs.
+        False if no such sweep is running.
     """
     sweep = find_actor(f"sweep:{name}")
     if sweep is None:
@@ -170,15 +170,15 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Watch, without waiting, of whether sweeps driven by this process were stopped."""
+    """Non-blocking check for a stop of the sweeps that this process drives."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
 
     def look(self, name: str, driver: SweepDriver | None = None) -> str:
-        """Return why this sweep was stopped, once none of its trials runs; empty before.
+        """Return why this sweep was stopped, once all of its trials have ended; empty before.
 
-        Asking says that the driver lives.
+        Each call also shows the sweep's actor that the driver is alive.
         """
         asked = self._asked.pop(name, None)
         if asked is not None and not ray.wait([asked], timeout=0)[0]:
@@ -195,14 +195,14 @@ class StopWatch:
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
-    """Return the sweep's actor, made on first use."""
+    """Return the sweep's actor, creating it on first use."""
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, Promise | None]:
-    """Open a controller that runs this trial; return it, its name, and by what the sweep's trials are compared.
+    """Open a controller that runs this trial; return it and the promise by which the sweep's trials are compared.
 
-    It is one that waits for another trial, or a new one.
+    The controller is either an idle one of an earlier trial or a new one.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -229,7 +229,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
-    """Return the job of a trial with what its sweep's promise says of it."""
+    """Return a trial's job with the fields that its sweep's promise sets."""
     if promise is None or spec.trial is None:
         return spec
     most, rungs = promise.max_t, promise.rungs
@@ -239,7 +239,7 @@ def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _TrialStart:
-    """A trial's start: what it is like, and its controller."""
+    """A started trial: its name, kind and controller."""
 
     trial: str
     kind: JobSpec
@@ -247,11 +247,11 @@ class _TrialStart:
 
 
 class SweepActor:
-    """Actor class; use :func:`find_sweep`.
+    """Actor class of a sweep; use :func:`find_sweep` to get its handle.
 
     Args:
-        name: of the sweep, for the log.
-        promise: by what its trials are compared; None weighs them alike.
+        name: Name of the sweep, for the log.
+        promise: Rule by which its trials are compared; None gives every trial the same weight.
     """
 
     def __init__(self, name: str, promise: Promise | None) -> None:
@@ -282,9 +282,9 @@ class SweepActor:
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
-        """Make ``driver`` the sweep's, unless another one may still drive it.
+        """Make ``driver`` the sweep's driver, unless another driver may still be alive.
 
-        Returns None if it is, else whether the other one surely runs, and what it is in words.
+        Returns None on success, otherwise whether the other driver is certainly running, and its description.
         """
         now_s, other = time.monotonic(), self._driver
         if other is not None and other.token != driver.token and not _has_ended(other):
@@ -302,12 +302,12 @@ class SweepActor:
         return None
 
     async def release(self, token: str) -> None:
-        """Release the sweep of the driver with this token, which has ended."""
+        """Release the sweep if its driver, which has ended, has this token."""
         if self._driver is not None and self._driver.token == token:
             self._driver = None
 
     async def open(self, spec: JobSpec) -> tuple[Any, Promise | None]:
-        """Open a controller that runs this trial; return it, its name, and by what the sweep's trials are compared."""
+        """Open a controller that runs this trial; return it and the promise that the sweep compares trials by."""
         assert spec.trial is not None, "only trials are opened here"
         if self._stop_reason:
             raise SweepStoppedError(self._name, self._stop_reason)
@@ -327,7 +327,7 @@ class SweepActor:
         return controller, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
-        """Attach a driver to a trial's controller that still runs; return by what the sweep's trials are compared."""
+        """Attach a driver to a trial's running controller; return the promise that the sweep compares trials by."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
@@ -336,7 +336,7 @@ class SweepActor:
         return self._promise
 
     def _stop_late(self, controller: Any) -> None:
-        """Stop a trial that was on its way when the sweep was stopped."""
+        """Stop a trial that was still starting when the sweep was stopped."""
         if self._stop_reason:
             controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
@@ -350,24 +350,24 @@ class SweepActor:
         self._weigh()
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """A trial has reported: the compared metric after each report of this run, which continued after ``before``."""
+        """Record a trial's metric after each report of its current run, which continued after report ``before``."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
 
     async def closed(self, run: str) -> None:
-        """Close a run, whose controller may run another trial."""
+        """Mark a run as ended. Its controller may run another trial."""
         ended = self._busy.pop(run, None)
         if ended is not None:
             self._ending[run] = ended
             self._ended(run, ended)
 
     async def stop(self, reason: str, now: bool = False) -> int:
-        """Start no trial any more, and stop those that run; returns how many they are.
+        """Stop all running trials and start no more; return the number of trials stopped.
 
         Args:
-            reason: why, for their last events.
-            now: in the middle of a step.
+            reason: Reason recorded in the trials' last events.
+            now: True to stop in the middle of a step.
         """
         self._stop_reason = self._stop_reason or reason
         self._stopped_by_s = time.monotonic() + _STOP_S
@@ -377,10 +377,10 @@ class SweepActor:
         return len(self._busy)
 
     async def stopped(self, driver: SweepDriver | None = None) -> str:
-        """Return why the sweep was stopped, once none of its trials runs; empty before.
+        """Return why the sweep was stopped, once all of its trials have ended; empty before.
 
         Args:
-            driver: who asks; None for one that has not claimed the sweep.
+            driver: The calling driver; None if the caller has not claimed the sweep.
         """
         if driver is not None and self._driver in (None, driver):
             if self._driver is None:  # this actor was made again
@@ -391,7 +391,7 @@ class SweepActor:
         return self._stop_reason if self._stopped else ""
 
     async def _all_ended(self) -> bool:
-        """True if no trial runs any more, as far as controllers answer, or none is waited for any longer."""
+        """True if no reachable controller still runs a trial, or the wait for the trials has timed out."""
         for each in tuple(self._busy.values()):
             try:
                 status = await asyncio.wait_for(each.controller.status.remote(), _CALL_TIMEOUT_S)
@@ -402,21 +402,21 @@ class SweepActor:
         return True
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, and whether it has ever answered; None for a run not reported to the sweep."""
+        """Return a process on the node, and whether it has ever answered; None for a run that was not admitted."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Accept a process back that is no longer needed; ``fit``: another trial may use it."""
+        """Accept a process that a run no longer needs; ``fit`` is True if another trial may use it."""
         self._processes.take_back(run, actor, fit=fit)
 
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:
-        """Close a run's processes; ``fit``: those that another trial may use, and if they answered."""
+        """Close a run's processes; ``fit`` maps each process fit for another trial to whether it has answered."""
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
         """Hold a run's checkpoint in the cluster's memory.
 
-        ``held`` is wrapped, for Ray would hand over what a bare reference refers to.
+        ``held`` is wrapped in a tuple, because Ray would replace a bare reference by the object that it refers to.
         """
         if run in self._busy:
             self._cached.hold(run, path, held[0])
@@ -441,7 +441,7 @@ class SweepActor:
                 each.controller.weigh.remote(weight.value)
 
     async def _size(self, planner: SweepPlanner) -> None:
-        """Hold trials at the sizes of their rungs, by the models that the allocator has of them now."""
+        """Resize trials to their rung's size, computed with the allocator's current models of the trials."""
         allocator = await asyncio.to_thread(find_actor, ALLOCATOR)
         if allocator is None:
             return
@@ -461,7 +461,7 @@ class SweepActor:
             logger.warning("sweep %s: %s", self._name, planner.note)
 
     async def _watch(self) -> None:
-        """Discard controllers that are gone; end with the last of them."""
+        """Discard controllers that are gone, and end this actor after the last one."""
         while True:
             await asyncio.sleep(_LOOK_S)
             looked_at = {**self._busy, **self._ending}
@@ -495,13 +495,13 @@ class SweepActor:
 
 
 def _has_ended(driver: SweepDriver) -> bool:
-    """True if Ray knows that the driver's process has ended."""
+    """True if Ray reports that the driver's process has ended."""
     private: Any = ray._private
     return any(each["JobID"] == driver.ray_job and each["IsDead"] for each in private.state.jobs())
 
 
 async def _is_gone(asked: Any) -> bool:
-    """True if the controller that was asked has ended for good."""
+    """True if the controller that received the call has ended for good."""
     try:
         await asyncio.wait_for(asked, _CALL_TIMEOUT_S)
     except ActorDiedError:  # not ActorUnavailableError: that one may come back
@@ -512,7 +512,7 @@ async def _is_gone(asked: Any) -> bool:
 
 
 def _kind(spec: JobSpec) -> JobSpec:
-    """Return the fields that trials must share to use each other's processes."""
+    """Return the job spec reduced to the fields that trials must share to use each other's processes."""
     trial = spec.trial
     if trial is not None:
         trial = dataclasses.replace(

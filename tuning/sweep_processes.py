@@ -1,4 +1,4 @@
-"""SHELL: worker processes that the trials of a sweep use one after the other (owned by the sweep's actor)."""
+"""SHELL: worker processes that the trials of a sweep reuse one after the other (owned by the sweep's actor)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_ray.worker.ownership import calling_owner
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Process:
-    """A process, what trials can use it, whether it has ever answered, and when it came to rest [s, monotonic]."""
+    """A process, the kind of trial that can use it, if it ever answered, and since when it is idle [s, monotonic]."""
 
     actor: Any
     kind: JobSpec
@@ -27,14 +27,14 @@ class _Process:
 
 
 class SweepProcesses:
-    """Pool that lends processes to runs of trials and takes them back.
+    """Pool of worker processes, lent to runs of trials and returned to the pool afterwards.
 
-    A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are
-    never more of them than trials of this kind have had workers on the node at one time. A trial that is paused and
-    continues has a second run, which has nothing to do with the processes of its first one.
+    A stopped trial's processes are available to other trials at once, without the seconds that a start takes. The pool
+    never holds more processes of a kind on a node than trials of that kind have used there at one time. A trial that is
+    paused and resumed gets a second run, which is unrelated to the processes of its first run.
 
     Args:
-        sweep: name of the sweep, for which processes are taken from the cluster's pool, as far as there are any.
+        sweep: Name of the sweep, used to request processes from the cluster's warm pool if it has any.
     """
 
     def __init__(self, sweep: str) -> None:
@@ -49,9 +49,9 @@ class SweepProcesses:
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """Return a process on the node, the one used last or a new one, and whether it has ever answered.
+        """Return a process on the node, the last one returned or a new one, and whether it has ever answered.
 
-        None for a run that was not admitted, or is settled.
+        None for a run that was not admitted or is already settled.
         """
         kind = self._kinds.get(run)
         if kind is None:
@@ -75,7 +75,7 @@ class SweepProcesses:
         return process.actor, process.ready
 
     def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """Accept a process back of a run; one that is not ``fit`` for another run ends."""
+        """Return a run's process to the pool, or kill it if it is not ``fit`` for another run."""
         for process in self._lent.get(run, []):
             if process.actor == actor:
                 self._lent[run].remove(process)
@@ -84,10 +84,10 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """Close a run that is over: its processes end, except those that another run may use.
+        """Close a finished run. Its processes end, except those that another run may use.
 
         Args:
-            fit: those, and whether each has answered; None for none.
+            fit: For each process that another run may use, whether it has answered; None if there are none.
         """
         self._kinds.pop(run, None)
         fit = fit or {}
@@ -102,7 +102,7 @@ class SweepProcesses:
             ray.kill(process.actor)
 
     def expire(self, now_s: float) -> None:
-        """End those that have waited for ``keep_s`` [s, monotonic]."""
+        """Kill processes that have been idle for ``keep_s``, given the current time [s, monotonic]."""
         for process in list(self._idle):
             trial = process.kind.trial
             if trial is None or now_s > process.since_s + trial.keep_s:

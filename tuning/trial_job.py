@@ -1,6 +1,6 @@
-"""SHELL: one trial as an elastic job: started or found again, reporting, and stopped with all it holds.
+"""SHELL: one trial as an elastic job: started or found again, reporting, and stopped with everything it holds.
 
-The one way from a sweep to the allocator, for Ray Tune and NNI alike. What holds a :class:`TrialJob` is light: it
+Ray Tune and NNI trials both reach the allocator this way. The process that holds a :class:`TrialJob` is light: it
 imports neither torch nor the user's code, and renews the job's lease from a thread.
 """
 
@@ -59,7 +59,7 @@ _ELASTIC = ElasticConfig(warm_workers_per_node=0)
 
 
 class NoCheckpointError(RuntimeError):
-    """A trial is to continue from a checkpoint, and there is none."""
+    """Error raised if a trial should continue from a checkpoint but has none."""
 
     def __init__(self, trial: str) -> None:
         super().__init__(
@@ -76,7 +76,7 @@ class NoCheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """Template of a sweep's trials."""
+    """Settings that a sweep's trials share."""
 
     spec: JobSpec  # the job of a trial, but for its name, config and places
     promise: Promise | None  # by what trials are compared while they run; None leaves that to the sweep's driver
@@ -102,7 +102,7 @@ def make_template(
     keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> Template:
-    """Check everything that trials have in common; the arguments are those of ``tuning.elastic``."""
+    """Check and return the settings that trials share; the arguments are those of ``tuning.elastic``."""
     if promise is not None and not isinstance(promise, Promise):
         raise TypeError(f"promise must be a tuning.Promise or None, but got {promise!r}")
     if isinstance(train_loop_or_trainer, ElasticTrainer):
@@ -149,9 +149,9 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a trial's parameters for people.
+    """Return a trial's parameters for display.
 
-    Numbers and the beginning of texts, those of nested ones as ``"net/width"``.
+    Numbers and shortened texts; nested ones are named as in ``"net/width"``.
     """
     shown: dict[str, Any] = {}
     for name, value in config.items():
@@ -165,20 +165,20 @@ def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 class TrialJob:
-    """A trial's elastic job, started (or found running) when it is made.
+    """A trial's elastic job, started (or found running) by the constructor.
 
     Args:
-        template: what the sweep's trials have in common.
-        sweep: name of the sweep, if the template has none; also its tenant, unless ``SchedulingConfig`` names one.
-        trial: name of the trial, unique in the sweep.
-        config: the trial's parameters; they go over ``train_loop_config``.
-        directory: the trial's own directory.
-        knowledge_path: directory under which all trials' measurements are kept.
-        start_from: path of a checkpoint, of this trial or another, to start from; None starts anew.
+        template: Settings that the sweep's trials share.
+        sweep: Name of the sweep if the template has none; also its tenant, unless ``SchedulingConfig`` sets one.
+        trial: Name of the trial, unique in the sweep.
+        config: The trial's parameters; they override ``train_loop_config``.
+        directory: The trial's own directory.
+        knowledge_path: Directory for the measurements of all trials.
+        start_from: Path of a checkpoint of this or another trial to start from; None starts from scratch.
 
     Raises:
-        ImpossibleResourcesError: the cluster could never run it. TypeError: a parameter cannot be pickled.
-        NoCheckpointError: it was paused, and there is nothing to continue from.
+        ImpossibleResourcesError: The cluster could never run the trial. TypeError: A parameter cannot be pickled.
+        NoCheckpointError: The trial was paused without a checkpoint to continue from.
     """
 
     def __init__(
@@ -208,16 +208,16 @@ class TrialJob:
 
     @property
     def status(self) -> JobStatus:
-        """The job, as the last renewal of its lease found it."""
+        """Status of the job at the last renewal of its lease."""
         return self._handle.last_status
 
     def next_report(self, timeout: float) -> Report | None:
-        """Return the next report; None if none came within ``timeout`` [s], or the job is over (:attr:`done`).
+        """Return the next report; None if none came within ``timeout`` [s], or the job has ended (:attr:`done`).
 
-        Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
-        more than ``reports_ahead`` reports ahead of that.
+        Each call acknowledges the reports returned before. Training blocks in ``report`` rather than run more than
+        ``reports_ahead`` reports ahead of the last acknowledged one.
 
-        Raises ValueError: no report up to the promise's second rung has had its metric.
+        Raises ValueError: no report up to the promise's second rung contained its metric.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -232,19 +232,19 @@ class TrialJob:
 
     @property
     def done(self) -> bool:
-        """True if the job has ended and all of its reports have been taken."""
+        """True if the job has ended and all of its reports have been returned."""
         # An ended job's reports are at hand: no process is asked.
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 
     def raise_error(self) -> None:
-        """Raise what the ended job failed with, if it did."""
+        """Raise the error with which the job failed, if it did."""
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """End the job, at once: its workers and their room are given back, and no reports are lost by it.
+        """Stop the job at once and release its workers and resources. No report that the sweep has received is lost.
 
         Args:
-            paused: the sweep may want the trial to continue, but there is no checkpoint from which it could.
+            paused: True if the sweep may resume the trial, although it has no checkpoint to continue from.
         """
         if paused:
             self._write_note({**(self._read_note() or {}), _PAUSED: "without a checkpoint"})
@@ -259,7 +259,7 @@ class TrialJob:
         self._tell("closed", self._run)
 
     def _compare(self, report: Report, promise: Promise) -> None:
-        """Let the sweep know how good the trial is by now."""
+        """Send the trial's metric values to the sweep."""
         score = score_of(report.metrics, promise.metric, *self._template.metric_else)
         self._values = (*self._values, math.nan if score is None else score)
         if score is not None and not math.isnan(score):
@@ -275,9 +275,9 @@ class TrialJob:
         self._tell("tell", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
-        """Start a new job of the trial in a run directory of its own.
+        """Start a new job of the trial in a new run directory.
 
-        The note names it, so that it can be found again.
+        The trial's note records the job, so that it can be found again.
         """
         template, base = self._template, self._template.spec
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
@@ -320,7 +320,7 @@ class TrialJob:
         return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:
-        """Return the trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
+        """Return the trial's job if it still runs without its driver and matches the current request; else None."""
         note = self._read_note()
         controller = find_controller(str(note["controller"])) if note else None
         if note is None or controller is None:
@@ -351,7 +351,7 @@ class TrialJob:
         return handle
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Send the sweep's actor a message, if it is there."""
+        """Send the sweep's actor a message, if the actor exists."""
         with contextlib.suppress(RayError, ValueError):
             if (sweep := find_actor(f"sweep:{self._sweep}")) is not None:
                 getattr(sweep, method).remote(*arguments)
@@ -364,7 +364,7 @@ class TrialJob:
         self._call("writing the trial's note", write)
 
     def _read_note(self) -> Mapping[str, str] | None:
-        """Return the note, with ``controller`` and ``key`` at least; None where there is none, or it cannot be read."""
+        """Return the note, with at least ``controller`` and ``key``; None if it is missing or unreadable."""
 
         def read() -> Any:
             with open_whole(self._filesystem, posixpath.join(self._directory, _NOTE)) as stream:
@@ -377,7 +377,7 @@ class TrialJob:
         return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
 
     def _delete_untaken(self) -> None:
-        """Delete the checkpoints of reports that the sweep never saw."""
+        """Delete the checkpoints of reports that the sweep never received."""
         begun = time.monotonic()
         storage = RunStorage(self._handle.storage_path, self._filesystem)
         after = self._taken
@@ -387,20 +387,20 @@ class TrialJob:
                 self._call(f"deleting {path}", functools.partial(storage.delete_checkpoint, path))
 
     def _call(self, what: str, function: Callable[[], _T]) -> _T:
-        """Ask storage, which may never answer; raises ``StorageTimeoutError`` then."""
+        """Call storage, which may never answer. Raises ``StorageTimeoutError`` in that case."""
         timeout_s = self._template.spec.elastic.storage_timeout_s
         return call_storage(self._directory, what, function, timeout_s=timeout_s)
 
 
 def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, private: bool) -> str:
-    """Name a directory of its own for a start of a trial, so that no run replaces another's checkpoints.
+    """Return a new directory for a start of a trial, so that no run overwrites another run's checkpoints.
 
-    Its number is above those of all runs that are there, and of the last one where that was deleted. On a file system
-    of this machine the directory is made, so that of two that ask at the same time each has its own.
+    Its number is above those of all existing runs, and above the last run's even if that was deleted. On a local file
+    system the directory is created here, so that two concurrent callers get different ones.
 
     Args:
-        last: name of the trial's last run; empty for none.
-        private: whether only the user may read it.
+        last: Name of the trial's last run; empty for none.
+        private: True if only the user may read the directory.
     """
     entries = filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     numbers = [int(each[1]) for name in [last, *(e.base_name for e in entries)] if (each := _RUN.fullmatch(name))]

@@ -1,16 +1,16 @@
 """Weights of a sweep's trials, from rungs, ranks and remaining budget (pure).
 
-A sweep is over when its longest survivor is. So a trial's share should follow how much training is still *expected* of
-it: much of one that will continue to the end, little of one about to be cut. With budget t (reports made so far), rungs
-r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
+A sweep ends when its longest survivor does. A trial's share should therefore grow with the training still *expected* of
+it: high if it will probably continue to the end, low if it is about to be cut. With budget t (reports made so far),
+rungs r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
 
-    expected = (r - t) + s (R - r)                     [reports]
-    weight   = expected / mean expected of the running trials, within [1 / 4, 4]
+ expected = (r - t) + s (R - r)                     [reports]
+ weight   = expected / mean expected of the running trials, within [1 / 4, 4]
 
-s follows from the trial's rank among all that have come as far as it has, those that were cut or have ended included:
-with q the part of them that it beats, s is 1 where q >= 1 - 1 / eta (it would be kept now), and falls linearly to 0
-for the last one. Ranks among few say little: s = (n s_rank + 1) / (n + eta), that is, a
-prior of 1 / eta that counts as much as eta trials.
+s follows from the trial's rank among all trials with at least as many reports, including those that were cut or have
+ended. With q the fraction of them that it beats, s is 1 if q >= 1 - 1 / eta (it would be kept now), and falls linearly
+to 0 for the worst one. A rank among few trials is unreliable, so s = (n s_rank + 1) / (n + eta), that is, a prior of
+1 / eta that counts as much as eta trials.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MOST_RUNGS = 32  # that are shown
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Promise(NamesArguments):
-    """Promise by which trials of a sweep are compared while they run, in ``ASHAScheduler``'s words.
+    """Rule by which running trials of a sweep are compared, in ``ASHAScheduler``'s terms.
 
     Attributes:
-        metric: name of what is reported; one that is nested is named as Ray Tune names it, "eval/accuracy".
+        metric: Name of the reported metric; a nested one is named as in Ray Tune, "eval/accuracy".
         mode: "max" if a larger metric is better, "min" otherwise.
-        max_t: reports of a trial that is never cut; None where nobody says: as many as the longest one has made.
-        grace_period: reports at the first rung.
-        reduction_factor: eta; one trial in so many passes a rung.
+        max_t: Reports of a trial that is never cut; None uses the most reports that any trial has made.
+        grace_period: Number of reports at the first rung.
+        reduction_factor: eta; one trial in eta passes a rung.
 
     Examples:
         >>> from tuning import Promise
@@ -67,12 +67,12 @@ class Promise(NamesArguments):
 
     @property
     def patience(self) -> int:
-        """Reports without the metric after which it counts as never reported: those up to the second rung."""
+        """Number of reports (up to the second rung) after which a missing metric counts as never reported."""
         return self.next_rung(self.grace_period)
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Reports after which a trial may be cut, ascending, and ``max_t``; of very many the first; none without it."""
+        """Numbers of reports after which a trial may be cut, and ``max_t``; only the first if many, empty without."""
         if self.max_t is None:
             return ()
         found = [self.grace_period]
@@ -81,7 +81,7 @@ class Promise(NamesArguments):
         return tuple(sorted({*found, self.max_t}))
 
     def next_rung(self, reports: int) -> int:
-        """Return the first rung after this number of reports; ``max_t`` where there is none before it."""
+        """Return the first rung after this number of reports, at most ``max_t``."""
         if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
@@ -93,32 +93,32 @@ class Promise(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """Record of how far a trial is, and how good it was on the way."""
+    """Record of a trial's progress and of its metric at each report."""
 
     trial: str
     values: tuple[float, ...] = ()  # the metric after 1, 2, ... reports; NaN where it was not reported.
     running: bool = True  # whether it still trains; one that was cut or has ended is only compared with
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """Return the record after a run that continued from report `before` and has reported `values` since."""
+        """Return the record, updated by a run that continued from report `before` and then reported `values`."""
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """Weight of a running trial's speed, and its reason."""
+    """Weight of a running trial's speed, with its reason."""
 
     value: float
     reason: str
 
 
 def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str, TrialWeight]:
-    """Return a weight for every running trial; the better of two that are equally far never weighs less.
+    """Return a weight for every running trial. Of two with equally many reports, the better never weighs less.
 
     Args:
-        records: all trials of the sweep that are known, also those that do not run any more.
-        promise: by what they are compared; None weighs all alike.
+        records: All known trials of the sweep, including those that have ended.
+        promise: Rule by which trials are compared; None gives every trial the same weight.
     """
     running = [each for each in records if each.running]
     if promise is None:
@@ -138,7 +138,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """Return s, the chance that the trial passes its next rung, from its rank among those that have come as far."""
+    """Return s, the trial's chance to pass its next rung, from its rank among trials with at least as many reports."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -152,7 +152,7 @@ def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise)
 
 
 def _score(trial: TrialRecord, at: int, promise: Promise) -> float:
-    """Return the metric after ``at`` reports, larger is better; what is no number is worst."""
+    """Return the metric after ``at`` reports, negated if smaller is better; NaN counts as worst."""
     value = trial.values[at - 1] if at else math.nan
     if math.isnan(value):
         return -math.inf
@@ -166,12 +166,10 @@ def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> f
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
-    """Return the compared metric of a report.
+    """Return the compared metric of a report: NaN if it is not a number, None if it is missing.
 
     Args:
-        names: of the metric; the first one that was reported counts.
-
-    Returns NaN if it is no number, None if the report lacks it.
+        names: Names of the metric; the first one that was reported counts.
     """
     flat = dict(_flat(metrics))
     value = next((flat[name] for name in names if flat.get(name) is not None), None)
@@ -182,7 +180,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """Return what to say of a report without the compared metric, or with a value that is no number."""
+    """Return the message about a report whose compared metric is missing or not a number."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
@@ -194,7 +192,7 @@ def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
 
 
 def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield metrics by name, nested ones as Ray Tune names them."""
+    """Yield metrics by name; nested metrics are named as in Ray Tune."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}/")
@@ -203,7 +201,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Refuse to search what the allocator decides. Raises ValueError: it is such a parameter."""
+    """Raise ValueError if the parameter is one that the allocator sets, which therefore cannot be searched."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
@@ -216,30 +214,30 @@ _PER_RUN = 2  # a scheduler may not have heard of the last one when it decides
 
 
 class CheckpointCache:
-    """References to checkpoints, by run and path."""
+    """Cache of references to checkpoints, keyed by run and path."""
 
     def __init__(self) -> None:
         self._of_run: dict[str, dict[str, Any]] = {}
         self._until_s: dict[str, float] = {}
 
     def hold(self, run: str, path: str, reference: Any) -> None:
-        """Hold a checkpoint that a run has reported; its last two stay."""
+        """Hold a checkpoint that a run has reported. Only the run's last two are kept."""
         mine = self._of_run.setdefault(run, {})
         mine[path] = reference
         while len(mine) > _PER_RUN:
             del mine[next(iter(mine))]
 
     def find(self, path: str | None) -> Any | None:
-        """Return the checkpoint that is stored at this path; None if it is not held."""
+        """Return the checkpoint stored at this path; None if it is not in the cache."""
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:
-        """Keep what an ended run has reported until then [s, monotonic], as PBT pauses donors as well."""
+        """Keep an ended run's checkpoints until ``until_s`` [s, monotonic], as PBT may need a paused donor's."""
         if run in self._of_run:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Discard runs whose time is over."""
+        """Discard runs whose retention time has passed."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

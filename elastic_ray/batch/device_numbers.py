@@ -6,7 +6,7 @@ To read a number of a GPU is to wait for all that the GPU has yet to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,13 +16,17 @@ Number: TypeAlias = float | Tensor
 """A float, or a tensor without dimensions."""
 
 
-def added(one: Number, other: Number) -> Number:
-    """Return the sum of two numbers on the first one's GPU, if any: a model's parameters may be on several."""
-    if not isinstance(one, Tensor) and one == 0.0:
-        return other  # no operation, which a GPU would have to be given
-    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_cuda and other.is_cuda:
-        other = other.to(one.device)
-    return one + other
+def added(numbers: Iterable[Number]) -> Number:
+    """Return the sum of numbers, on the first one's GPU, if any: a model's parameters may be on several."""
+    found: Number = 0.0
+    for each in numbers:
+        if not isinstance(found, Tensor) and found == 0.0:
+            found = each  # no operation, which a GPU would have to be given
+        elif isinstance(found, Tensor) and isinstance(each, Tensor) and found.is_cuda and each.is_cuda:
+            found = found + each.to(found.device)
+        else:
+            found = found + each
+    return found
 
 
 def read(numbers: Sequence[Number]) -> list[float]:

@@ -52,7 +52,6 @@ class Halving:
         """Return True if the step after ``step`` committed ones is halved.
 
         Args:
-            step: committed steps.
             samples: of the step; each half has ``least`` or more.
         """
         return self.count(step, step + 1, samples) > 0

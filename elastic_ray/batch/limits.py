@@ -132,8 +132,6 @@ def split(
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
     Args:
-        batch_size: wanted M.
-        replicas: R.
         lower: least m; the batch grows where shares are smaller.
         upper: largest m; without accumulation the batch shrinks where shares are larger.
         accumulation: whether k may be above 1.

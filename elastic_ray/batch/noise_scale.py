@@ -53,8 +53,6 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
     (``var`` only by rounding); smooth them with ``SmoothedNoise`` before use.
 
     Args:
-        mean_sq_norm: a, weighted mean of the squared norms.
-        sq_norm_of_mean: b, squared norm of the mean.
         samples: K, replicas x micro-batches; at least 2.
         scale: global batch / initial batch, above 0.
 

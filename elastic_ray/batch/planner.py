@@ -13,6 +13,7 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
 from placement.cluster.jobs import FoundStrategy
 from placement.goodput.fitting import Observation
+from placement.goodput.forecast import NoiseTrend
 from placement.goodput.mixed import MixedObservation
 from placement.goodput.model import GoodputModel
 from placement.knowledge.knowledge import Prior
@@ -67,6 +68,7 @@ class BatchPlanner:
         self.rates = collections.deque[float](maxlen=_RATES)
         # the fastest strategies that jobs of the model have found, by the form of the group; None before that is heard
         self.known_strategies: Mapping[str, FoundStrategy] | None = None
+        self.trend, self._trained_s = NoiseTrend(), 0.0  # the time is that of measured steps
         self.critical_batch: int | None = None  # largest batch that branches have found to be worth it [samples]
         # whether no rank takes more of a step than others, since more did not fit into its memory
         self.equal_shares = False
@@ -283,6 +285,9 @@ class BatchPlanner:
         if tuner is None or report.shape is None:
             return
         tuner.set_noise(report.noise)
+        self._trained_s += report.steps * report.step_time
+        if self.noise_scale is not None:
+            self.trend.see(self._trained_s, self.noise_scale)
         tuner.set_signal(report.signal, batch_size=report.batch_size, steps=report.total_steps, loss=report.loss)
         if report.parts and report.step_time > 0:
             self._learn_types(report)

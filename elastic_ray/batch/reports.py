@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.tokens import TokenBatch
-from elastic_ray.stragglers.slow_workers import SlowWorker
+from elastic_ray.stragglers.detection import SlowWorker
 from placement.cluster.jobs import FoundStrategy
 from placement.cluster.progress import Progress
 from placement.goodput.mixed import MeasuredPart
@@ -24,8 +24,6 @@ def outdated(before: str, now: str, *, same_workers: bool) -> bool:
     """True if times under the strategy `before` no longer count, because the job trains with another.
 
     Args:
-        before: key of the one.
-        now: key of the other.
         same_workers: both are of as many workers on as many nodes.
     """
     both_chosen = before.startswith(CHOSEN) and now.startswith(CHOSEN)

@@ -92,7 +92,6 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
     Args:
         group: the user's options, those at the initial batch.
         scale: global / initial batch size.
-        factor: of the learning rate.
         correction: c, by which the learning rate is multiplied as well, see :func:`bias_correction`.
     """
     beta1, beta2 = group["betas"]
@@ -113,11 +112,26 @@ def bias_correction(beta2: float, steps: float, initial_steps: float, scale: flo
     They have decayed by beta2^s. A rate and an eps of c times their value make the exact update.
 
     Args:
-        beta2: at the initial batch.
         steps: t >= 1, the present one included.
         initial_steps: s > 0, the sum of their scales.
     """
     return math.sqrt(-math.expm1(initial_steps * math.log(beta2)) / -math.expm1(scale * steps * math.log(beta2)))
+
+
+def remembered(held: float, beta2: float, initial_steps: float, scale: float, factor: float) -> float:
+    """Return the mean of 1 / factor^2 over the steps that the second moment v remembers, with its weights.
+
+    A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch come to have. Right after a growth v is
+    still that of smaller batches, v(1) x held, so that a rate of factor x sqrt(held) times its value makes the step
+    that the rule means; once v has caught up this is 1.
+
+    Args:
+        held: before this step; 1 at first.
+        initial_steps: as of :func:`bias_correction`, this step included.
+    """
+    kept = math.exp(scale * math.log(beta2))
+    weight = -math.expm1(initial_steps * math.log(beta2))
+    return ((weight - (1.0 - kept)) * held + (1.0 - kept) / factor**2) / weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

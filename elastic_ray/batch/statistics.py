@@ -200,11 +200,7 @@ class FlatPreconditioner:
     take them.
 
     Args:
-        optimizer: as there.
-        params: as there.
-        groups: the optimizer's options for each.
         functions: what finds denominators of each; None for 1.
-        steps: made so far of each.
     """
 
     def __init__(
@@ -290,18 +286,28 @@ class FlatPreconditioner:
         return list(found)
 
     @torch.no_grad()
-    def factors_of(self, param: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the factors for what ``cut`` returns of the parameter; None for 1."""
-        place = self._places[id(param)]
-        function = self._functions[place]
-        if function is None:
-            return None
-        state: dict[str, Any] = {"step": self._steps[place] + self._elapsed}
-        for key, value in self._optimizer.state[param].items():
-            if key in _USED and isinstance(value, Tensor):
-                state[key] = cut(value.view(param.shape))
-        [size] = function([state], [self._groups[place]])
-        return size.to(self._dtype).clamp_min_(self._floors[place]).reciprocal_()
+    def factors_of(self, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> list[Tensor | None]:
+        """Return the factors for what each function returns of its parameter; None for 1."""
+        found: list[Tensor | None] = [None] * len(parts)
+        by_function: dict[_Function, list[int]] = {}
+        places = [self._places[id(param)] for param, _ in parts]
+        for number, place in enumerate(places):
+            if (function := self._functions[place]) is not None:
+                by_function.setdefault(function, []).append(number)
+        for function, numbers in by_function.items():
+            states = list[dict[str, Any]]()
+            for number in numbers:
+                param, cut = parts[number]
+                own = self._optimizer.state[param].items()
+                known = {k: cut(v.view(param.shape)) for k, v in own if k in _USED and isinstance(v, Tensor)}
+                states.append({"step": self._steps[places[number]] + self._elapsed, **known})
+            sizes = function(states, [self._groups[places[number]] for number in numbers])
+            sizes = [size.to(self._dtype) for size in sizes]
+            torch._foreach_clamp_min_(sizes, [self._floors[places[number]] for number in numbers])
+            torch._foreach_reciprocal_(sizes)
+            for number, size in zip(numbers, sizes, strict=True):
+                found[number] = size
+        return found
 
     @torch.no_grad()
     def squared_norms(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -336,7 +342,6 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
     Args:
         state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
-        group: the optimizer's options.
 
     Returns None where it divides by nothing, or not yet by anything of worth.
     """
@@ -354,9 +359,6 @@ def least_denominator(size: Tensor) -> Tensor:
 
 class BucketPreconditioner:
     """Preconditioner of one bucket, renewed every ``interval`` steps.
-
-    Args:
-        interval: steps.
 
     ``at(step)`` looks anew in the first steps and where step // interval changes, on all ranks that count alike.
     """

@@ -35,10 +35,6 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
     >>> token_count("batch_tokens", "0.25B")
     250000000
 
-    Args:
-        name: of the field, for errors.
-        least: what it must be at least.
-
     Raises:
         TypeError: it is neither a whole number nor such a text.
         ValueError: it is below ``least``.

@@ -161,12 +161,8 @@ class BatchTuner:
 
         Args:
             nodes: N the replicas lie on.
-            replicas: R.
-            atomic_bsz: m.
-            accum_steps: s.
             step_time: seconds per optimizer step; reports that are not finite and above 0 are left out.
             grad_time: seconds of one micro-step without synchronisation; 0 if not measured.
-            steps: number of steps in the means.
             strategy: how gradients were synchronised; see ``outdated``.
         """
         if not (math.isfinite(step_time) and step_time > 0) or steps < 1:
@@ -276,8 +272,6 @@ class BatchTuner:
         """Return the batch for R workers on N nodes.
 
         Args:
-            nodes: N.
-            replicas: R.
             current: the cut in use; None before the first.
             current_replicas: workers it is in use on, where that is not ``replicas`` (at a resize).
         """

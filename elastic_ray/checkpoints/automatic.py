@@ -1,13 +1,13 @@
-"""SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow knows.
+"""SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow supports.
 
-Each is a directory ``automatic/step_<n>_<token>`` with a part of each rank that has written, one where rank 0 has
-written all, and a manifest (see ``checkpoints/sharded``); and the note ``step_<n>_<token>.json`` beside it, written
-last, which says where the run stands and what the manifest's checksum is. A checkpoint without its note is incomplete,
-one of another checksum is corrupt. The token differs each time, so that writing never touches a checkpoint that is
-there, even of as many steps.
+Each checkpoint is a directory ``automatic/step_<n>_<token>`` that holds one part per rank (a single part if rank 0
+wrote everything) and a manifest (see ``checkpoints/sharded``). Beside the directory lies the note
+``step_<n>_<token>.json``. The note is written last and holds the resume point and the manifest's checksum. A checkpoint
+without a note is incomplete; a checkpoint with another checksum is corrupt. The token is unique, so that writing never
+touches an existing checkpoint, even of the same step.
 
-Of a job that has finished the last one stays, and ``automatic/finished`` has its name: a job of the same name begins
-anew, and does not continue from there.
+When a job finishes, its last checkpoint stays, and ``automatic/finished`` names it. A new job of the same name starts
+from scratch instead of continuing from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_NAME = 1024
 
 
 class CorruptStateError(UnreadableStateError):
-    """Error raised if an automatic checkpoint cannot be used: torn, changed since, or not what it says."""
+    """Error raised if an automatic checkpoint cannot be used because it is incomplete, changed, or invalid."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +49,19 @@ class StateFile:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that it holds."""
+        """Number of optimizer steps that the checkpoint includes."""
         return self.resume_point.steps
 
 
 def write_note(storage: RunStorage, state: StateFile) -> None:
-    """Write the note that completes an automatic checkpoint, which counts from then on."""
+    """Write the note of an automatic checkpoint, which makes it complete."""
     told = {"resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
     content = json.dumps({"format": _FORMAT, **told, "parts": state.parts}).encode()
     write_checked(storage, _note_of(state.path), lambda stream: stream.write(content))
 
 
 def new_path(storage: RunStorage, steps: int, token: str) -> str:
-    """Return the path of an automatic checkpoint after ``steps`` steps."""
+    """Return the path for an automatic checkpoint after ``steps`` steps."""
     return posixpath.join(storage.path, DIRECTORY, f"step_{steps:012d}_{token}")
 
 
@@ -72,14 +72,14 @@ def state_files(
     *,
     directory: str = "",
 ) -> tuple[StateFile, ...]:
-    """Complete automatic checkpoints of a run, newest first; their files have not been looked into.
+    """Return a run's complete automatic checkpoints, newest first, without checking the contents of their files.
 
     Args:
-        directory: where they lie; empty for the run's own place.
-        pass_over: takes why something that looks like one is not used, a sentence.
-        heard: called with every one, so that who waits sees that it continues.
+        directory: directory that holds the checkpoints; empty for the run's own.
+        pass_over: called with a sentence for each invalid checkpoint, which says why it is not used.
+        heard: called for every checkpoint found, so that a waiting caller sees progress.
 
-    Raises OSError: storage cannot be read, which says nothing about what is there.
+    Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """
     directory = directory or posixpath.join(storage.path, DIRECTORY)
     if storage.filesystem.get_file_info(directory).is_file:
@@ -104,7 +104,7 @@ def state_files(
 
 
 def _read_note(storage: RunStorage, path: str) -> StateFile:
-    """Return the checkpoint whose note is beside ``path``."""
+    """Return the checkpoint described by the note beside ``path``."""
     note = read_json(storage.filesystem, _note_of(path))
     check_format(note, _FORMAT)
     told = note["resume_point"]
@@ -118,7 +118,7 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
 
 
 def copy_state(storage: RunStorage, state: StateFile, target: RunStorage) -> None:
-    """Copy an automatic checkpoint into another run of the same file system, its note last."""
+    """Copy an automatic checkpoint into another run on the same file system, writing its note last."""
     path = posixpath.join(target.path, DIRECTORY, posixpath.basename(state.path))
     make_directory(target.filesystem, path, private=target.private)
     for source, place in ((state.path, path), (_note_of(state.path), _note_of(path))):
@@ -128,9 +128,9 @@ def copy_state(storage: RunStorage, state: StateFile, target: RunStorage) -> Non
 
 
 def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
-    """Delete all automatic checkpoints but the one just written and the newest of fewer steps, ``keep`` in all.
+    """Delete all automatic checkpoints except ``state`` and the newest with fewer steps, keeping ``keep`` in all.
 
-    Those of more steps are of a course that was left: the job continued from an earlier one because they were corrupt.
+    Checkpoints with more steps are always deleted: they were corrupt, and the job continued from an earlier one.
     """
     others = [each for each in state_files(storage) if each.path != state.path]
     fewer = [each for each in others if each.steps < state.steps]
@@ -140,7 +140,7 @@ def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
 
 
 def keep_last(storage: RunStorage, state: StateFile) -> None:
-    """Keep this automatic checkpoint alone: the job has finished with it."""
+    """Keep only this automatic checkpoint, and mark it as the result of a finished job."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     replace_file(storage.filesystem, path, posixpath.basename(state.path).encode(), private=storage.private)
     for each in state_files(storage):
@@ -150,7 +150,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Return those of ``states`` that are of unfinished jobs, in order. Raises OSError: storage cannot be read."""
+    """Return the ``states`` that do not belong to a finished job, in order. Raises OSError: storage cannot be read."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:
         return ()
@@ -163,22 +163,22 @@ def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[Sta
 
 
 def delete_state(storage: RunStorage, path: str) -> None:
-    """Delete an automatic checkpoint, its note first: what is left must not look complete."""
+    """Delete an automatic checkpoint, its note first: an interrupted deletion must not leave a complete one."""
     for delete, each in ((storage.filesystem.delete_file, _note_of(path)), (storage.filesystem.delete_dir, path)):
         with contextlib.suppress(FileNotFoundError):
             delete(each)
 
 
 def delete_states(storage: RunStorage) -> None:
-    """Delete all automatic checkpoints, and their directory."""
+    """Delete all automatic checkpoints and their directory."""
     with contextlib.suppress(FileNotFoundError):
         storage.filesystem.delete_dir(posixpath.join(storage.path, DIRECTORY))
 
 
 def delete_unfinished(storage: RunStorage) -> None:
-    """Delete directories of checkpoints that have no note: some rank's part was never written.
+    """Delete checkpoint directories without a note, which were never completed.
 
-    The caller knows that none is being written.
+    The caller must ensure that no checkpoint is currently being written.
     """
     directory = posixpath.join(storage.path, DIRECTORY)
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))

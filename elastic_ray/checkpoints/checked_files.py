@@ -1,4 +1,4 @@
-"""SHELL: files written once, with a checksum, and flushed to disk before others hear of them."""
+"""SHELL: files written once, with a checksum, and flushed to disk before their names are published."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def write_checked(
     *,
     named: bool = True,
 ) -> Checksum:
-    """Write a file; what is there of it after an error is the caller's to delete.
+    """Write a file and return its checksum. After an error, the caller must delete a partly written file.
 
     Args:
-        path: of the file, on the run's file system; its directory exists.
-        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
-        named: whether its name has to reach the disk as well; else the caller sees to its directory.
+        path: path of the file on the run's file system; its directory must exist.
+        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
+        named: also flush the directory entry to disk; if False, the caller flushes the directory.
     """
     filesystem = storage.filesystem
     with open_output(filesystem, path, private=storage.private) as raw:
@@ -54,7 +54,7 @@ def write_checked(
 
 
 def sha256_of(filesystem: pyarrow.fs.FileSystem, path: str, go_on: Callable[[], bool]) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; raises InterruptedError once ``go_on`` says no."""
+    """Return the SHA-256 of a file, in hexadecimal; raises InterruptedError if ``go_on`` returns False."""
     found = hashlib.sha256()
     with filesystem.open_input_stream(path) as stream:
         while piece := stream.read(CHUNK_BYTES):
@@ -65,7 +65,7 @@ def sha256_of(filesystem: pyarrow.fs.FileSystem, path: str, go_on: Callable[[], 
 
 
 class CheckedStream(io.RawIOBase):
-    """A stream that counts and digests what goes through it."""
+    """Output stream that counts and hashes the bytes written to it."""
 
     def __init__(self, raw: Any, go_on: Callable[[], bool], sync: Callable[[], None]) -> None:
         super().__init__()
@@ -93,5 +93,5 @@ class CheckedStream(io.RawIOBase):
         return len(view)
 
     def digest(self) -> str:
-        """Return the SHA-256 of what was written, in hexadecimal."""
+        """Return the SHA-256 of the bytes written so far, in hexadecimal."""
         return self._digest.hexdigest()

@@ -1,4 +1,4 @@
-"""SHELL: copies a directory from one file system to another, piece by piece, so that a caller sees progress."""
+"""SHELL: copies a directory between file systems in chunks, so that a caller sees progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THREADS = 4
 
 
 class SourceError(OSError):
-    """Error of the source of a copy: it is missing or unreadable, so waiting for the target's storage is no help."""
+    """Error raised if a copy fails because of its source, so that waiting for the target's storage cannot help."""
 
 
 class MissingSourceError(SourceError, FileNotFoundError):
@@ -33,16 +33,16 @@ class MissingSourceError(SourceError, FileNotFoundError):
 
 
 class DeniedSourceError(SourceError, PermissionError):
-    """Error raised if the source of a copy may not be read."""
+    """Error raised if reading the source of a copy is not permitted."""
 
 
 class UnfitSourceError(SourceError):
-    """Error raised if the source of a copy holds anything but files and directories."""
+    """Error raised if the source of a copy contains anything but files and directories."""
 
 
 @contextlib.contextmanager
 def reading_source() -> Iterator[None]:
-    """Distinguish what is wrong with the source from what is wrong with the target."""
+    """Convert file errors in this context to source errors, to distinguish them from errors of the target."""
     try:
         yield
     except FileNotFoundError as error:
@@ -59,18 +59,18 @@ def copy_directory(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Checksum]:
-    """Copy all files and directories below ``source``; all of them have reached the disk then.
+    """Copy all files and directories below ``source``, and flush them to disk.
 
     Args:
         origin: file system of ``source``.
-        storage: the run that ``target`` is in.
-        target: directory that gets the copies.
-        go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
+        storage: run that ``target`` belongs to.
+        target: directory that receives the copies.
+        go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
-    Returns what each file must be, by its path below ``target``.
+    Returns the checksum of each file, keyed by its path below ``target``.
 
-    Raises InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read,
-    or is neither file nor directory.
+    Raises InterruptedError: ``go_on`` returned False. SourceError: something below ``source`` does not exist, is not
+    readable, or is neither a file nor a directory.
     """
 
     files, directories = [], [target]
@@ -107,13 +107,13 @@ def add_files(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Checksum]:
-    """Copy the files below ``source`` that ``target`` has not; returns what each must be, by its path below it.
+    """Copy the files below ``source`` that ``target`` lacks; returns checksums keyed by path below ``target``.
 
     Args:
-        origin, source, storage, target, go_on: as :func:`copy_directory`.
-        noted: names of files that notes tell of; another one of the right size is of a try before.
+        noted: names of files listed in notes. An unlisted file of the right size comes from an earlier attempt and is
+            included in the result.
 
-    Raises InterruptedError, SourceError: as :func:`copy_directory`.
+    Raises InterruptedError, SourceError: as in :func:`copy_directory`.
     """
     added = {}
     for entry, copy in _below(origin, source, target):
@@ -138,7 +138,7 @@ def add_files(
 
 
 def _publish(filesystem: pyarrow.fs.FileSystem, part: str, copy: str) -> bool:
-    """Give a file its name; False where another rank was faster, as far as the file system can tell."""
+    """Give a file its final name; False if another rank did so first (detected on local file systems only)."""
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         try:
             os.link(part, copy)
@@ -154,7 +154,7 @@ def _publish(filesystem: pyarrow.fs.FileSystem, part: str, copy: str) -> bool:
 def _copy_file(
     origin: pyarrow.fs.FileSystem, path: str, storage: RunStorage, copy: str, go_on: Callable[[], bool]
 ) -> Checksum:
-    """Copy one file; its name has not reached the disk yet."""
+    """Copy one file without flushing its directory entry to disk."""
     with reading_source():
         opened = origin.open_input_stream(path)
 
@@ -167,7 +167,7 @@ def _copy_file(
 
 
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:
-    """Yield what lies below ``source`` with each copy's path below ``target``; notes of a checkpoint are left out."""
+    """Yield each entry below ``source`` and its path below ``target``, leaving out a checkpoint's notes."""
     source = source.rstrip("/") or "/"
     if isinstance(origin, pyarrow.fs.LocalFileSystem):
         check_tree(source)
@@ -180,13 +180,13 @@ def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[
 
 
 def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
-    """Check that a local directory has files and directories only, or links to them.
+    """Check that a local directory contains only files, directories, and links to these.
 
     Args:
-        above: the real paths of those that it was reached through.
+        above: real paths of the parent directories through which ``folder`` was reached.
 
-    Raises UnfitSourceError: it has a pipe, a socket or a device, whose reader would wait for ever, a link to nothing,
-    or one to a directory that it lies in; names it.
+    Raises UnfitSourceError: the directory contains a pipe, a socket or a device (a reader would wait forever), a
+    dangling link, or a link to a directory above it; the message names it.
     """
     above = (*above, os.path.realpath(folder))
     with reading_source():

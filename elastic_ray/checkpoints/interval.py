@@ -1,12 +1,15 @@
-"""Interval of automatic checkpoints (pure): the cost of a checkpoint against the cost of a loss.
+"""Interval of automatic checkpoints (pure): balances the cost of a checkpoint against the cost of a loss.
 
-With M the mean time between losses of the whole job and C what one checkpoint costs, the interval that wastes least is
-about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). Below C = M / 2 only; beyond that, M.
+With M the mean time between losses of the whole job and C the cost of one checkpoint, the interval that wastes least is
+about ``sqrt(2 C M) - C`` (Young, CACM 1974; Daly, FGCS 2006, equation 13). This holds for C < M / 2; otherwise the
+interval is M.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 PRIOR_MEAN_TIME_S = 24 * 3600.0
 """Mean time between losses that a job starts from: one a day, as if it had been seen once."""
@@ -18,12 +21,12 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """Return m, from what the job has seen and a prior of one loss a day.
+    """Return M [s], estimated from the observed losses and a prior of one loss a day.
 
     Args:
-        losses: losses of the whole job so far; a member that was lost counts as its part of the job, for what takes one
-            (a node's end, a spot market) often takes the others as well.
-        observed_s: for how long they were counted [s].
+        losses: losses of the whole job so far. A lost member counts as its fraction of the job, because the cause (a
+            node failure, a spot market) often affects other members too.
+        observed_s: duration of the observation [s].
     """
     if not (losses >= 0 and observed_s >= 0):
         raise ValueError(f"losses and observed_s must be 0 or more, but got {losses} and {observed_s}")
@@ -31,15 +34,85 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
 
 
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
-    """Time from one automatic checkpoint to the next [s], between 10 s and an hour.
+    """Return the time from one automatic checkpoint to the next [s], between 10 s and an hour.
 
-    Never so short that checkpoints take more than half a percent of the time, however often the job is lost.
+    The interval is long enough that checkpoints use at most half a percent of the time (up to the limit of an hour).
 
     Args:
-        cost_s: C, what one checkpoint takes from the training [s].
-        mean_time_s: M [s].
+        cost_s: C, training time that one checkpoint costs [s].
+        mean_time_s: M, mean time between losses of the whole job [s].
     """
     if not (cost_s >= 0 and mean_time_s > 0):
         raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
     best_s = math.sqrt(2.0 * cost_s * mean_time_s) - cost_s if cost_s < mean_time_s / 2.0 else mean_time_s
     return min(_LONGEST_S, max(best_s, _SHORTEST_S, cost_s / _MOST_OVERHEAD))
+
+
+Kept = tuple[str, Mapping[str, Any]]
+
+
+class CheckpointRetention:
+    """Policy for a run's checkpoints: which to keep, and which a new one displaces.
+
+    Without a score, the newest ``num_to_keep`` are kept. With a score, the best ``num_to_keep`` are kept, plus the
+    latest if it is not among them, because a run must always be able to continue from its latest state. A checkpoint
+    whose score is missing or not a number ranks below all others. Among equals, the newer one is kept.
+    """
+
+    def __init__(
+        self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
+    ) -> None:
+        """Check the rules and start without checkpoints.
+
+        Args:
+            num_to_keep: number of checkpoints to keep, at least 1; None keeps all.
+            score_attribute: metric that ranks checkpoints; None ranks by age.
+            score_order: "max" if a larger score is better, "min" otherwise.
+        """
+        if num_to_keep is not None and num_to_keep < 1:
+            raise ValueError(f"num_to_keep must be None (keep all) or 1 or more, but got {num_to_keep}")
+        if score_order not in ("max", "min"):
+            raise ValueError(f"score_order must be 'max' or 'min', but got {score_order!r}")
+        self._num_to_keep, self._score_attribute = num_to_keep, score_attribute
+        self._sign = 1.0 if score_order == "max" else -1.0
+        self._kept: list[Kept] = []
+
+    def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Add a new checkpoint.
+
+        Returns the paths of checkpoints that are no longer kept, oldest first; the caller deletes them.
+        """
+        self._kept = [entry for entry in self._kept if entry[0] != path]
+        self._kept.append((path, metrics))
+        if self._num_to_keep is None or len(self._kept) <= self._num_to_keep:
+            return ()
+        ranked = sorted(range(len(self._kept)), key=self._rank)
+        staying = {*ranked[-self._num_to_keep :], len(self._kept) - 1}
+        dropped = tuple(path for i, (path, _) in enumerate(self._kept) if i not in staying)
+        self._kept = [entry for i, entry in enumerate(self._kept) if i in staying]
+        return dropped
+
+    def clear(self) -> None:
+        """Remove all entries, before the checkpoints found in storage are added again."""
+        self._kept = []
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Path and metrics of each kept checkpoint, oldest first."""
+        return tuple(self._kept)
+
+    @property
+    def latest(self) -> Kept | None:
+        """The newest checkpoint; None if there is none."""
+        return self._kept[-1] if self._kept else None
+
+    def _rank(self, index: int) -> tuple[float, int]:
+        """Return the sort key of a checkpoint: worse ones first, then older ones."""
+        if self._score_attribute is None:
+            return 0.0, index
+        score = self._kept[index][1].get(self._score_attribute)
+        try:
+            value = math.nan if score is None else float(score) * self._sign
+        except (TypeError, ValueError):
+            value = math.nan
+        return -math.inf if math.isnan(value) else value, index

@@ -1,4 +1,4 @@
-"""SHELL: files that one writer adds lines to, on any file system that pyarrow knows."""
+"""SHELL: files to which a single writer appends lines, on any file system that pyarrow supports."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ LONGEST_LINE = 8 << 20  # bytes; metrics have at most 256 KiB as JSON
 
 
 class LineFile:
-    """File of lines that are added wholly or not at all.
+    """File to which each batch of lines is appended completely or not at all.
 
-    So a caller that failed to add some may try again: none comes twice.
+    A caller whose append failed can therefore retry without duplicating lines.
 
-    Where a file can only be written anew, as on object stores, that is done with the whole file, or, ``in_parts``, with
-    files of some thousand lines in a directory beside it, so that neither time nor memory grows with their number.
+    On file systems that cannot append, such as object stores, the whole file is rewritten. With ``in_parts``, lines go
+    to files of about a thousand lines in a directory beside it, so that time and memory do not grow with their number.
 
     Args:
-        filesystem: where the file is.
-        private: whether only its user may read it.
-        in_parts: whether there may be too many lines to write them all anew.
+        private: make the file readable by its owner only.
+        in_parts: expect too many lines to rewrite all of them.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool, in_parts: bool = False) -> None:
@@ -45,7 +44,7 @@ class LineFile:
         self._part = 0
 
     def append(self, lines: Sequence[str]) -> None:
-        """Add lines. Raises OSError: they cannot be written; the file is as it was."""
+        """Append lines. Raises OSError: they cannot be written; the file is unchanged."""
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             self._append_locally("".join(f"{line}\n" for line in lines).encode())
             return
@@ -71,7 +70,7 @@ class LineFile:
                 yield from self._read(part)
 
     def _append_locally(self, data: bytes) -> None:
-        """Add whole lines to a file of this node, all or none."""
+        """Append complete lines to a file on the local file system, all or none."""
         descriptor = open_append(self._path, private=self._private)
         try:
             size = os.fstat(descriptor).st_size
@@ -100,9 +99,9 @@ class LineFile:
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
-        """Yield lines of one file, the last one however far it was written; none where there is no file.
+        """Yield the lines of one file, including a last line cut short; nothing if there is no file.
 
-        What is longer than any line of ours is left out, for whoever may write into the directory could fill memory.
+        Lines longer than ``LONGEST_LINE`` are skipped, so that a foreign file cannot fill the memory.
         """
         with contextlib.suppress(FileNotFoundError), open_whole(self._filesystem, path) as stream:
             rest, too_long = b"", False

@@ -1,4 +1,4 @@
-"""SHELL: a trial's last checkpoint in the cluster's memory, for a trial that continues from it while this one lives."""
+"""SHELL: a trial's last checkpoint in Ray's object store, for trials that continue from it while this one lives."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FETCH_S = 30.0
 
 
 def put_checkpoint(checkpoint: Any) -> Any | None:
-    """Put a checkpoint's files into Ray's object store; they last as long as this process and somebody's reference.
+    """Put a checkpoint's files into Ray's object store, where they last as long as this process and a reference.
 
     Args:
         checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
 
-    Returns A reference to them; None if they are larger than 256 MiB or cannot be read.
+    Returns a reference to the files; None if they are larger than 256 MiB or cannot be read.
     """
     from ray.train import Checkpoint
 
@@ -47,9 +47,9 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
 
 @contextlib.contextmanager
 def fetched_checkpoint(reference: Any | None) -> Iterator[Checkpoint | None]:
-    """Return the checkpoint behind a reference, in this process's memory while the context lasts.
+    """Provide the checkpoint of a reference, in this process's memory, for the duration of the context.
 
-    None if it is gone.
+    The value is None if the checkpoint no longer exists.
     """
     from ray.train import Checkpoint
 

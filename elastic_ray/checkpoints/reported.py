@@ -1,6 +1,6 @@
-"""SHELL: stores the checkpoints that ranks report; storage that is away must not hold up training.
+"""SHELL: stores the checkpoints that ranks report, so that unavailable storage does not block training.
 
-Rank 0's is the checkpoint. Files of other ranks are added to it, as far as it has none of that name.
+The files of rank 0 are the checkpoint. Files of other ranks are added to it if it has no file of the same name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
@@ -26,18 +26,17 @@ _WITHOUT_S = 10.0  # as long as a rank waits for a checkpoint that rank 0 may no
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNote:
-    """Record beside a checkpoint: its resume point and the metrics it was reported with."""
+    """Record stored with a checkpoint: its resume point and the metrics it was reported with."""
 
     resume_point: ResumePoint
     metrics: Mapping[str, Any]
 
 
 class ReportedCheckpoints:
-    """Stores the checkpoints that ranks report, in the background.
+    """Storage of the checkpoints that ranks report, in the background.
 
     Args:
-        calls: the run's calls on storage.
-        timeout_s: silence of storage, or time in which it only fails, after which a checkpoint is given up [s].
+        timeout_s: a checkpoint is abandoned after storage has been silent, or only failed, for this long [s].
     """
 
     def __init__(self, storage: RunStorage, calls: StorageCalls, *, timeout_s: float) -> None:
@@ -46,15 +45,14 @@ class ReportedCheckpoints:
         self._fails = self._alone = False
 
     def add(self, checkpoint: Any, index: int, is_stopping: Callable[[], bool]) -> str:
-        """Add the files of a rank that is not the first to the checkpoint that this one stores.
+        """Add the files of a rank other than 0 to the checkpoint that rank 0 stores.
 
         Args:
-            index: number of the report.
-            is_stopping: whether the job is to end now.
+            is_stopping: returns True if the job must end now.
 
-        Returns why they are not kept; empty where they are.
+        Returns the reason why the files are not kept; empty if they are.
 
-        Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
+        Raises WorkerDismissed: the job ends. SourceError: the checkpoint does not exist or is not readable.
         """
         begun_s = time.monotonic()
         while True:
@@ -89,17 +87,15 @@ class ReportedCheckpoints:
     def store(
         self, checkpoint: Any, index: int, note: CheckpointNote, is_stopping: Callable[[], bool]
     ) -> tuple[str | None, str]:
-        """Store one.
+        """Store a checkpoint.
 
         Args:
-            index: number of the report.
-            note: what is written beside it.
-            is_stopping: whether the job is to end now.
+            is_stopping: returns True if the job must end now.
 
-        Returns path of the stored checkpoint; or None, and why it was given up.
+        Returns the path of the stored checkpoint and an empty text; or None and the reason why it was abandoned.
 
-        Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
-        run's storage is not there, or denies it, is waited for: a mount that is away looks like that.
+        Raises WorkerDismissed: the job ends. SourceError: the checkpoint does not exist or is not readable. If instead
+        the run's storage is missing or denies access, this waits, because an unavailable mount looks the same.
         """
         if self._given_up is not None and not self._given_up.answer.done():  # this one would wait for as long
             return None, f"the checkpoint of report {index} was given up: {self._calls.silent_for(self._given_up)}"

@@ -1,4 +1,4 @@
-"""SHELL: what storage has of a run: where a job of its name can continue."""
+"""SHELL: stored state of a run, from which a job of the same name can continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_ray.state.resume_point import ResumePoint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProgress:
-    """Checkpoints that storage has of a run."""
+    """Checkpoints of a run that were found in storage."""
 
     checkpoints: tuple[StoredCheckpoint, ...] = ()  # reported ones, oldest first
     # automatic ones, newest first, but for what an earlier job of the name has finished with
@@ -32,16 +32,15 @@ def find_stored(
     verify: bool = False,
     heard: Callable[[], bool] = lambda: True,
 ) -> StoredProgress:
-    """Read what storage has.
+    """Read the checkpoints that storage holds of a run.
 
     Args:
-        start_from: checkpoint that a trial starts from.
-        is_trial: the sweep decides where it continues, and what its directory holds does not count.
-        with_states: look for automatic checkpoints as well.
-        verify: read reported checkpoints whole, and compare their checksums.
-        heard: called with every checkpoint, so that who waits sees that it continues.
+        is_trial: the job is a trial: its sweep decides where it continues, and its own directory is ignored.
+        with_states: also look for automatic checkpoints.
+        verify: read reported checkpoints completely and compare their checksums.
+        heard: called for every checkpoint, so that a waiting caller sees progress.
 
-    Raises OSError: storage cannot be read, which says nothing about what is there.
+    Raises OSError: storage cannot be read; checkpoints may exist all the same.
     """
     if is_trial:
         return StoredProgress(start=storage.load_resume_point(start_from) if start_from is not None else None)

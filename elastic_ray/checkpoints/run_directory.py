@@ -1,4 +1,4 @@
-"""SHELL: a run's directory on any file system pyarrow knows: events, reports and checkpoints."""
+"""SHELL: a run's directory on any file system that pyarrow supports: events, reports and checkpoints."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class StoredCheckpoint:
 
 
 def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the file system and path on it, by Ray Train's rules.
+    """Return the file system of a storage path and the path on it, by Ray Train's rules.
 
     Args:
-        storage_path: a URI (``s3://bucket/dir``) or a local path, of which ``~`` and relative ones are made
-            absolute; with a ``filesystem`` a path on that, without a scheme.
-        filesystem: a file system of the user's own.
+        storage_path: a URI (``s3://bucket/dir``) or a local path; ``~`` is expanded and a relative path made absolute.
+            With ``filesystem``, a path on that file system, without a scheme.
+        filesystem: custom file system; None derives it from ``storage_path``.
 
-    Raises ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without
-    Java.
+    Raises ValueError: pyarrow supports no file system for the URI. OSError: the file system cannot be opened, such as
+    hdfs:// without Java.
     """
     if filesystem is not None:
         return filesystem, storage_path.rstrip("/") or "/"
@@ -90,18 +90,18 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
 
 
 class RunStorage:
-    """The directory of one run, used by its controller and by its workers.
+    """The directory of one run, used by its controller and its workers.
 
-    Calls block on the file system, which may never answer: they are made through ``placement.storage.storage_calls``.
+    Methods block on the file system, which may never answer: call them through ``placement.storage.storage_calls``.
     """
 
     def __init__(self, path: str, filesystem: pyarrow.fs.FileSystem | None = None, *, private: bool = True) -> None:
-        """Name the directory; nothing is read or written yet.
+        """Set the directory, without reading or writing anything yet.
 
         Args:
-            path: directory of the run, the run's own name included; a URI if there is no ``filesystem``.
-            filesystem: file system that ``path`` lies on.
-            private: whether only the user may read what is written, where the file system is the node's.
+            path: directory of the run, including the run's name; a URI if ``filesystem`` is None.
+            filesystem: file system of ``path``; None derives it from ``path``.
+            private: make files on a local file system readable by their owner only.
         """
         self.filesystem, self.path = resolve(path, filesystem)
         self.private = private
@@ -120,10 +120,10 @@ class RunStorage:
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     def create(self) -> None:
-        """Create the directory and the marker by which a worker sees that it reaches the same one.
+        """Create the directory and a marker file, by which workers check that they see the same directory.
 
-        Raises OSError: if the directory cannot be written, or is another user's although it is to be private; the
-        message names it.
+        Raises OSError: the directory cannot be written, or it must be private but belongs to another user; the message
+        names it.
         """
         try:
             make_directory(self.filesystem, self.path, private=self.private)
@@ -146,7 +146,7 @@ class RunStorage:
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
-        """Raise ``FileNotFoundError`` where this node does not see the controller's directory."""
+        """Raise ``FileNotFoundError`` if this node does not see the controller's directory."""
         if not self._exists(posixpath.join(self.path, MARKER_FILE)):
             raise FileNotFoundError(
                 f"this node does not see the run's directory {self.path!r} ({self.filesystem.type_name}) "
@@ -155,23 +155,23 @@ class RunStorage:
             )
 
     def write_submission(self, text: str) -> None:
-        """Keep what submits the job again, in place of that of an earlier run."""
+        """Store the description with which the job can be submitted again, replacing that of an earlier run."""
         path = posixpath.join(self.path, SUBMISSION_FILE)
         replace_file(self.filesystem, path, text.encode(), private=self.private)
 
     def read_submission(self) -> bytes:
-        """Return what :meth:`write_submission` has kept; raises FileNotFoundError."""
+        """Return the text stored by :meth:`write_submission`; raises FileNotFoundError if there is none."""
         with self.filesystem.open_input_stream(posixpath.join(self.path, SUBMISSION_FILE)) as stream:
             return bytes(stream.read(_LONGEST_SUBMISSION))
 
     def append_events(self, lines: Sequence[str]) -> None:
-        """Add lines to ``events.jsonl``, all or none."""
+        """Append lines to ``events.jsonl``, all or none."""
         self._events.append(lines)
 
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
-        """Return the last ``most`` events written so far, or all.
+        """Return the last ``most`` events written so far, or all if ``most`` is None.
 
-        Not proofs of passes, nor a line cut short by a crash.
+        Proofs of passes are left out, and so is a line cut short by a crash.
         """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.event_lines():
@@ -182,29 +182,29 @@ class RunStorage:
         return tuple(events)
 
     def event_lines(self) -> Iterator[str]:
-        """Return lines of ``events.jsonl``."""
+        """Return the lines of ``events.jsonl``."""
         return self._events.read()
 
     def last_written_s(self) -> float:
-        """Return when an event, report or automatic checkpoint was last written [s since the epoch]; 0 for never."""
+        """Return when an event, report or automatic checkpoint was last written [s since the epoch]; 0 if never."""
         names = (EVENTS_FILE, REPORTS_FILE, "reports", "automatic")
         infos = self.filesystem.get_file_info([posixpath.join(self.path, name) for name in names])
         return max((info.mtime_ns or 0) for info in infos) / 1e9
 
     def append_reports(self, lines: Sequence[str]) -> None:
-        """Add lines to ``reports.jsonl`` (``reports/*.jsonl`` where files cannot be added to), all or none."""
+        """Append lines to ``reports.jsonl``, all or none (to ``reports/*.jsonl`` if the file system cannot append)."""
         self._reports.append(lines)
 
     def read_reports(self, first: int, last: int) -> dict[int, Report]:
-        """Return reports of these numbers, in order.
+        """Return the reports numbered ``first`` to ``last``, in order.
 
-        A restart repeats those after its checkpoint: the later ones count.
+        A restart repeats the reports after its checkpoint; the repeated ones replace the earlier ones.
         """
         found = {report.index: report for report in self._each_report(first, last)}
         return dict(sorted(found.items()))
 
     def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
-        """Return the last ``most`` reports from number ``first`` on, in order."""
+        """Return the last ``most`` reports with numbers of at least ``first``, in order."""
         found: dict[int, Report] = {}
         for report in self._each_report(first, None):
             found.pop(report.index, None)
@@ -229,23 +229,24 @@ class RunStorage:
         metrics: Mapping[str, Any] | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> Checkpoint:
-        """Copy a checkpoint into the run, so that it is there wholly or not at all, whatever ends when.
+        """Copy a checkpoint into the run, completely or not at all, even if the process dies meanwhile.
 
-        On a local file system the copy gets its name by a rename; elsewhere (where directories cannot be renamed) by
-        ``.elastic_ray.json``, which is written last and which :meth:`stored_checkpoints` looks for. It has size and
-        checksum of each file. All of it has reached the disk when this returns.
+        On a local file system the finished copy is renamed to its final name. Other file systems cannot rename
+        directories, so ``.elastic_ray.json`` marks a complete copy: it is written last, and :meth:`stored_checkpoints`
+        requires it. That note holds the size and checksum of each file. The whole copy is flushed to disk when this
+        returns.
 
         Args:
-            source: a local directory, or a checkpoint anywhere.
-            index: number of the checkpoint; an earlier one of the same number is replaced.
-            resume_point: where it stands, for :meth:`load_resume_point`.
-            metrics: the metrics reported with it; what JSON cannot hold is stored as its ``repr``.
-            go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
+            source: a local directory, or a checkpoint on any file system.
+            index: number of the checkpoint; an earlier checkpoint of the same number is replaced.
+            resume_point: resume point to store for :meth:`load_resume_point`.
+            metrics: metrics reported with the checkpoint; values that JSON cannot hold are stored as their ``repr``.
+            go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the checkpoint in the run's directory.
 
-        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
-        the run's directory.
+        Raises SourceError: ``source`` is not a readable directory. FileNotFoundError: this node does not see the run's
+        directory.
         """
         from ray.train import Checkpoint
 
@@ -279,16 +280,16 @@ class RunStorage:
     def add_to_checkpoint(
         self, source: str | os.PathLike[str] | Checkpoint, index: int, *, go_on: Callable[[], bool] = lambda: True
     ) -> list[str] | None:
-        """Add another rank's files to the checkpoint that rank 0 has reported; those of rank 0 stay as they are.
+        """Add another rank's files to the checkpoint that rank 0 reported, without changing rank 0's files.
 
         Args:
-            source: a local directory, or a checkpoint anywhere.
-            go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
+            source: a local directory, or a checkpoint on any file system.
+            go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
-        Returns names of the files that were added; None while rank 0 has stored no such checkpoint.
+        Returns the names of the added files; None if rank 0 has not stored the checkpoint yet.
 
-        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
-        the run's directory.
+        Raises SourceError: ``source`` is not a readable directory. FileNotFoundError: this node does not see the run's
+        directory.
         """
         origin, origin_path = _source_directory(source)
         self.check_reachable()
@@ -307,7 +308,7 @@ class RunStorage:
         return sorted(files)
 
     def is_storing(self, index: int) -> bool:
-        """True if rank 0 has started to store checkpoint `index`, as far as that is visible."""
+        """True if rank 0 has visibly started to store checkpoint `index`."""
         target = f"checkpoint_{index:06d}"
         if not self.local:
             return self._exists(posixpath.join(self.path, target))
@@ -315,10 +316,10 @@ class RunStorage:
         return any(info.base_name.startswith((target, f".part_{index:06d}")) for info in infos)
 
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
-        """Return the resume point of a checkpoint; None if it has none, or was not written by a job of ours.
+        """Return the resume point of a checkpoint; None if it has none or was not written by elastic_ray.
 
         Args:
-            checkpoint: a checkpoint, or the path of one on this run's file system.
+            checkpoint: a checkpoint, or the path of a checkpoint on this run's file system.
         """
         filesystem, path = self.filesystem, checkpoint
         if not isinstance(path, str):
@@ -337,14 +338,14 @@ class RunStorage:
         *,
         verify: bool = False,
     ) -> tuple[StoredCheckpoint, ...]:
-        """Complete checkpoints of the run, oldest first; also those of an earlier run of the same name.
+        """Return the run's complete checkpoints, oldest first, including those of an earlier run of the same name.
 
         Args:
-            pass_over: takes why something that looks like one is not used, a sentence.
-            heard: called with every one, so that who waits sees that it continues.
-            verify: compare the files' checksums as well as their sizes, for which all of them are read.
+            pass_over: called with a sentence for each invalid checkpoint, which says why it is not used.
+            heard: called for every checkpoint found, so that a waiting caller sees progress.
+            verify: compare checksums in addition to sizes, which reads all files.
 
-        Raises OSError: storage cannot be read, which says nothing about what is there.
+        Raises OSError: storage cannot be read; checkpoints may exist all the same.
         """
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
@@ -370,7 +371,7 @@ class RunStorage:
         return tuple(sorted(found, key=lambda stored: stored.index))
 
     def _check_files(self, path: str, note: Mapping[str, Any], heard: Callable[[], bool] | None) -> None:
-        """Raise BadNoteError unless a checkpoint's files are those that were written; compare sums where ``heard``."""
+        """Raise BadNoteError unless the files match the note's sizes and, if ``heard`` is given, its checksums."""
         selector = pyarrow.fs.FileSelector(path, recursive=True)
         found, top = self.filesystem.get_file_info(selector), path.strip("/")  # some give paths with a "/" in front
         entries = {posixpath.relpath(entry.path.strip("/"), top): entry for entry in found}
@@ -385,11 +386,11 @@ class RunStorage:
                     raise BadNoteError(f"its {name} has another checksum than what was written")
 
     def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
-        """Return size and checksum of a checkpoint's files, by each of its notes; ranks may add one at the same time.
+        """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added the same file.
 
         Args:
-            note: rank 0's.
-            names: of what is in it; of a note of added files that is not whole nothing counts.
+            note: rank 0's note.
+            names: names of the files in the checkpoint; an incomplete note on added files is ignored.
         """
         noted = {name: [each] for name, each in _files(note).items()}
         for name in names:
@@ -400,7 +401,7 @@ class RunStorage:
         return noted
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint's directory; no error if it is gone already."""
+        """Delete a checkpoint's directory; no error if it does not exist."""
         if posixpath.dirname(path) != self.path:
             raise ValueError(f"only directories in the run's own, {self.path!r}, are deleted, but got {path!r}")
         if self.filesystem.get_file_info(path).is_file:
@@ -422,9 +423,9 @@ class RunStorage:
 
 
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the file system and path of a checkpoint that is to be copied.
+    """Return the file system and path of the checkpoint to copy.
 
-    Raises SourceError: it is no directory, or may not be read.
+    Raises SourceError: the checkpoint is not a readable directory.
     """
     from ray.train import Checkpoint
 
@@ -447,11 +448,11 @@ def _index(report: Report) -> int:
 
 
 class BadNoteError(ValueError):
-    """Error raised if a checkpoint's note is unreadable."""
+    """Error raised if a checkpoint's note is invalid, or contradicts the checkpoint's files."""
 
 
 def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
-    """Return what a note says; raises BadNoteError where it is no JSON, and OSError where it cannot be read."""
+    """Return the content of a note; raises BadNoteError if it is not JSON, and OSError if it cannot be read."""
     with filesystem.open_input_stream(path) as stream:
         text = stream.read(_LONGEST_NOTE + 1)
     if len(text) > _LONGEST_NOTE:
@@ -467,7 +468,7 @@ def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
 
 
 def _files(note: Any) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of each file that a note names; raises BadNoteError where they cannot be read."""
+    """Return size and checksum of each file listed in a note; raises BadNoteError if the list is invalid."""
     try:  # notes of formats before have none
         return {name: (int(each["size"]), str(each["sha256"])) for name, each in note.get(_FILES, {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -475,9 +476,9 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
-    """Return the JSON beside a checkpoint; None where there is none or it is not ours.
+    """Return the content of a checkpoint's note; None if there is none.
 
-    Raises BadNoteError: there is something in its place. OSError: storage cannot be read.
+    Raises BadNoteError: the note is invalid. OSError: storage cannot be read.
     """
     name = posixpath.join(path, PROGRESS_FILE)
     try:

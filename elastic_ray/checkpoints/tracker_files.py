@@ -1,6 +1,6 @@
-"""SHELL: the directory that a train function logs into; a copy is kept on storage that is not local.
+"""SHELL: the directory that a train function logs into, copied to the run's storage if that is not local.
 
-Each process that logs writes files of its own there, as TensorBoard's writers do; nothing is ever read back.
+Each process that logs writes files of its own, as TensorBoard's writers do. Nothing is ever read back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class TrackerFiles:
-    """Log directory of one process, with its copy on the run's storage."""
+    """Log directory of one process, copied to the run's storage."""
 
     def __init__(self, storage: RunStorage) -> None:
         self._storage = storage
@@ -37,7 +37,7 @@ class TrackerFiles:
         self._told = False
 
     def folder(self) -> str:
-        """A directory of this node, made if it is not there yet. Raises OSError: it cannot be made."""
+        """Return a directory on this node, creating it if necessary. Raises OSError: it cannot be created."""
         with self._lock:
             if not self._local and self._storage.local:
                 make_directory(self._storage.filesystem, self._target, private=self._storage.private)
@@ -49,7 +49,7 @@ class TrackerFiles:
             return self._local
 
     def close(self, timeout_s: float) -> None:
-        """Close the folder: copy what has changed since, for at most ``timeout_s``."""
+        """Copy the remaining changes, for at most ``timeout_s`` [s], and stop copying."""
         if self._thread is None:
             return
         self._closing.set()
@@ -64,7 +64,7 @@ class TrackerFiles:
             shutil.rmtree(self._local, ignore_errors=True)
 
     def _copy(self) -> bool:
-        """Copy files that have changed; whether all went well."""
+        """Copy files that have changed; True if all copies succeeded."""
         try:
             for folder, _, names in os.walk(self._local):
                 for name in names:
@@ -77,7 +77,7 @@ class TrackerFiles:
         return True
 
     def _copy_file(self, path: str) -> None:
-        """Copy a file that has changed since it was copied last."""
+        """Copy a file if it has changed since the last copy."""
         try:
             found = os.stat(path)
         except FileNotFoundError:  # a link that leads nowhere, or a file that has just gone

@@ -1,1 +1,1 @@
-"""``elastic-ray`` on the command line. Commands that need a cluster load Ray; only ``doctor`` loads torch."""
+"""Command line ``elastic-ray``. Commands that need a cluster import Ray; only ``doctor`` imports torch."""

@@ -1,4 +1,4 @@
-"""The command ``elastic-ray``: its groups of commands, and what they have in common."""
+"""The command ``elastic-ray``: its subcommands, and the handling of errors that they share."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _HOMES = {
 
 
 class Commands(click.Group):
-    """Commands that are imported when they are called, so that ``--help`` and completion do not wait for Ray."""
+    """Group of commands that are imported only when called, so that ``--help`` and completion do not wait for Ray."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the commands in the order in which they are needed."""
+        """Return the command names, in the order in which a user needs them."""
         return list(_HOMES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Return the command's function; None if there is none of this name."""
+        """Return the command with this name; None if there is none."""
         if name not in _HOMES:
             return None
         command: click.Command = getattr(import_module(f"elastic_ray.cli.{_HOMES[name]}"), name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run; what Ray has to say is an error of one line, a bug of ours keeps its traceback."""
+        """Run the command; an error of Ray becomes one line, while a bug of this package keeps its traceback."""
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
@@ -71,22 +71,22 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version=RELEASE)
 def cli() -> None:
-    """Elastic PyTorch jobs on Ray: submit and watch them, change their size, ask why they have it.
+    """Elastic PyTorch jobs on Ray: submit jobs, watch them, change their size, and see why they have it.
 
-    Speaks to the cluster that `ray` would: RAY_ADDRESS, else the one on this machine. Exit codes: 0 fine; 1 the job
-    failed, is not there, or cannot be reached; 2 wrong usage.
+    Connects to the same cluster as `ray`: RAY_ADDRESS, else the one on this machine. Exit codes: 0 success; 1 the job
+    failed, does not exist or cannot be reached; 2 wrong usage.
     """
 
 
 def main() -> None:
-    """Run the installed command."""
+    """Run the installed command ``elastic-ray``."""
     cli(prog_name="elastic-ray")
 
 
 @click.command(short_help="Print a shell's completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion script of a shell: eval "$(elastic-ray completion bash)" in its start-up file."""
+    """Print a shell's completion script; put eval "$(elastic-ray completion bash)" in its start-up file."""
     from elastic_ray.cli.app import cli
 
     kind = get_completion_class(shell)

@@ -1,4 +1,4 @@
-"""``elastic-ray branch JOB``: up to which batch the samples of a running job are worth as much."""
+"""``elastic-ray branch JOB``: measures up to which batch size a running job's samples keep their value."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _POLL_S = 0.5
 @click.option("--tolerance", default=0.01, show_default=True, metavar="PART", help="Part of it that may be lost.")
 @json_option
 def branch(job: str, factors: str, steps: int, metric: str, tolerance: float, as_json: bool) -> None:
-    """Train branches of a running JOB at larger batches, and compare their losses at equal samples.
+    """Train branches of a running JOB at larger batches, and compare their losses after the same number of samples.
 
-    A branch is a job of the lowest weight that starts from JOB's newest automatic checkpoint. JOB trains on; its batch
-    stays below what is measured from then on. Interrupted, the comparison continues.
+    A branch is a job of the lowest weight that starts from JOB's newest automatic checkpoint. JOB keeps training; from
+    then on its batch stays within the measured limit. If this command is interrupted, the comparison continues.
     """
     from elastic_ray.cli import cluster
 

@@ -1,7 +1,7 @@
-"""SHELL: the cluster that the commands speak to: its jobs' controllers, its allocator, its nodes.
+"""SHELL: the cluster that the commands connect to: its jobs' controllers, its allocator, its nodes.
 
-Asks controllers directly instead of attaching a ``JobHandle``: looking at a job must not renew its driver's lease, nor
-collect its result.
+Controllers are called directly instead of through a ``JobHandle``, because looking at a job must neither renew its
+driver's lease nor collect its result.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _PREFIX = "job:"
 
 
 class RefusedError(click.ClickException):
-    """Error raised if the cluster refuses this process."""
+    """Error raised if the cluster denies access to this process."""
 
 
 def connect() -> None:
-    """Join the running cluster as ``ray`` does: RAY_ADDRESS, else the one on this machine.
+    """Join the running cluster as ``ray`` does: at RAY_ADDRESS, else the one on this machine.
 
-    Raises ClickException: there is none, or it cannot be joined. RefusedError: for its token is missing or wrong.
+    Raises ClickException: no cluster runs, or it cannot be joined. RefusedError: the token is missing or wrong.
     """
     if ray.is_initialized():
         return
@@ -80,17 +80,17 @@ def connect() -> None:
 
 
 def joined_address() -> str:
-    """Return HOST:PORT of the control store of the cluster that ``connect`` has joined."""
+    """Return HOST:PORT of the control store (GCS) of the cluster that ``connect`` has joined."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def session() -> str:
-    """Name of the session of the head of the cluster that ``connect`` has joined: each head has one of its own."""
+    """Return the session name of the joined cluster's head, which is different for each head."""
     return str(ray.get_runtime_context().get_session_name())
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:
-    """Return all jobs whose controllers live: plain ones and a sweep's trials."""
+    """Return the answers of all living controllers: those of plain jobs and those of a sweep's trials."""
     found = actors_named(_PREFIX)
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
@@ -106,7 +106,7 @@ def known_jobs() -> tuple[JobAnswers, ...]:
 
 
 def _ready(ref: Any) -> Any | None:
-    """Return an answer that has come; None if it has not, or cannot be read here (a class that is not installed)."""
+    """Return a result that has arrived; None if it has not, or needs a class that is not installed here."""
     try:
         return ray.get(ref, timeout=0)
     except RayActorError:
@@ -123,11 +123,11 @@ class JobClient:
     controller: Any  # handle of its actor
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call it.
+        """Call a method of the controller and return its result.
 
         Raises:
-            ClickException: it refuses, in its own words, or does not answer.
-            JobGoneError: it has ended.
+            ClickException: The controller refuses, with its own message, or does not answer.
+            JobGoneError: The job has ended.
         """
         try:
             return ray.get(getattr(self.controller, method).remote(*arguments, **options), timeout=_CALL_TIMEOUT_S)
@@ -142,20 +142,20 @@ class JobClient:
             raise JobGoneError(self.answers.job) from None
 
     def status(self) -> JobStatus:
-        """Return the job's present status."""
+        """Return the job's current status."""
         status: JobStatus = self.ask("status")
         return status
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return the job's events from number `since`."""
+        """Return the job's events from number ``since`` on."""
         return tuple(self.ask("events", since))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return the job's members, by rank."""
+        """Return the job's workers, in rank order."""
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
-        """Return its status once that is as wanted, or the last one of a job that is gone; None if not in time."""
+        """Return the job's status once ``reached`` holds, or its last one if the job is gone; None on a timeout."""
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
             while not reached(last := self.status()):
@@ -166,14 +166,14 @@ class JobClient:
 
 
 class JobGoneError(click.ClickException):
-    """Error raised if the job has ended meanwhile, with its controller."""
+    """Error raised if the job and its controller have ended in the meantime."""
 
     def __init__(self, job: str) -> None:
         super().__init__(f"job {job!r} has just ended")
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
-    """Return the job of this name, or else the jobs of the submission of this name; none if there is neither."""
+    """Return the job with this name, or else all jobs of the submission with this name; empty if there are none."""
     answers = known_jobs()
     chosen = [each for each in answers if each.job == name]
     chosen = chosen or [each for each in answers if each.comes_from(name)]
@@ -182,11 +182,11 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
 
 
 def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
-    """Return actors of the sweeps that ``name`` means: the sweep of this name, or those of a submission's trials.
+    """Return the actors of the sweep called ``name``, else of the sweeps with trials among ``jobs``.
 
     Args:
-        name: of a job, a sweep or a submission.
-        jobs: what :func:`find_jobs` has found by it.
+        name: Name of a sweep or a submission; the name of a single job gives no sweeps.
+        jobs: The jobs that :func:`find_jobs` found for this name.
     """
     if any(each.answers.job == name for each in jobs):
         return []  # one trial is meant
@@ -197,10 +197,10 @@ def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
 
 
 def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
-    """End a sweep: no trial is started any more, those that run are stopped; returns how many they are.
+    """Stop a sweep and its running trials, start no more trials, and return the number of stopped trials.
 
     Raises:
-        ClickException: it does not answer.
+        ClickException: The sweep's actor does not answer.
     """
     try:
         return int(ray.get(sweep.stop.remote(reason, now), timeout=_CALL_TIMEOUT_S))
@@ -211,9 +211,9 @@ def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
 
 
 def find_job(name: str) -> JobClient:
-    """Return the one job of this name, or of this submission.
+    """Return the one job with this name, or the only job of the submission with this name.
 
-    Raises ClickException: there is none, or the submission has several; names what there is.
+    Raises ClickException: there is none, or the submission has several; the message lists the candidates.
     """
     jobs = find_jobs(name)
     if len(jobs) == 1:
@@ -225,9 +225,9 @@ def find_job(name: str) -> JobClient:
 
 
 def ended_jobs() -> tuple[EndedJobNote, ...]:
-    """Return jobs that ended within the last hour, if their notes can be read.
+    """Return the jobs that ended within the last hour: failed ones first, then the newest.
 
-    Failures first, then the newest.
+    Jobs whose notes cannot be read are left out.
     """
     found: list[EndedJobNote] = []
     for text in notes.ended(time.time()):
@@ -237,13 +237,13 @@ def ended_jobs() -> tuple[EndedJobNote, ...]:
 
 
 def ended_job(name: str) -> EndedJobNote | None:
-    """Return the note of the last ended job of this name, or of the submission of this name."""
+    """Return the note of the job with this name or submission that ended last; None if there is none."""
     same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
     return max(same, key=lambda each: each.ended_s, default=None)
 
 
 def not_found(name: str, there: Sequence[str]) -> click.ClickException:
-    """Return the error for a job that is not there."""
+    """Return the error for a job that does not exist or has ended."""
     if (ended := ended_job(name)) is not None:
         return click.ClickException(f"job {name!r} has ended: {ended.status.phase.value}, {ended.cause}")
     running = f"running: {', '.join(sorted(there))}" if there else "no job runs"
@@ -251,44 +251,44 @@ def not_found(name: str, there: Sequence[str]) -> click.ClickException:
 
 
 def snapshot() -> CoreSnapshot | None:
-    """Return the allocator's knowledge and decisions; None while there is none (it starts with the first job)."""
+    """Return the allocator's jobs, nodes and decisions; None if there is no allocator (the first job starts it)."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
     return answer
 
 
 def views() -> tuple[JobView, ...]:
-    """Return every job that could run, with its planned nodes and shared knowledge of its model.
+    """Return every job that could run, with its planned nodes and the shared measurements of its model.
 
-    Empty without an allocator.
+    Empty if there is no allocator.
     """
     answer: tuple[JobView, ...] | None = _ask_allocator("views")
     return answer or ()
 
 
 def explain(job: str) -> Explanation | None:
-    """Explain a job's workers; None if the allocator does not know the job."""
+    """Return the allocator's explanation of a job's size; None if the allocator does not know the job."""
     answer: Explanation | None = _ask_allocator("explain", job)
     return answer
 
 
 def scaling() -> ScalingDecision | None:
-    """Return the last decision about the cluster's size; None where the allocator does not decide about it."""
+    """Return the last decision about the cluster's size; None if the allocator does not manage nodes."""
     answer: tuple[ScalingDecision | None, Mapping[str, float]] | None = _ask_allocator("scaling")
     return answer[0] if answer is not None else None
 
 
 def page_address() -> str:
-    """Return the address of the allocator's page; empty if it serves none."""
+    """Return the address of the allocator's web page; empty if it does not serve one."""
     answer: str | None = _ask_allocator("dashboard")
     return answer or ""
 
 
 def set_policy(policy: str) -> None:
-    """Let this policy share the cluster out among all its jobs.
+    """Set the policy by which the allocator divides the cluster among all jobs.
 
     Raises:
-        click.UsageError: there is no such policy.
-        click.ClickException: jobs run under another one.
+        click.UsageError: The policy does not exist.
+        click.ClickException: Jobs are running under another policy.
     """
     try:
         make_policy(policy)
@@ -302,10 +302,10 @@ def set_policy(policy: str) -> None:
 
 
 def operator_settings(file: str) -> OperatorSettings:
-    """Return the settings in a file.
+    """Read the operator's settings from a file.
 
     Raises:
-        click.UsageError: the file is not understood.
+        click.UsageError: The file is invalid.
     """
     try:
         return OperatorSettings.from_file(file)
@@ -314,25 +314,25 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """Return the operator's settings in force, or as they would be with the wanted ones.
+    """Return the operator's settings in force; with ``wanted``, the settings as they would be if it were applied.
 
-    Raises ClickException: a quota is of a resource that no node has.
+    Raises ClickException: a quota is for a resource that no node has.
     """
     connect()
     return _settle("settings", *([] if wanted is None else [wanted]))
 
 
 def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
-    """Let these settings rule; returns those in force.
+    """Apply the operator's settings and return all settings in force.
 
-    Raises ClickException: a quota is of a resource that no node has.
+    Raises ClickException: a quota is for a resource that no node has.
     """
     connect()
     return _settle("apply", wanted)
 
 
 def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
-    """Return the answer of the allocator, which is made where there is none."""
+    """Call the allocator, which is started if there is none, and return its answer."""
     deadline_s = time.monotonic() + _START_S
     try:
         while True:
@@ -351,7 +351,7 @@ def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:
-    """Return the allocator's answer; None where there is no allocator, or it does not know the job."""
+    """Return the allocator's answer; None if there is no allocator, or it does not know the job."""
     try:
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
@@ -370,9 +370,9 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
 
 
 def forgive(name: str) -> str:
-    """Have the allocator forget the failures of the node with this address or beginning of its id; returns its id.
+    """Clear the allocator's record of failures on a node, named by address or id prefix, and return the node's id.
 
-    Raises ClickException: no or several living nodes are meant, or nothing failed there.
+    Raises ClickException: the name matches no living node or several, or nothing has failed on the node.
     """
     node = living_node(name, "--forgive")
     if not _ask_allocator("forgive", node):
@@ -381,9 +381,9 @@ def forgive(name: str) -> str:
 
 
 def living_node(name: str, option: str) -> str:
-    """Return the id of the node with this address or beginning of its id.
+    """Return the id of the living node with this address or id prefix.
 
-    Raises ClickException: no or several living nodes are meant.
+    Raises ClickException: the name matches no living node, or several.
     """
     living = [node for node in ray_nodes() if node["Alive"]]
     meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]
@@ -396,13 +396,13 @@ def living_node(name: str, option: str) -> str:
 
 
 def ray_nodes() -> list[dict[str, Any]]:
-    """Return nodes as Ray lists them, dead ones included."""
+    """Return all nodes that Ray lists, including dead ones."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes
 
 
 def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
-    """Return the answers of a function by node id; where there is none, the reason as text."""
+    """Call a function on each of these nodes and return the results, or failure reasons as text, keyed by node id."""
     task: Any = ray.remote(look)
     calls = {
         node_id: task.options(

@@ -1,4 +1,4 @@
-"""``elastic-ray doctor``."""
+"""``elastic-ray doctor``: checks an installation and its cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = ("CHECK", "STATE", "WHERE", "FINDING")
 def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
     """Check this installation, and the cluster if one runs: versions, GPUs, NCCL, ports, storage.
 
-    Exit code 1 if something is in the way of jobs.
+    Exit code 1 if anything would prevent jobs from running.
     """
     of_cluster = _cluster_checks(storage or default_storage(), every_node)  # first: it joins the cluster
     findings = [*machine_checks(), *of_cluster]
@@ -34,7 +34,7 @@ def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
 
 
 def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
-    """Return the checks of the cluster, by node."""
+    """Return the findings about the cluster, and about each of its nodes if ``every_node``."""
     from elastic_ray.cli import cluster
 
     try:
@@ -56,7 +56,7 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
 
 
 def check_cluster(nodes: int) -> Check:
-    """Check the cluster and its allocator."""
+    """Return a summary of the cluster and its allocator; never a failure."""
     from elastic_ray.cli import cluster
     from placement.ray_cluster.autoscaler_presence import may_autoscale
 
@@ -70,7 +70,7 @@ def check_cluster(nodes: int) -> Check:
 
 
 def check_dashboard() -> Check:
-    """Check the dashboard, which ``submit`` needs."""
+    """Check that Ray's dashboard, which ``submit`` needs, answers."""
     from elastic_ray.cli import submission
 
     try:

@@ -1,4 +1,4 @@
-"""``elastic-ray drain``."""
+"""``elastic-ray drain``: moves all jobs off nodes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _read_label(ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=1), default=600.0, show_default=True, help="[s]")
 @click.option("--reason", default="maintenance", show_default=True, help="What jobs and the page show.")
 def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: float, reason: str) -> None:
-    """Move all elastic jobs off these nodes between two steps; Ray starts nothing new there.
+    """Move all elastic jobs off these nodes between two steps; Ray starts nothing new on them.
 
-    NODE is an id, the beginning of one, or an address, as `elastic-ray nodes` shows them. Returns once no elastic job
-    has workers there; exit code 1 if some still have at the deadline. There is no way back: stop Ray on the node, and
-    start it again.
+    NODE is an id, an id prefix or an address, as `elastic-ray nodes` shows them. Returns once no elastic job has
+    workers on these nodes; exit code 1 if some still have at the deadline. A drain cannot be undone: to use the
+    node again, stop Ray on it and start it again.
     """
     from elastic_ray.cli import cluster
     from placement.ray_cluster.notice_watcher import ask_to_drain

@@ -1,4 +1,4 @@
-"""``elastic-ray jobs``, ``logs``, ``stop``, ``pause``, ``resume``, ``resize``."""
+"""``elastic-ray jobs``, ``logs``, ``stack``, ``stop``, ``pause``, ``resume``, ``resize``: commands for jobs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _POLL_S = 0.5
 @metric_option
 @json_option
 def jobs(everything: bool, metric: str, as_json: bool) -> None:
-    """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one.
+    """List the cluster's elastic jobs, including trials of sweeps, and submitted scripts without a job.
 
-    Jobs that ended within the last hour come last, those that failed before the others, with what they failed of. A
-    sweep has a line of its own; `elastic-ray status SWEEP` lists its trials.
+    Jobs that ended within the last hour come last: failed jobs, with the cause, before the others. Each sweep has one
+    line; `elastic-ray status SWEEP` lists its trials.
     """
     rows = read_rows(ended=everything)
     if as_json:
@@ -53,7 +53,7 @@ def jobs(everything: bool, metric: str, as_json: bool) -> None:
 
 
 def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
-    """Read the rows of all jobs."""
+    """Return the rows of all jobs; with ``ended``, submitted scripts that have ended are included."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
@@ -63,7 +63,7 @@ def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
 
 
 def show_events(job: str, events: Sequence[JobEvent]) -> None:
-    """Print events, each with its time of day."""
+    """Print events, each with its local time of day."""
     for event in events:
         when = time.strftime("%H:%M:%S", time.localtime(event.time_s))
         say(f"{when} {event_line(job, event)}")
@@ -75,7 +75,7 @@ def show_events(job: str, events: Sequence[JobEvent]) -> None:
 @click.option("--events", "only_events", is_flag=True, help="What happened to the job, not what its script prints.")
 @click.option("--rank", type=click.IntRange(min=0), help="The last lines that this worker's process has printed.")
 def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
-    """Print what a job's script and workers print; of one that was not submitted here, what happened to it."""
+    """Print the output of a job's script and workers; for a job that was not submitted here, print its events."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
@@ -101,12 +101,12 @@ def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
 @job_argument
 @click.option("--rank", type=click.IntRange(min=0), help="Of this worker only.")
 def stack(job: str, rank: int | None) -> None:
-    """Show the stacks of a job's processes, by py-spy on their nodes: where a worker that hangs is."""
+    """Print the stacks of a job's processes, read by py-spy on their nodes, to see where a worker hangs."""
     _look_at(job, rank, "stack")
 
 
 def _look_at(job: str, rank: int | None, what: str) -> None:
-    """Print what one worker's process prints, or its stack; of all workers without a rank."""
+    """Print the output (``logs``) or the stack (``stack``) of one worker, or of all workers if ``rank`` is None."""
     from elastic_ray.cli import cluster
     from elastic_ray.observe.process_look import LookRefusedError, look_at
 
@@ -125,7 +125,7 @@ def _look_at(job: str, rank: int | None, what: str) -> None:
 
 
 def _script_of(job: str) -> Submission | None:
-    """Return the submission of this id or name, or the one that the job of this name came from."""
+    """Return the submission with this id or name, else the one that started the job with this name; None if none."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
@@ -140,7 +140,7 @@ def _script_of(job: str) -> Submission | None:
 
 
 def _follow_events(found: JobClient, *, follow: bool) -> None:
-    """Show a job's events: those so far, or as they come until it ends; exit code 1 where it has failed."""
+    """Print a job's events so far, or with ``follow`` until the job ends; exit code 1 if it has failed."""
     from elastic_ray.cli.cluster import JobGoneError
 
     name, shown = found.answers.job, 0
@@ -162,10 +162,10 @@ def _follow_events(found: JobClient, *, follow: bool) -> None:
 @job_argument
 @click.option("--now", is_flag=True, help="In the middle of a step, unsaved; else after the step in progress.")
 def stop(job: str, now: bool) -> None:
-    """Stop a job, a sweep, or all jobs and sweeps of a submission; a script without a job is ended itself.
+    """Stop a job, a sweep, or all jobs and sweeps of a submission; a script without a job is itself ended.
 
-    A stopped job's script continues after fit() with what the job has reached; its checkpoints stay. So does that of a
-    sweep, which starts no other trial. The name of one trial stops that trial, and the sweep continues.
+    After a job is stopped, its script continues after fit() with the result so far; its checkpoints stay. The same
+    holds for a sweep, which starts no further trials. The name of one trial stops only that trial; its sweep continues.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
@@ -198,7 +198,7 @@ def stop(job: str, now: bool) -> None:
 @click.command(short_help="Pause a job: saved, without slots.")
 @job_argument
 def pause(job: str) -> None:
-    """Save a job after the step in progress and give its slots to others, until `elastic-ray resume`.
+    """Save a job after the current step and give its slots to other jobs, until `elastic-ray resume`.
 
     The job keeps its controller and its place in the order of arrival; its script keeps waiting in fit().
     """
@@ -215,7 +215,7 @@ def pause(job: str) -> None:
 
 
 def _refuse_sweep(name: str, what: str) -> None:
-    """Refuse to pause or resume a sweep; raises a click error."""
+    """Raise a click error if ``name`` is a sweep, which cannot be paused or resumed."""
     from elastic_ray.cli import cluster
 
     found = cluster.find_jobs(name)
@@ -231,11 +231,12 @@ def _refuse_sweep(name: str, what: str) -> None:
 @click.argument("job", required=False)
 @click.option("--all", "storage", metavar="STORAGE", help="Submit again what ran when another head ended.")
 def resume(job: str | None, storage: str | None) -> None:
-    """Let a paused JOB continue from where it was saved, as soon as there are slots for it.
+    """Let a paused JOB continue from its saved state as soon as slots are available.
 
-    With --all STORAGE, a RunConfig's storage_path, every job whose cluster has ended while it ran is submitted to this
-    one under its name, with what `elastic-ray submit` was told, and continues from its newest state. It is run once,
-    however often and by whomever this is called. Exit code 1 if a job cannot be resumed; it is named, with the way out.
+    With --all STORAGE (a RunConfig's storage_path), every job that was running when its cluster ended is submitted to
+    this cluster under the same name, with its `elastic-ray submit` options, and continues from its newest state. Each
+    job is resumed once, however often this is called. Exit code 1 if a job cannot be resumed; the message names the job
+    and a remedy.
     """
     from elastic_ray.cli import cluster
 
@@ -258,7 +259,7 @@ def resume(job: str | None, storage: str | None) -> None:
 @job_argument
 @click.argument("workers", callback=read_size, metavar="N|auto")
 def resize(job: str, workers: int | None) -> None:
-    """Hold a job at N workers, or give its size back to the allocator with `auto`."""
+    """Hold a job at N workers, or return control of its size to the allocator with `auto`."""
     from elastic_ray.cli import cluster
 
     cluster.connect()

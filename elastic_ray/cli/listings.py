@@ -1,4 +1,4 @@
-"""Listings of the command line, from the cluster's answers: frozen rows, and their cells as text (pure)."""
+"""Listings of the command line: frozen rows built from the cluster's answers, and their cells as text (pure)."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
 
 def comes_from(own: str, submission: str) -> bool:
-    """True if the submission id ``own`` is of this id or name."""
+    """True if the submission id ``own`` equals ``submission``, or is that name with a number appended."""
     return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
-    """Answers of a job's controller."""
+    """Answers of one job's controller."""
 
     actor: str  # the controller's name, ``job:`` included
     status: JobStatus | None = None  # None if it did not answer in time
     spec: JobSpec | None = None
 
     def comes_from(self, submission: str) -> bool:
-        """True if a submission of this id or name has started the job."""
+        """True if the job was started by a submission with this id or name."""
         return comes_from("" if self.spec is None else self.spec.submission, submission)
 
     @property
     def job(self) -> str:
-        """The job's name; of a controller that does not answer, as good as its own."""
+        """Name of the job; if the controller does not answer, the name in its actor's name, which may differ."""
         return self.status.job if self.status is not None else self.actor.removeprefix("job:")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A script that Ray runs for ``elastic-ray submit``."""
+    """Script that Ray runs on behalf of ``elastic-ray submit``."""
 
     submission: str
     status: str  # ``PENDING``, ``RUNNING``, ``STOPPED``, ``SUCCEEDED`` or ``FAILED``
@@ -83,25 +83,25 @@ class Submission:
 
     @property
     def phase(self) -> str:
-        """Phase in the words of jobs: a running script has not started its jobs yet, or they have ended."""
+        """Phase of the script, in the terms used for jobs; ``script`` means that it runs."""
         words = {"PENDING": "submitted", "RUNNING": "script", "SUCCEEDED": "finished"}
         return words.get(self.status, self.status.lower())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow(JobStatus):
-    """Row of one job, or of a script without one; the fields of ``--json``.
+    """Row of one job, or of a script without a job; its fields are those of ``--json``.
 
     Attributes:
-        phase: one of ``JobPhase``; ``silent`` if the controller does not answer; of a script ``submitted``,
-            ``script`` (it runs), or how it ended; of the line that stands for a sweep ``sweep``.
-        min_workers, max_workers, tenant, priority, submitted_s: as of ``JobView``.
-        held_at: size that ``elastic-ray resize`` holds it at; None leaves it to the allocator.
-        reason: of the allocator's last decision.
-        nodes: workers by node id, as the allocator wants it.
-        user: owner of the job; empty of a script.
-        ended_s: when it ended [s since the epoch]; None while it has not.
-        submission: Ray's submission that it came from; empty if it was started otherwise.
+        phase: A value of ``JobPhase``; ``silent`` if the controller does not answer. For a script, ``submitted``,
+            ``script`` (running), or how it ended. For the line that stands for a sweep, ``sweep``.
+        min_workers, max_workers, tenant, priority, submitted_s: As in ``JobView``.
+        held_at: Size set by ``elastic-ray resize``; None leaves the size to the allocator.
+        reason: Reason for the allocator's last decision about the job.
+        nodes: Workers planned by the allocator, keyed by node id.
+        user: Owner of the job; empty for a script.
+        ended_s: Time at which the job ended [s since the epoch]; None before.
+        submission: Id of the Ray submission that started the job; empty if it was started otherwise.
     """
 
     phase: str  # type: ignore[assignment]  # also what a script is
@@ -120,7 +120,7 @@ class JobRow(JobStatus):
 
     @property
     def failed(self) -> bool:
-        """True if the job has failed."""
+        """True if the job failed."""
         return self.phase == JobPhase.FAILED.value
 
 
@@ -140,7 +140,7 @@ def ended_row(ended: EndedJobNote) -> JobRow:
 
 
 def with_status(row: JobRow, status: JobStatus) -> JobRow:
-    """Return the row with what a status says."""
+    """Return the row updated with all fields of a status."""
     told = {field.name: getattr(status, field.name) for field in dataclasses.fields(JobStatus)}
     return dataclasses.replace(row, **(told | {"job": row.job, "phase": status.phase.value}))
 
@@ -151,9 +151,9 @@ def job_rows(
     submissions: Sequence[Submission] = (),
     ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Return every job that its controller or the allocator knows, and scripts that have none, in the order of arrival.
+    """Return the rows of all jobs known to a controller or the allocator, and of scripts without jobs, oldest first.
 
-    Jobs that have ended come after them, in their order, but for those whose name a job has again, or has still.
+    Ended jobs are appended in the given order, except those whose name belongs to a job that is still listed.
     """
     states = dict(snapshot.jobs) if snapshot is not None else {}
     rows = [_job_row(each, states.pop(each.job, None)) for each in answers]
@@ -170,7 +170,7 @@ def job_rows(
 
 
 def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
-    """Return the row of a job from its controller's answers and the allocator's view."""
+    """Return the row of a job, built from its controller's answers and the allocator's state."""
     status, spec = answers.status, answers.spec
     view = state.view if state is not None else None
     row = JobRow(
@@ -212,19 +212,19 @@ def _script_row(script: Submission) -> JobRow:
 
 
 def metric_cell(row: JobRow, metric: str = "") -> str:
-    """A metric by name, the job's own with its name where none is given; empty where the job has not reported it."""
+    """Return the value of ``metric``, or else of the job's own metric with its name; empty if it was not reported."""
     name = metric or row.shown_metric
     value = number_in(row.metrics, name)
     return "" if value is None else f"{value:.4g}" if metric else f"{printable(name)} {value:.4g}"
 
 
 def with_metric(columns: Sequence[str], metric: str) -> tuple[str, ...]:
-    """The columns, with a chosen metric's name over its numbers."""
+    """Return the column names, with METRIC replaced by the chosen metric's name."""
     return tuple(metric if each == "METRIC" and metric else each for each in columns)
 
 
 def no_metric(rows: Sequence[JobRow], metric: str) -> str:
-    """Explain that no row has a number of this name; empty where one has."""
+    """Return a message that no row has a number of this name; empty if one has, or nothing is reported yet."""
     told = [row for row in rows if row.metrics]
     if not metric or not told or any(number_in(row.metrics, metric) is not None for row in told):
         return ""
@@ -236,7 +236,7 @@ def no_metric(rows: Sequence[JobRow], metric: str) -> str:
 
 
 def job_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
-    """Return a job's cells under ``JOB_COLUMNS``."""
+    """Return a job's cells, in the order of ``JOB_COLUMNS``."""
     low, high = row.min_workers, row.max_workers
     limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
     try:
@@ -262,7 +262,7 @@ def job_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
 
 
 def _age(row: JobRow, now_s: float) -> str:
-    """Return since when a job is there, or how long ago it ended."""
+    """Return the time since a job was submitted, or since it ended."""
     if row.ended_s is not None:
         return f"{ago(now_s - row.ended_s)} ago"
     return "" if row.submitted_s is None else ago(now_s - row.submitted_s)
@@ -270,7 +270,7 @@ def _age(row: JobRow, now_s: float) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """Row of one living node; the fields of ``--json``."""
+    """Row of one living node; its fields are those of ``--json``."""
 
     node_id: str  # Ray's hex id
     address: str  # its IP address
@@ -286,11 +286,11 @@ class NodeRow:
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
-    """Return Ray's living nodes, with what the allocator makes of them; by address.
+    """Return the rows of Ray's living nodes, with the allocator's view of them, sorted by address.
 
     Args:
-        nodes: as ``ray.nodes()`` lists them.
-        snapshot: the allocator's; None if there is none.
+        nodes: Nodes as listed by ``ray.nodes()``.
+        snapshot: The allocator's snapshot; None if there is no allocator.
     """
     cluster = snapshot.cluster.by_id() if snapshot is not None else {}
     failed = {each.node: each for each in snapshot.node_failures} if snapshot is not None else {}
@@ -319,7 +319,7 @@ def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None)
 
 
 def node_cells(row: NodeRow) -> tuple[str, ...]:
-    """Return a node's cells under ``NODE_COLUMNS``."""
+    """Return a node's cells, in the order of ``NODE_COLUMNS``."""
     return (
         row.node_id[:SHORT_ID],
         row.address,
@@ -334,7 +334,7 @@ def node_cells(row: NodeRow) -> tuple[str, ...]:
 
 
 def _share(row: NodeRow, name: str) -> str:
-    """Return text such as ``3/4``: of four, elastic jobs may use three."""
+    """Return text such as ``3/4``: elastic jobs may use three of four."""
     total = row.total.get(name, 0.0)
     if not total:
         return "-"
@@ -342,7 +342,7 @@ def _share(row: NodeRow, name: str) -> str:
 
 
 def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
-    """Return amounts without Ray's bookkeeping."""
+    """Return resource amounts without Ray's bookkeeping resources."""
     return {
         name: float(amount)
         for name, amount in sorted(amounts.items())
@@ -351,7 +351,7 @@ def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
-    """Return a decision's cells under ``DECISION_COLUMNS``."""
+    """Return a decision's cells, in the order of ``DECISION_COLUMNS``."""
     change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
     when = f"{ago(now_s - record.time_s)} ago"
     why = str(record.reason) if record.job else " ".join(record.reason.explained.split())
@@ -359,6 +359,6 @@ def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
 
 
 def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:
-    """Return the last decisions, of one job or of all, oldest first."""
+    """Return the last decisions, about one job or about all if ``job`` is None, oldest first."""
     log = [record for record in snapshot.log if job is None or record.job == job]
     return tuple(log[len(log) - min(last, len(log)) :])

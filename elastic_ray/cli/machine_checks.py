@@ -1,4 +1,4 @@
-"""Checks of ``elastic-ray doctor`` on one machine; each says how it went, and what to do if it failed."""
+"""Checks of ``elastic-ray doctor`` on one machine; each returns its result and, on failure, a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COPIED_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """Finding of one check."""
+    """Result of one check."""
 
     name: str  # what was looked at
     state: State  # ``warn`` is worth knowing, ``fail`` is in the way of jobs
@@ -36,7 +36,7 @@ class Check:
 
 
 def machine_checks() -> tuple[Check, ...]:
-    """Run all checks of one machine."""
+    """Run all checks of this machine."""
     looks: Mapping[str, Callable[[], Check]] = {
         "versions": check_versions,
         "GPU": check_gpu,
@@ -51,7 +51,7 @@ def machine_checks() -> tuple[Check, ...]:
 
 
 def _survive(name: str, look: Callable[[], Check]) -> Check:
-    """Run a check; one that raises is reported, and the remaining checks still run."""
+    """Run a check; if it raises, report that as a failure so that the remaining checks still run."""
     try:
         return look()
     except Exception as error:
@@ -59,7 +59,7 @@ def _survive(name: str, look: Callable[[], Check]) -> Check:
 
 
 def check_versions() -> Check:
-    """Check that the requirements of the installed package are met."""
+    """Check that the installed package's requirements are met."""
     from packaging.requirements import Requirement
 
     try:
@@ -84,7 +84,7 @@ def check_versions() -> Check:
 
 
 def check_gpu() -> Check:
-    """Check that torch sees the machine's GPUs, and that each of them computes."""
+    """Check that torch sees the machine's GPUs and that each GPU computes correctly."""
     import torch
 
     if not torch.cuda.is_available():
@@ -116,7 +116,7 @@ def check_gpu() -> Check:
 
 
 def _driver_version() -> str:
-    """Return the version of NVIDIA's driver; empty where it is not told."""
+    """Return the version of the NVIDIA driver; empty if it cannot be read."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().split("  ")[1].split()[0]
     except (OSError, IndexError):
@@ -124,7 +124,7 @@ def _driver_version() -> str:
 
 
 def check_nccl() -> Check:
-    """Check that the communicators of jobs are there; NCCL reduces over all GPUs of the machine."""
+    """Check that torch has the communication backends that jobs need, with an NCCL all-reduce over all local GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -146,7 +146,7 @@ def check_nccl() -> Check:
 
 
 def check_links() -> Check:
-    """Check how ranks of this machine reach each other's GPUs, and how fast its memory is copied."""
+    """Check how this machine's GPUs reach each other, and measure the speed of copies."""
     import torch
 
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -167,7 +167,7 @@ def check_links() -> Check:
 
 
 def _copied(source: str, target: str) -> float:
-    """Rate of a copy [GB/s], the best of three."""
+    """Return the best rate of three timed copies [GB/s]."""
     import time
 
     import torch
@@ -196,7 +196,7 @@ TRAPS = {
 
 
 def check_traps() -> Check:
-    """Check for environment settings that slow NCCL and CUDA down, or have them fail, by name."""
+    """Check for environment variables that are known to slow NCCL and CUDA down or make them fail."""
     here = {name: os.environ.get(name, "0") for name in TRAPS}
     found = [f"{name}={value}: {TRAPS[name]}" for name, value in here.items() if value not in ("", "0")]
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
@@ -209,7 +209,7 @@ def check_traps() -> Check:
 
 
 def is_there(wanted: str, names: list[str]) -> bool:
-    """Return True if an interface matches as NCCL reads it: prefixes, ``=`` whole names, ``^`` all but these."""
+    """True if an interface matches ``wanted`` as NCCL reads it: prefixes, ``=`` exact names, ``^`` excluded names."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")
@@ -217,7 +217,7 @@ def is_there(wanted: str, names: list[str]) -> bool:
 
 
 def check_ports() -> Check:
-    """Check that a socket on a free port, as workers open them, can be reached at this machine's address."""
+    """Check that a socket on a free port, as workers open it, can be reached at this machine's address."""
     import socket
 
     import ray
@@ -246,7 +246,7 @@ def check_ports() -> Check:
 
 
 def _free_ports() -> str:
-    """Return the range of ports that the system assigns."""
+    """Return the range of ports that the operating system assigns."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except (OSError, ValueError):
@@ -255,7 +255,7 @@ def _free_ports() -> str:
 
 
 def check_shared_memory() -> Check:
-    """Check the memory that Ray's object store and loaders' processes share."""
+    """Check the free shared memory, which Ray's object store and data loader processes use."""
     if not _SHARED_MEMORY.is_dir():
         return Check("shared memory", "ok", "this system has no /dev/shm")
     free = shutil.disk_usage(_SHARED_MEMORY).free
@@ -266,7 +266,7 @@ def check_shared_memory() -> Check:
 
 
 def check_session() -> Check:
-    """Check that no other account of the machine can replace what Ray's workers import."""
+    """Check that no other account on the machine can replace code that Ray's workers import."""
     from elastic_ray.access import session_warning
 
     warning = session_warning()
@@ -275,16 +275,16 @@ def check_session() -> Check:
 
 
 def default_storage() -> str:
-    """Return the storage of runs whose RunConfig names no place."""
+    """Return the storage path of runs whose RunConfig does not set one."""
     return os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or "~/ray_results"
 
 
 def check_storage(path: str, nodes: int) -> Check:
-    """Check that a run's directory can be made there, and removed again.
+    """Check that a run's directory can be created in ``path`` and deleted again.
 
     Args:
-        path: local, or a URI.
-        nodes: of the cluster; several need a place that they share.
+        path: A local path or a URI.
+        nodes: Number of nodes in the cluster; several nodes need shared storage.
     """
     from elastic_ray.checkpoints.run_directory import RunStorage
     from placement.storage.storage_calls import call_storage

@@ -1,4 +1,4 @@
-"""Tables and JSON: colours on a terminal only, plain aligned text elsewhere (pure but for the last step)."""
+"""Output as tables and JSON: coloured on a terminal, plain aligned text elsewhere (pure except for printing)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _STYLES = {**PHASE_STYLES, "ok": "green", "warn": "yellow", "fail": "red", "drai
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines, in which nothing that others have named or said can steer the terminal."""
+    """Print lines with control characters escaped, so that text from others cannot control the terminal."""
     click.echo(printable_lines(text), err=err)
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns padded to their longest cell, two spaces apart.
+    """Return a table as text, with columns padded to their longest cell and two spaces apart.
 
-    No line is cut, so that other programs can read it.
+    No line is cut, so that other programs can read the table.
     """
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
@@ -49,7 +49,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return the table for a terminal, as wide as that is; a cell that tells a state has the state's colour."""
+    """Return a table fitted to the terminal's width, in which a cell with a state has the state's colour."""
     from rich.table import Table
     from rich.text import Text
 
@@ -63,7 +63,7 @@ def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """Print a table, or what there is to say of an empty one."""
+    """Print a table, or the text ``empty`` if it has no rows."""
     if not rows:
         say(empty)
     elif not on_terminal():
@@ -75,17 +75,17 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: 
 
 
 def show_json(value: Any) -> None:
-    """Print as JSON, indented, with the fields in their order."""
+    """Print a value as indented JSON, with fields in their declared order."""
     click.echo(to_json(value))
 
 
 def to_json(value: Any) -> str:
-    """Return JSON of dataclasses, mappings, sequences and numbers; whatever else there is becomes its text."""
+    """Return JSON of dataclasses, mappings, sequences and numbers; any other value is converted to text."""
     return printable_json(json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as plain JSON, at any depth; what JSON cannot hold is its text."""
+    """Return a value, at any depth, as plain JSON; a value that JSON cannot represent is converted to text."""
     if isinstance(value, Reason):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -122,7 +122,7 @@ job_argument = click.argument("job")
 
 
 def read_workers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """Parse ``4`` or ``1:8`` as (min, max); a usage error if it is neither."""
+    """Parse ``4`` or ``1:8`` as (min, max); raises a usage error for any other text."""
     try:
         return None if value is None else parse_workers(value)
     except ValueError as error:
@@ -130,7 +130,7 @@ def read_workers(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """Parse a number of workers; None for ``auto``."""
+    """Parse a number of workers of at least 1; None for ``auto``."""
     if value == "auto":
         return None
     if not (value.isascii() and value.isdigit()) or int(value) < 1:

@@ -1,4 +1,4 @@
-"""``elastic-ray nodes``, ``allocator``."""
+"""``elastic-ray nodes`` and ``allocator``: show nodes and decisions, and change the cluster's settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elas
 @click.option("--forgive", metavar="NODE", help="Forget the workers that failed on a node: it was mended.")
 @json_option
 def nodes(forgive: str | None, as_json: bool) -> None:
-    """List the cluster's nodes, what elastic jobs may use of them, which jobs are there, and where workers failed."""
+    """List the cluster's nodes: the resources that elastic jobs may use, the jobs on each node, and failed workers."""
     from elastic_ray.cli import cluster
 
     cluster.connect()
@@ -53,9 +53,9 @@ def nodes(forgive: str | None, as_json: bool) -> None:
 @click.command(short_help="Choose the cluster's policy.")
 @click.argument("policy")
 def allocator_set(policy: str) -> None:
-    """Let POLICY share the cluster out among all jobs from now on; while jobs run under another one it stays.
+    """Let POLICY divide the cluster among all jobs from now on; fails while jobs run under another policy.
 
-    POLICY is a registered name, such as goodput or fair_share, or one of your own as module:name or file.py:name.
+    POLICY is a registered name, such as goodput or fair_share, or a custom policy as module:name or file.py:name.
     """
     from elastic_ray.cli import cluster
 
@@ -66,10 +66,10 @@ def allocator_set(policy: str) -> None:
 @click.command(short_help="Let the settings of a file rule.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 def allocator_apply(file: str) -> None:
-    """Let the settings of FILE rule the cluster: tenants, priorities, autoscaling, page; also while jobs run.
+    """Apply the settings in FILE to the cluster: tenants, priorities, autoscaling, web page. Jobs may be running.
 
-    They outrank those of AllocatorConfig, and stay until another file is applied. What FILE does not name is as
-    AllocatorConfig has it.
+    They take precedence over AllocatorConfig and stay in force until another file is applied. Settings that FILE does
+    not contain keep their values from AllocatorConfig.
     """
     from elastic_ray.cli import cluster
 
@@ -80,7 +80,7 @@ def allocator_apply(file: str) -> None:
 
 @click.command(short_help="Show the settings in force, as a file.")
 def allocator_show() -> None:
-    """Show the settings in force: the output is a file for `elastic-ray allocator apply`."""
+    """Print the settings in force; the output is a valid file for `elastic-ray allocator apply`."""
     from elastic_ray.cli import cluster
 
     say(_as_yaml(cluster.settings_in_force()).rstrip())
@@ -89,7 +89,7 @@ def allocator_show() -> None:
 @click.command(short_help="Show what a file would change.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 def allocator_diff(file: str) -> None:
-    """Show what `elastic-ray allocator apply FILE` would change; it changes nothing."""
+    """Print the changes that `elastic-ray allocator apply FILE` would make, without making them."""
     from elastic_ray.cli import cluster
 
     wanted = cluster.operator_settings(file)
@@ -102,7 +102,7 @@ def _as_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return lines that differ, with ``-`` and ``+``, and those around them."""
+    """Return the differing lines of two settings, with ``-`` and ``+``, and some lines of context."""
     lines = difflib.unified_diff(_as_yaml(before).splitlines(), _as_yaml(after).splitlines(), lineterm="")
     return list(lines)[2:]
 
@@ -111,7 +111,7 @@ _SUBCOMMANDS = {"set": allocator_set, "apply": allocator_apply, "show": allocato
 
 
 class _ShowOrSet(click.Command):
-    """``allocator [JOB]``, and ``allocator set POLICY``, ``apply FILE``, ``show``, ``diff FILE``."""
+    """Command ``allocator [JOB]`` with the subcommands ``set``, ``apply``, ``show`` and ``diff``."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
         if args and args[0] in _SUBCOMMANDS:
@@ -124,10 +124,10 @@ class _ShowOrSet(click.Command):
 @click.option("--last", default=20, show_default=True, type=click.IntRange(min=0), help="Decisions to show.")
 @json_option
 def allocator(job: str | None, last: int, as_json: bool) -> None:
-    """Show who shares the cluster out, and the last decisions with their reasons; of a JOB also what more would do.
+    """Show the policy and the last decisions with their reasons; for a JOB, also the effect of more workers.
 
-    `elastic-ray allocator set POLICY` chooses the policy; `allocator show`, `allocator diff FILE` and `allocator apply
-    FILE` are for tenants, priorities, autoscaling and the page (see their --help).
+    `elastic-ray allocator set POLICY` chooses the policy. `allocator show`, `allocator diff FILE` and `allocator apply
+    FILE` manage tenants, priorities, autoscaling and the web page (see their --help).
     """
     from elastic_ray.cli import cluster
 
@@ -165,7 +165,7 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
 
 
 def scaling_lines(decision: ScalingDecision) -> list[str]:
-    """Return lines on the cluster's wanted nodes, what changes and why, and what users of jobs must know."""
+    """Return lines of text on the requested nodes, the changes with their reasons, and notes for users of jobs."""
     nodes = ", ".join(f"{n} {name}" for name, n in decision.nodes.items() if n) or "none"
     lines = [f"nodes wanted: {nodes}; {decision.usd_per_h:.3g} USD/h"]
     lines += [f"  {name}{_more(decision, name)}: {reason}" for name, reason in decision.reasons.items()]
@@ -177,7 +177,7 @@ def _more(decision: ScalingDecision, name: str) -> str:
 
 
 def headline(seen: CoreSnapshot) -> str:
-    """Return the policy, jobs and room on one line."""
+    """Return a one-line summary: the policy, the jobs, and the workers and nodes."""
     waiting = sum(not state.target and not state.view.paused for state in seen.jobs.values())
     workers = sum(sum(state.target.values()) for state in seen.jobs.values())
     parts = [

@@ -1,4 +1,4 @@
-"""``elastic-ray verify RUN --replay STEP``: a part of a submitted run is trained again and compared."""
+"""``elastic-ray verify RUN --replay STEP``: retrains part of a submitted run and compares the models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _END_S = 60.0
 
 
 def replay_submitted(path: str, step: int) -> Finding:
-    """Train the steps around ``step`` again, from the run's own script.
+    """Train the steps around ``step`` again with the run's own script, and return the result of the comparison.
 
-    Raises ClickException: the run has no such checkpoint, its code is not known, or the replay does not get there.
+    Raises ClickException: the run has no such checkpoint, its code is unknown, or the replay ends too early.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
@@ -69,6 +69,6 @@ def replay_submitted(path: str, step: int) -> Finding:
 
 
 def _other_size(events: Iterable[JobEvent]) -> int:
-    """Return a number of workers that the run did not have last: one fewer, or two."""
+    """Return a number of workers different from the run's last one: one fewer if possible, else two."""
     last = [each.to_workers for each in events if each.to_workers]
     return last[-1] - 1 if last and last[-1] > 1 else 2

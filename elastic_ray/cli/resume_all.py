@@ -1,4 +1,4 @@
-"""``elastic-ray resume --all STORAGE``: jobs that another cluster's end has ended are submitted again."""
+"""``elastic-ray resume --all STORAGE``: submits jobs again that were running when their cluster ended."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _ENDED_TRIAL = ("TERMINATED", "ERROR")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """Jobs to submit again, and remarks on others, by name."""
+    """Jobs to submit again, and the reasons why others are not, keyed by job name."""
 
     jobs: list[SubmittedJob] = dataclasses.field(default_factory=list)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def resume_all(storage: str) -> None:
-    """Submit every job of a storage path that ran when its cluster ended.
+    """Submit every job in a storage path again that was running when its cluster ended.
 
-    Raises ClickException: storage cannot be read. Exit: with 1 if any job is not resumed.
+    Raises ClickException: storage cannot be read. Raises Exit: with code 1 if any job is not resumed.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
@@ -70,7 +70,7 @@ def resume_all(storage: str) -> None:
 
 
 def _look(storage: str, known: Mapping[str, JobAnswers]) -> _Found:
-    """Inspect all runs and sweeps of a storage path."""
+    """Inspect all runs and sweeps in a storage path."""
     import pyarrow.fs
 
     from elastic_ray.checkpoints.run_directory import SUBMISSION_FILE, RunStorage, resolve
@@ -102,7 +102,7 @@ def _path(entry: Any) -> str:
 def _judge(
     job: SubmittedJob, run: RunStorage, known: Mapping[str, JobAnswers], answers: dict[str, bool], found: _Found
 ) -> None:
-    """Decide if one job must be submitted again."""
+    """Add one job to ``found`` if it must be submitted again, or if it must be but cannot."""
     why = job.why_not(run.read_events())
     if why is None:
         return
@@ -118,7 +118,7 @@ def _judge(
 
 
 def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str, bool], found: _Found) -> None:
-    """Check whether a job, or a sweep, that does not run here was lost with its cluster; ``why`` it is not resumed."""
+    """Add a job or sweep that does not run here to ``found`` if it was lost; a non-empty ``why`` prevents resuming."""
     from elastic_ray.cli import cluster
     from placement.storage.private_files import check_own
 
@@ -138,7 +138,7 @@ def _judge_lost(job: SubmittedJob, why: str, run: RunStorage, answers: dict[str,
 
 
 def _script_runs(submission: str) -> bool:
-    """True if the script of a submission has not ended; it may not have come to its job yet."""
+    """True if a submission's script has not ended; it may not have started its job yet."""
     from elastic_ray.cli import submission as ray_jobs
 
     script = ray_jobs.find(submission)
@@ -146,7 +146,7 @@ def _script_runs(submission: str) -> bool:
 
 
 def _answers(address: str) -> bool:
-    """True if another cluster's control store answers."""
+    """True if the control store at ``address`` answers and belongs to another cluster."""
     from elastic_ray.access import check_answers
     from elastic_ray.cli import cluster
 
@@ -161,7 +161,7 @@ def _answers(address: str) -> bool:
 def _judge_sweep(
     name: str, run: RunStorage, kept: SubmittedJob | None, answers: dict[str, bool], found: _Found
 ) -> None:
-    """Check whether a sweep with trials that have not ended is to be submitted again: only its script restores it."""
+    """Add a sweep with unfinished trials to ``found``; it is resumed by submitting its script again."""
     from elastic_ray.cli import cluster
 
     if cluster.find_sweeps(name if kept is None else kept.job, ()):

@@ -1,4 +1,4 @@
-"""SHELL: scripts that Ray runs on the cluster (Ray's job submission)."""
+"""SHELL: scripts that run on the cluster through Ray's job submission."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TAKEN = "already exists"
 
 
 def client() -> Any:
-    """Return the client of the cluster's dashboard.
+    """Return a client of the dashboard of the cluster in use.
 
-    RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
+    That is RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the cluster on this machine.
 
-    Raises ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.
+    Raises ClickException: there is no cluster, or it has no dashboard. RefusedError: the token is missing or wrong.
     """
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
@@ -54,16 +54,16 @@ def client() -> Any:
 
 
 class TakenError(Exception):
-    """Error raised if another submission has this id."""
+    """Error raised if a submission with this id already exists."""
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """Return an id for a submission of this name: Ray wants each id once, and a job that continues has its old name."""
+    """Return an unused id for a submission of this name: Ray requires unique ids, but a resumed job keeps its name."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
-    """Return the id after all that are taken; the number of one that was deleted in between is not used again.
+    """Return ``name`` if unused, else ``name`` with a number above all taken ones; gaps are not filled.
 
     >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
     'bert.5'
@@ -74,9 +74,9 @@ def next_id(name: str, taken: Sequence[str]) -> str:
 
 
 def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
-    """Let Ray run a command on the cluster.
+    """Submit a command that Ray runs on the cluster.
 
-    Raises TakenError: somebody else was faster. ClickException: Ray refuses it; in its words.
+    Raises TakenError: the id was taken in the meantime. ClickException: Ray refuses, with Ray's message.
     """
     there = client()
     deadline = time.monotonic() + _AGENT_S
@@ -98,12 +98,12 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
 
 
 def submissions() -> tuple[Submission, ...]:
-    """Return our submissions, running or ended; empty if there is no dashboard to ask."""
+    """Return the submissions made by ``elastic-ray``, running or ended; empty if no dashboard answers."""
     return tuple(_read(each) for each in _listed() if _NAME in (each.metadata or {}))
 
 
 def _listed() -> Sequence[Any]:
-    """Return all jobs that Ray knows; empty if there is no dashboard to ask."""
+    """Return all jobs that Ray's dashboard lists; empty if no dashboard answers."""
     try:
         listed: Sequence[Any] = client().list_jobs()
     except RefusedError:
@@ -114,13 +114,13 @@ def _listed() -> Sequence[Any]:
 
 
 def find(name: str) -> Submission | None:
-    """Return the last submission of this name, or with this id; None if there is none, or no dashboard to ask."""
+    """Return the latest submission with this name or id; None if there is none, or no dashboard answers."""
     same = [each for each in submissions() if name in (each.submission, each.name)]
     return max(same, key=lambda each: each.started_s or 0.0, default=None)
 
 
 def stop(submission: str) -> None:
-    """End a script."""
+    """Stop a submission's script."""
     try:
         client().stop_job(submission)
     except (RuntimeError, OSError) as error:
@@ -128,7 +128,7 @@ def stop(submission: str) -> None:
 
 
 def output(submission: str) -> str:
-    """Return the output of a script so far."""
+    """Return everything that a script has printed so far."""
     try:
         text: str = client().get_job_logs(submission)
     except (RuntimeError, OSError) as error:
@@ -137,7 +137,7 @@ def output(submission: str) -> str:
 
 
 def follow(submission: str, show: Callable[[str], None]) -> None:
-    """Show what a script prints, as it does, until it ends. One that has not started yet is waited for."""
+    """Pass a script's output to ``show`` as it is printed, until the script ends; waits for a script to start."""
     there = client()
     while str(there.get_job_status(submission).value) == "PENDING":
         time.sleep(_POLL_S)
@@ -153,7 +153,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
 
 
 def follow_script(submission: str) -> None:
-    """Show a script's output to its end. Raises Exit: with 1 if it fails."""
+    """Print a script's output until it ends. Raises Exit: with code 1 if the script fails."""
     follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = wait(submission)
     if ended.status != "SUCCEEDED":
@@ -162,7 +162,7 @@ def follow_script(submission: str) -> None:
 
 
 def wait(submission: str) -> Submission:
-    """Wait for the end of a submission's script and return the submission."""
+    """Wait until a submission's script has ended and return the submission."""
     there = client()
     while not (found := _read(there.get_job_info(submission))).ended:
         time.sleep(_POLL_S)
@@ -170,7 +170,7 @@ def wait(submission: str) -> Submission:
 
 
 def _read(details: Any) -> Submission:
-    """Return a submission as we list it, from Ray's details."""
+    """Convert Ray's details of a submission."""
     return Submission(
         submission=str(details.submission_id or details.job_id),
         name=str((details.metadata or {}).get(_NAME, "")),
@@ -183,7 +183,7 @@ def _read(details: Any) -> Submission:
 
 
 def _line(error: BaseException) -> str:
-    """Return Ray's reason on one line, without the traceback that its server adds."""
+    """Return Ray's reason in one line, without the server's traceback."""
     if isinstance(error, requests.RequestException):
         return type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

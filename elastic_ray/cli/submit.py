@@ -1,4 +1,4 @@
-"""``elastic-ray submit``."""
+"""``elastic-ray submit``: runs a script on the cluster."""
 
 from __future__ import annotations
 
@@ -6,15 +6,116 @@ import dataclasses
 import datetime
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
-from elastic_ray.cli.job_file import SUFFIXES, JobFile, read_job_file
 from elastic_ray.cli.output import json_option, read_workers, say, show_json
-from elastic_ray.driver.overrides import Overrides, fresh_name, login_name
+from elastic_ray.driver.overrides import Overrides, as_field, fresh_name, login_name, parse_workers
+from placement.arguments import meant
 from placement.errors import InputError
+
+SUFFIXES = (".yaml", ".yml")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """Options of ``elastic-ray submit`` in a file; paths are relative to that file."""
+
+    script: Path  # that makes an ``ElasticTrainer``
+    arguments: tuple[str, ...] = ()
+    workers: tuple[int, int] | None = None  # (min, max); None leaves it to the script
+    gpus: bool = False  # train on GPUs; False leaves it to the script
+    # fields of ``SchedulingConfig``, in place of the script's
+    scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str | None = None  # of the job; None for the script's, with the time
+    working_dir: Path | None = None  # folder that is sent to the cluster; None for the script's own
+    runtime_env: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Ray's runtime environment
+    python: str = "python"  # interpreter on the head node
+
+
+def read_job_file(path: Path) -> JobFile:
+    """Read a job file.
+
+    Raises InputError: the file cannot be read or has an invalid field; the message names the field and valid values.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        plain, as_written = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    known = [field.name for field in dataclasses.fields(JobFile)]
+    if not isinstance(plain, dict) or "script" not in plain:
+        raise InputError(f"{path} must be a mapping with script, such as {{script: train.py, workers: 1:8}}")
+    _check_names(path, plain, known)
+    said = {key: value for key, value in plain.items() if value is not None}
+    for key, kind, what in (
+        ("script", str, "a path"),
+        ("name", str, "text"),
+        ("working_dir", str, "a path"),
+        ("python", str, "a path"),
+        ("gpus", bool, "true or false"),
+        ("runtime_env", dict, "a mapping"),
+        ("scheduling", dict, "a mapping such as {tenant: vision}"),
+        ("arguments", list | str, "a list, or one line as a shell takes it"),
+        ("workers", int | str, "a number such as 4, or min:max such as 1:8"),
+    ):
+        if key in said and (not isinstance(said[key], kind) or (isinstance(said[key], bool) and kind is not bool)):
+            raise InputError(f"{path}: {key} must be {what}, but got {said[key]!r}")
+    if "workers" in said:
+        try:
+            said["workers"] = parse_workers(str(_field(as_written, "workers").value))  # YAML takes 1:8 for 68 seconds
+        except ValueError as error:
+            raise InputError(f"{path}: {error}") from None
+    if "scheduling" in said:
+        _check_scheduling(path, said["scheduling"])
+    if "arguments" in said:
+        written = _field(as_written, "arguments").value  # YAML takes 010 for 8 and yes for true
+        said["arguments"] = tuple(shlex.split(written) if isinstance(written, str) else map(_argument, written))
+    for key in ("script", "working_dir"):
+        if key in said:
+            said[key] = path.parent / said[key]
+    found = JobFile(**said)
+    if not found.script.is_file():
+        raise InputError(f"{path}: script must be a file, but there is no {found.script}")
+    return found
+
+
+def _check_names(path: Path, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise InputError(f"{path}: there is no field {key!r}{meant(key, known)}")
+
+
+def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
+    """Raise InputError for fields or values that ``SchedulingConfig`` does not accept."""
+    from elastic_ray.config import SchedulingConfig
+
+    fields = [field.name for field in dataclasses.fields(SchedulingConfig) if field.name != "memory"]
+    _check_names(path, given, fields)
+    try:
+        SchedulingConfig(**{name: as_field(value) for name, value in given.items()})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: scheduling: {error}") from None
+
+
+def _field(mapping: Any, field: str) -> Any:
+    """Return the YAML node of a field of the outermost mapping.
+
+    The node has the text as written, whatever type YAML infers from it.
+    """
+    return next(value for key, value in mapping.value if key.value == field)
+
+
+def _argument(node: Any) -> str:
+    """Return an argument of the script as written in the file."""
+    if not isinstance(node.value, str):
+        raise InputError(f"line {node.start_mark.line + 1}: each of arguments must be one text or number")
+    return node.value
+
 
 _TRIES = 20
 
@@ -51,13 +152,13 @@ def submit(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Run SCRIPT, which makes an ElasticTrainer, on the cluster; give it ARGUMENTS after `--`.
+    """Run SCRIPT, which creates an ElasticTrainer, on the cluster; pass ARGUMENTS to it after `--`.
 
-    SCRIPT may also be a file such as job.yaml that names the script and says what the options would; options
-    that are given here outrank it. The script runs on the head node as one of Ray's submitted jobs, and continues when
+    SCRIPT may also be a file such as job.yaml that contains the script's path and the options below; options given on
+    the command line take precedence. The script runs on the head node as a submitted Ray job and keeps running after
     this command has ended.
 
-    \b
+    
         elastic-ray submit train.py --workers 1:8 --gpus -- --epochs 30
     """
     from elastic_ray.cli import submission as ray_jobs
@@ -90,9 +191,9 @@ def submit(
 
 
 def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
-    """Return what a file says, or a script alone, with the options that are given in its place.
+    """Return the options from a job file, or for a script alone, with given options taking precedence.
 
-    Raises UsageError: the file is not understood, or the working directory does not hold the script.
+    Raises UsageError: the file is invalid, or the working directory does not contain the script.
     """
     told = _from_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
     given = {field: value for field, value in {"arguments": arguments, **options}.items() if value}
@@ -107,7 +208,7 @@ def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
 
 
 def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
-    """Submit a job under the next id of its name; returns id and shell command."""
+    """Submit a job under the next unused id of its name; return the id and the shell command."""
     from elastic_ray.cli import submission as ray_jobs
 
     refused: list[str] = []
@@ -127,16 +228,16 @@ def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
 def send(
     job: JobFile, again: tuple[str, ...], *, submission: str, user: str, replay: int = 0, resume: bool = False
 ) -> str:
-    """Submit a job; returns the shell command that Ray runs.
+    """Submit a job and return the shell command that Ray runs.
 
     Args:
-        job: with a name and a working directory.
-        again: arguments that submit it again.
-        user: owner of the jobs.
-        replay: steps after which a replay ends; 0 for none.
-        resume: whether its sweeps continue from their directories.
+        job: Options with a name and a working directory.
+        again: Command-line arguments that would submit the job again.
+        user: Owner of the jobs.
+        replay: Number of the step after which a replay ends; 0 if this is not a replay.
+        resume: If True, the script's sweeps continue from their directories.
 
-    Raises TakenError: there is such an id. ClickException: Ray refuses it.
+    Raises TakenError: the submission id already exists. ClickException: Ray refuses the submission.
     """
     from elastic_ray.cli import submission as ray_jobs
 
@@ -172,15 +273,15 @@ def send_again(
     replay: int = 0,
     resume: bool = False,
 ) -> None:
-    """Submit what an earlier submission has kept of itself.
+    """Submit a job again from the arguments stored by its earlier submission.
 
     Args:
-        user: owner of the jobs.
-        workers: limits in place of its own.
-        replay: steps after which a replay ends; 0 for none.
-        resume: whether its sweeps continue from their directories.
+        user: Owner of the jobs.
+        workers: Limits (min, max) to use instead of the stored ones; None keeps those.
+        replay: Number of the step after which a replay ends; 0 if this is not a replay.
+        resume: If True, the script's sweeps continue from their directories.
 
-    Raises TakenError: there is such an id. ClickException: it cannot be submitted, the file is gone say.
+    Raises TakenError: the submission id already exists. ClickException: submission fails, say because a file is gone.
     """
     with submit.make_context("submit", list(again)) as context:
         told = {name: value for name, value in context.params.items() if name not in ("wait", "as_json")}
@@ -201,14 +302,14 @@ def _from_file(path: Path) -> JobFile:
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
     """Return the shell command that Ray runs.
 
-    The variables reach the script's process only, not what it starts on Ray.
+    The environment variables affect the script's own process only, not processes that it starts through Ray.
     """
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
 
 
 def check_name(name: str) -> str:
-    """Return the name, if a job may have it."""
+    """Return the name if it is valid for a job, else raise a usage error."""
     from elastic_ray.driver.ray_train_config import job_name  # imports Ray
 
     try:
@@ -221,7 +322,7 @@ def check_name(name: str) -> str:
 
 
 def read_env(text: str) -> dict[str, Any]:
-    """Read a runtime environment."""
+    """Parse a runtime environment from JSON."""
     try:
         env = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Listings of a sweep, from the rows of its trials (pure)."""
+"""Listings of a sweep, built from the rows of its trials (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDED = frozenset(phase.value for phase in JobPhase if phase.ended)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStatus:
-    """A sweep at one moment, as far as trials run or have ended within the hour."""
+    """Status of a sweep, based on trials that run or ended within the last hour."""
 
     sweep: str
     running: int  # trials that have not ended; ``done`` were trained to their end, ``cut`` were stopped before
@@ -35,9 +35,9 @@ class SweepStatus:
 
 
 def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
-    """Return the trials among rows, by sweep.
+    """Return the trials among the rows, keyed by sweep.
 
-    Of sweeps of one name those of the last one, which has a folder of its own.
+    If several sweeps have the same name, only the trials of the latest one are returned.
     """
     found: dict[str, dict[str, list[JobRow]]] = {}
     for row in rows:
@@ -52,7 +52,7 @@ def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
 
 
 def sweep_status(sweep: str, trials: Sequence[JobRow]) -> SweepStatus:
-    """Return the status of a sweep; ``trials`` has one or more."""
+    """Return the status of a sweep from its trials, of which there is at least one."""
     ranked = best_first(trials)
     best = ranked[0] if ranked[0].score is not None else None
     live = [row for row in trials if not _has_ended(row)]
@@ -73,19 +73,19 @@ def sweep_status(sweep: str, trials: Sequence[JobRow]) -> SweepStatus:
 
 
 def _has_ended(row: JobRow) -> bool:
-    """True if a trial has ended; its controller may still answer for a while."""
+    """True if a trial has ended, even if its controller still answers."""
     return row.ended_s is not None or row.phase in _ENDED
 
 
 def _is_done(row: JobRow) -> bool:
-    """True if a trial was trained to its end, after which its sweep may have stopped it."""
+    """True if a trial was trained to its end, even if the sweep then stopped it."""
     rungs = row.trial.rungs if row.trial is not None else ()
     whole = row.phase == JobPhase.STOPPED and bool(rungs) and row.reports >= rungs[-1]
     return row.phase == JobPhase.FINISHED or whole
 
 
 def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
-    """Return trials by the value that they reported last; those without one come after."""
+    """Return the trials sorted by their last reported score, best first; trials without a score come last."""
 
     def key(row: JobRow) -> tuple[bool, float, str]:
         least = row.trial is not None and row.trial.mode == "min"
@@ -95,7 +95,7 @@ def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
 
 
 def called(trials: Sequence[JobRow]) -> dict[str, str]:
-    """Return the names of trials by job: the parameters in which they differ."""
+    """Return display names of trials, keyed by job, made of the parameters that differ between trials."""
     said = {row.job: row.trial.parameters for row in trials if row.trial is not None}
     names = dict.fromkeys(name for each in said.values() for name in each)
     differ = [name for name in names if len({repr(each.get(name)) for each in said.values()}) > 1]
@@ -103,7 +103,7 @@ def called(trials: Sequence[JobRow]) -> dict[str, str]:
 
 
 def parameters_text(parameters: Mapping[str, Any]) -> str:
-    """Return text such as ``lr=0.0003 width=128``; nested parameters by their last name."""
+    """Return text such as ``lr=0.0003 width=128``; a nested parameter is shown by the last part of its name."""
     return " ".join(
         f"{name.rpartition('/')[2]}={f'{value:.3g}' if isinstance(value, float) else value}"
         for name, value in parameters.items()
@@ -111,12 +111,7 @@ def parameters_text(parameters: Mapping[str, Any]) -> str:
 
 
 def sweep_line(status: SweepStatus, best: str) -> str:
-    """Return a sweep on one line.
-
-    Args:
-        status: how it stands.
-        best: what the best trial is called.
-    """
+    """Return a one-line summary of a sweep."""
     parts = [f"{status.running} running", f"{status.done} done", f"{status.cut} cut"]
     parts += [f"{status.failed} failed"] if status.failed else []
     if status.best is not None:
@@ -128,13 +123,13 @@ def sweep_line(status: SweepStatus, best: str) -> str:
 
 
 def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]:
-    """Return rows with one more for each sweep, before its trials that run.
+    """Return the rows with one added row per sweep, before the sweep's running trials.
 
-    Those that have ended are in that row alone.
+    Trials that have ended are left out, as the sweep's row counts them.
 
     Args:
-        rows: of ``job_rows``.
-        ended: whether to keep other jobs that have ended.
+        rows: Rows from ``job_rows``.
+        ended: If True, keep other jobs that have ended.
     """
     sweeps = sweeps_of(rows)
     shown: list[JobRow] = []
@@ -148,7 +143,7 @@ def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]
 
 
 def _sweep_row(trials: Sequence[JobRow]) -> JobRow:
-    """Return one row for all of a sweep's trials."""
+    """Return one row that summarises all of a sweep's trials."""
     assert trials[0].trial is not None, "only trials are grouped"
     status = sweep_status(trials[0].trial.sweep, trials)
     begun = [row.submitted_s for row in trials if row.submitted_s is not None]
@@ -169,7 +164,7 @@ def _sweep_row(trials: Sequence[JobRow]) -> JobRow:
 
 
 def trial_cells(row: JobRow, name: str) -> tuple[str, ...]:
-    """Return a trial's cells under ``TRIAL_COLUMNS``."""
+    """Return a trial's cells, in the order of ``TRIAL_COLUMNS``."""
     score = "" if row.score is None else f"{row.score:.4g}"
     eta = ago(row.eta_s) if row.eta_s is not None and not _has_ended(row) else ""
     workers = str(row.workers) if row.workers else ""

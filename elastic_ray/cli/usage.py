@@ -1,4 +1,4 @@
-"""``elastic-ray usage``: hours and cost of runs, from their files."""
+"""``elastic-ray usage``: hours and cost of runs, computed from their files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from elastic_ray.record.usage import usage as usage_of
 )
 @json_option
 def usage(path: str | None, by: Sequence[str], as_json: bool) -> None:
-    """Show GPU-hours and cost of all runs under STORAGE_PATH, of jobs that run and that have ended.
+    """Show GPU-hours and cost of all runs under STORAGE_PATH, both running and ended.
 
-    The path is that of RunConfig(storage_path); by default Ray's, ~/ray_results. It needs no cluster. Costs are of
-    jobs whose cluster knew prices (AllocatorConfig(autoscaling=Autoscaling(...))).
+    STORAGE_PATH is that of RunConfig(storage_path); the default is Ray's, ~/ray_results. No cluster is needed. Costs
+    are known only for jobs whose cluster had prices (AllocatorConfig(autoscaling=Autoscaling(...))).
     """
     by = by or (DIMENSIONS if as_json else ("user", "tenant"))
     rows, unread = _read(path or os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or os.path.expanduser("~/ray_results"))
@@ -47,7 +47,7 @@ def _cells(row: UsageRow, by: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read(path: str) -> tuple[list[UsageRow], list[str]]:
-    """Return rows of all runs under a path, and remarks on runs that cannot be read."""
+    """Return the usage rows of all runs under a path, and messages about runs that cannot be read."""
     from elastic_ray.checkpoints.run_directory import RunStorage, resolve
     from elastic_ray.observe.page.sources.files import run_folders
 

@@ -1,4 +1,4 @@
-"""``elastic-ray verify``: proofs in a run's files."""
+"""``elastic-ray verify``: checks what a run's files prove about its training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 @click.option("--replay", "step", type=click.IntRange(min=1), metavar="STEP", help="Train the steps around it again.")
 @json_option
 def verify(path: str, step: int | None, as_json: bool) -> None:
-    """Say what the files of RUN prove: groups that began alike, epochs that used each sample once, whole checkpoints.
+    """Check from the files of RUN that groups started alike, epochs used each sample once, checkpoints are complete.
 
     RUN is the run's directory: RunConfig's storage_path/name. Exit code 1 if anything is unproven.
 
-    With --replay STEP the steps from the automatic checkpoint before STEP to the next one are trained again, on another
-    number of workers of the present cluster, and both models are compared. It needs a job that `elastic-ray submit` has
-    started; of others `elastic_ray.replay` does it, which takes the train function.
+    With --replay STEP, the steps from the automatic checkpoint before STEP to the next one are trained again on a
+    different number of workers of the current cluster, and the two models are compared. This requires a job started by
+    `elastic-ray submit`; for other jobs, call `elastic_ray.replay` in Python with the train function.
     """
     from elastic_ray.checkpoints.resumable import find_stored
     from elastic_ray.checkpoints.run_directory import RunStorage, resolve

@@ -1,4 +1,4 @@
-"""``elastic-ray simulate``: on a trace as ``python -m placement.simulator`` does, or on the jobs that run now."""
+"""``elastic-ray simulate``: simulates a trace, like ``python -m placement.simulator``, or the jobs running now."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COLUMNS = ("JOB", "WORKERS", "SAMPLES/S", "ENDS IN", "REASON")
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def simulate(arguments: tuple[str, ...]) -> None:
-    """Simulate: replay a trace (the options of `python -m placement.simulator`), or `--live` the jobs that run now.
+    """Simulate a trace (options as for `python -m placement.simulator`) or, with `--live`, the jobs running now.
 
-    `simulate --live --help` and `simulate --help` list the options of each.
+    `simulate --help` and `simulate --live --help` list the options of each.
     """
     if "--live" in arguments:
         rest = [word for word in arguments if word != "--live"]
@@ -45,10 +45,10 @@ def simulate(arguments: tuple[str, ...]) -> None:
 @click.option("--policy", help="By default the cluster's own.")
 @json_option
 def live(text: str | None, policy: str | None, as_json: bool) -> None:
-    """Show when the jobs that run now will be done, and what they would have on other nodes or under another policy.
+    """Show when the jobs running now will end, and how they would fare on other nodes or under another policy.
 
-    Their own models and declared lengths count; a type of GPU that a job has not been on is taken to be like the one
-    that it knows. All else that jobs ask for (CPUs, memory) counts as plentiful there.
+    The outlook uses the jobs' fitted models and declared lengths. A GPU type on which a job has not run yet is assumed
+    to perform like the type that it knows. Other requested resources (CPUs, memory) are assumed to be plentiful.
     """
     from elastic_ray.cli import cluster
     from placement.errors import InputError
@@ -79,13 +79,13 @@ def live(text: str | None, policy: str | None, as_json: bool) -> None:
 
 
 def row(here: Outlook) -> tuple[str, ...]:
-    """Return the cells of a job as it will continue."""
+    """Return the cells of a job's outlook on the current nodes."""
     reason = " ".join(here.reason.split())
     return here.job, str(here.workers), _rate(here.goodput), _span(here.ends_s), reason
 
 
 def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:
-    """Return the rows of each job, here and there."""
+    """Return the cells of each job's outlook on the current nodes and on the others, such as ``4 -> 8``."""
     return [
         (
             there.job,

@@ -81,7 +81,6 @@ class Bootstrap:
     The server lives in one event loop. If its data is lost, a generation is not formed.
 
     Args:
-        secret: secret of the job.
         is_member: True if a worker belongs to a present or announced generation.
     """
 

@@ -22,10 +22,8 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     formed through it.
 
     Args:
-        caller: the way to the controller.
         timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more, unless the
             store is to :meth:`stay_open`.
-        rank: rank of the member.
         called_off: True once the group is not wanted any more; then nothing is waited for.
     """
 

@@ -6,12 +6,13 @@ one forms in the background while the present one trains, and a broken one can b
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +21,8 @@ import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.connections import Connections
-from elastic_ray.communication.kept_groups import drop_ended_groups, keep_group
+from elastic_ray.communication.connections import Connections, drop_ended_groups, keep_group, refuse_connections
 from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, connect_nccl, has_run, identity_of
-from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.measures import OPERATIONS
 
 _BRIEFLY = timedelta(milliseconds=100)
@@ -49,7 +48,6 @@ class Communicator:
         store: where the ranks find each other; None for a group of one. Once the group is formed, only NCCL
             uses it, where two ranks first send to each other.
         prefix: name of this generation in the store, never used before.
-        rank: rank of this process.
         world_size: number of ranks; with 1 no group is formed.
         timeout_s: longest wait of one collective for a slow peer.
         form_timeout_s: longest wait for all ranks to come and connect.
@@ -83,13 +81,13 @@ class Communicator:
         self._voided = threading.Event()
         self._wake = threading.Event()
         self._gloo: Any = None
-        self._gradients: Any = None
         self._nccl: Any = None
         # bytes that were handed to collectives of either group, by operation; what forms the group is left out. Of a
         # broadcast only the root hands something over, of an all-gather each its own part.
         self.traffic = dict.fromkeys(OPERATIONS, 0)
         self.connections = Connections()  # of both gloo groups
-        self.gradients = GradientGroup(rank, world_size, self._gradient_backend, self._guard, self.traffic)
+        self._gradient_backends: dict[str, Any] = collections.defaultdict(_Closed)  # by type of device
+        self.gradients = GradientGroup(rank, world_size, self._gradient_backends, self._guard, self.traffic)
         if world_size == 1:
             return
         self._store = store  # torch keeps its C++ side only
@@ -101,19 +99,22 @@ class Communicator:
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
-            self._gradients = _form_gloo(gradient_store, rank, world_size, device, until_s)
+            gradients = _form_gloo(gradient_store, rank, world_size, device, until_s)
+            self._gradient_backends.update(cpu=gradients, cuda=gradients)
             self.connections = Connections(set(Connections.of_process()) - others)
             if secret:
                 self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
                 refuse_connections(store.told.values())
                 store.tell_at_once()  # NCCL's first rank tells, and asks for nothing
-            for backend in (self._gloo, self._gradients):
+            for backend in (self._gloo, gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
+                if called_off():
+                    raise CommunicationFailedError(f"{prefix}: the group was called off")
                 forming = begin_nccl(named, rank, world_size, timeout_s)
-                connect_nccl(forming, torch.device("cuda", gpu), until_s, called_off)
-                self._nccl = forming
+                connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
+                self._nccl = self._gradient_backends["cuda"] = forming
                 if isinstance(store, BootstrapStore):
                     store.stay_open()
         except (RuntimeError, ValueError) as error:
@@ -134,7 +135,7 @@ class Communicator:
 
         timeout = timedelta(seconds=max(0.1, min(_MAC_TIMEOUT_S, until_s - time.monotonic())))
         works, mine, theirs = [], [], {}  # gloo reads from what it sends until the work is done
-        for number, backend in enumerate((self._gloo, self._gradients)):
+        for number, backend in enumerate((self._gloo, self._gradient_backends["cpu"])):
             for peer in range(self.world_size):
                 if peer == self.rank:
                     continue
@@ -163,7 +164,8 @@ class Communicator:
         sockets stay until Python looks for cycles, which then takes place in whichever thread comes by.
         """
         self._closed = True
-        self._gloo = self._gradients = self._nccl = None
+        self._gloo = self._nccl = None
+        self._gradient_backends.clear()
 
     @property
     def backend(self) -> str:
@@ -185,7 +187,8 @@ class Communicator:
             joining.join(timeout_s / 2)
 
     def _drop_gloo(self) -> None:
-        self._gloo = self._gradients = None
+        self._gloo = None
+        self._gradient_backends.clear()
         drop_ended_groups()
 
     @property
@@ -315,7 +318,7 @@ class Communicator:
 
         Raises CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
         """
-        if self._nccl is None and self._waited_briefly(work) and not self._voided.is_set():
+        if self.waited_briefly(work):
             return True
         if not work.is_completed():
             now_s = time.monotonic()
@@ -368,14 +371,16 @@ class Communicator:
             self.broken = True
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
-    def _waited_briefly(self, work: Any) -> bool:
+    def waited_briefly(self, work: Any) -> bool:
         """True if gloo's own wait saw success. It is the cheapest wait, but cannot be called off, so it is short."""
+        if self._nccl is not None:
+            return False
         try:
             work.wait(_BRIEFLY)
         except RuntimeError:
             return False  # a wait that times out leaves the operation as it is
         self.last_used_s = time.monotonic()
-        return True
+        return not self._voided.is_set()
 
     def _block(self, work: Any, until_s: float, deadline: float) -> bool:
         """Wait for an operation until it has ended; False where ``until_s`` has come first."""
@@ -407,18 +412,17 @@ class Communicator:
     def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """Carry an operation out, unless the generation was called off; Torch's errors become ours."""
         if self._voided.is_set() or self._closed:
-            raise CommunicationFailedError("the generation was called off")
+            raise self._failure("the generation was called off")
         try:
             self.last_used_s = time.monotonic()
             return operation(*arguments)
         except RuntimeError as error:
             self.broken = True
-            raise CommunicationFailedError(str(error).split("\n", 1)[0]) from error
+            raise self._failure(str(error).split("\n", 1)[0]) from error
 
-    def _gradient_backend(self, tensor: torch.Tensor) -> Any:
-        if self._closed:
-            raise CommunicationFailedError("the generation was called off")
-        return self._nccl if tensor.is_cuda and self._nccl is not None else self._gradients
+    def _failure(self, cause: str) -> CommunicationFailedError:
+        """Return the error of an operation that could not be started."""
+        return CommunicationFailedError(cause)
 
     def _backend(self, tensor: torch.Tensor) -> Any:
         return self._nccl if tensor.is_cuda and self._nccl is not None else self._gloo
@@ -454,7 +458,6 @@ class StagedTransfer:
     """A transfer under way, for ``Communicator.wait_all``.
 
     Args:
-        work: gloo's.
         host: what it reads or writes; kept until the transfer is forgotten.
         into: where that goes once it has come; None for what is sent.
     """
@@ -484,14 +487,19 @@ def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) ->
     return StagedTransfer(backend.recv([host], source, tag), host, tensor)
 
 
+class _Closed:
+    """Backend of a closed group: ``Communicator._guard`` refuses before it calls anything of it."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class GradientGroup:
     """Collectives of the gradient group, which only synchronisation uses; a group of one rank starts none.
 
     The works are for ``Communicator.wait``.
 
     Args:
-        gloo: backend for CPU tensors.
-        nccl: backend for CUDA tensors; None where gloo carries them, too.
         guard: carries an operation out unless the generation was called off, and turns errors into
             ``CommunicationFailedError``.
         traffic: bytes handed to them, by operation; counted up.
@@ -501,22 +509,22 @@ class GradientGroup:
         self,
         rank: int,
         world_size: int,
-        backend: Callable[[torch.Tensor], Any],
+        backends: Mapping[str, Any],
         guard: Callable[..., Any],
         traffic: dict[str, int],
     ) -> None:
-        self.rank, self.world_size, self._backend, self._guard = rank, world_size, backend, guard
+        self.rank, self.world_size, self._backends, self._guard = rank, world_size, backends, guard
         self._traffic = traffic
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Sum the tensor over all ranks, in place."""
         self._traffic["all_reduce"] += tensor.nbytes
-        return self._guard(self._backend(tensor).allreduce, [tensor])
+        return self._guard(self._backends[tensor.device.type].allreduce, [tensor])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
         self._traffic["all_gather"] += tensor.nbytes
-        return self._guard(self._backend(tensor)._allgather_base, output, tensor)
+        return self._guard(self._backends[tensor.device.type]._allgather_base, output, tensor)
 
     def all_to_all(
         self,
@@ -535,18 +543,68 @@ class GradientGroup:
         # Without splits torch calls ncclAlltoAll, and takes "in progress", as it is without blocking, for an error.
         into = list(output_splits) or [len(output) // self.world_size] * self.world_size
         out = list(input_splits) or [len(tensor) // self.world_size] * self.world_size
-        return self._guard(self._backend(tensor).alltoall_base, output, tensor, into, out, options)
+        return self._guard(self._backends[tensor.device.type].alltoall_base, output, tensor, into, out, options)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
         self._traffic["reduce"] += tensor.nbytes
         options = dist.ReduceOptions()
         options.rootRank = root
-        return self._guard(self._backend(tensor).reduce, [tensor], options)
+        return self._guard(self._backends[tensor.device.type].reduce, [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Rank ``root``'s tensor, in place."""
         self._traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._guard(self._backend(tensor).broadcast, [tensor], options)
+        return self._guard(self._backends[tensor.device.type].broadcast, [tensor], options)
+
+
+# ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
+# for this long after its last possible operation.
+_RETIRED_GRACE_S = 5.0
+
+
+class RetiredCommunicators:
+    """Drops groups that are out of use: a healthy one at once, a broken one when its last operation has timed out.
+
+    Dropping a gloo group joins its threads, which takes tens of milliseconds: a thread of its own does it, so that no
+    step waits. It lives as long as there is something to drop.
+    """
+
+    def __init__(self) -> None:
+        self._retired: list[tuple[float, Communicator]] = []
+        self._news = threading.Condition()
+        self._dropping: threading.Thread | None = None
+
+    def retire(self, communicator: Communicator) -> None:
+        """Retire a communicator; returns at once."""
+        grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
+        with self._news:
+            self._retired.append((time.monotonic() + grace_s, communicator))
+            self._news.notify_all()
+            if self._dropping is None:
+                self._dropping = threading.Thread(target=self._drop, name="retired-groups", daemon=True)
+                self._dropping.start()
+
+    def drop_healthy(self, timeout_s: float) -> None:
+        """Wait until every healthy group has been dropped."""
+        with self._news:
+            self._news.wait_for(lambda: all(each.broken or each.voided for _, each in self._retired), timeout_s)
+
+    def _drop(self) -> None:
+        """Drop one after the other when its time has come, until there is none left."""
+        while True:
+            with self._news:
+                if not self._retired:
+                    self._dropping = None
+                    return
+                until_s, communicator = min(self._retired, key=lambda each: each[0])
+                if until_s > time.monotonic():
+                    self._news.wait(until_s - time.monotonic())
+                    continue
+            communicator.close()
+            drop_ended_groups()
+            with self._news:
+                self._retired = [each for each in self._retired if each[1] is not communicator]
+                self._news.notify_all()

@@ -1,14 +1,17 @@
-"""TCP statistics of a group's connections: how long they were sending (Linux; no torch, no Ray)."""
+"""A group's TCP connections and how long they were sending (Linux); groups that are kept, and none (no torch)."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import socket
 import struct
 import sys
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterable
+from typing import Any
 
 Connection = tuple[int, int]
 """A descriptor and the number of the socket behind it, by which another one in its place is told apart."""
@@ -76,3 +79,76 @@ def _sending_s(descriptor: int) -> float:
         return 0.0
     busy_us, full_us = _BUSY.unpack_from(told.raw, _BUSY_AT)
     return max(0.0, float(busy_us - full_us) * 1e-6)
+
+
+_KEPT: list[tuple[Any, Any]] = []  # operations, and their groups
+_KEEPING = threading.Lock()
+
+
+def keep_group(work: Any, group: Any) -> None:
+    """Keep a group until a started operation of it has ended."""
+    drop_ended_groups()
+    with _KEEPING:
+        _KEPT.append((work, group))
+
+
+def drop_ended_groups() -> None:
+    """Release groups whose operations have ended."""
+    with _KEEPING:
+        ended = [each for each in _KEPT if each[0].is_completed()]
+        _KEPT[:] = [each for each in _KEPT if each not in ended]
+    del ended  # joins their threads, which nobody else is to wait for
+
+
+class NoGroup:
+    """Placeholder that raises RuntimeError on any use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the session has not entered a generation yet, or has left the last one")
+
+
+logger = logging.getLogger(__name__)
+
+_SO_ATTACH_FILTER = 26
+_RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole program: take 0 bytes of any packet
+
+
+def refuse_connections(told: Iterable[bytes]) -> int:
+    """Have the kernel drop new connections to the published sockets on which this process listens.
+
+    gloo listens for as long as a group lasts, though all have connected: strangers' connections would take up its
+    file descriptors, and what they send would be looked at. The connections that there are continue.
+
+    Args:
+        told: values that peers received; in them gloo writes a socket's address as the kernel has it.
+
+    Returns the number of sockets found.
+    """
+    if not sys.platform.startswith("linux"):
+        return 0
+    addresses = list(told)
+    closed = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is gone again
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                closed += _close(int(name), addresses)
+    return closed
+
+
+def _close(descriptor: int, told: list[bytes]) -> bool:
+    """Close a listening socket at a published address to new connections; True if the descriptor is one."""
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        if listener.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        host, port = listener.getsockname()[:2]
+        address = struct.pack("!H", port)
+        if listener.family == socket.AF_INET6:
+            address += bytes(4)  # its flow
+        address += socket.inet_pton(listener.family, host.partition("%")[0])
+        if not any(address in each for each in told):
+            return False
+        program = ctypes.create_string_buffer(_RETURN_NOTHING, len(_RETURN_NOTHING))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+        return True

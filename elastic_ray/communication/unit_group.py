@@ -36,9 +36,7 @@ class UnitGroup:
     """Fixed group of the workers of one unit, on one node; they find each other through a file of their user's.
 
     Args:
-        place: where this worker stands in it.
         cuda: whether the default group is for CUDA tensors, too.
-        timeout_s: longest wait for the others.
 
     Raises UnitLostError: the others did not come.
     """
@@ -117,10 +115,6 @@ class UnitCommunicator(Communicator):
 
     Within a backward pass the workers of a unit may be at different places, as stages of a pipeline are: there each
     continues by itself, and the unit agrees on what became of it before the optimizer steps.
-
-    Args:
-        unit: of this worker.
-        args, options: as of ``Communicator``.
     """
 
     def __init__(self, unit: UnitGroup, *args: Any, **options: Any) -> None:
@@ -155,17 +149,12 @@ class UnitCommunicator(Communicator):
         with self._agreeing():
             super().wait_all(works, batched)
 
-    def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        return self._failing_together(super()._guard, operation, *arguments)
+    def waited_briefly(self, work: Any) -> bool:
+        """True if a short wait saw success; where the unit agrees on each wait, :meth:`wait` is the one to ask."""
+        return (self._alone or torch._C._current_graph_task_id() != -1) and super().waited_briefly(work)
 
-    def _gradient_backend(self, tensor: torch.Tensor) -> Any:
-        return self._failing_together(super()._gradient_backend, tensor)
-
-    def _failing_together(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        """Carry an operation out; returns its result. If it fails, the other workers of the unit hear of it."""
-        try:
-            return operation(*arguments)
-        except CommunicationFailedError:
-            if not self._alone and torch._C._current_graph_task_id() == -1:
-                self._unit.agree(False)  # the others have come to wait for theirs
-            raise
+    def _failure(self, cause: str) -> CommunicationFailedError:
+        """Return the error of an operation that could not be started, of which the unit's other workers hear."""
+        if not self._alone and torch._C._current_graph_task_id() == -1:
+            self._unit.agree(False)  # the others have come to wait for theirs
+        return super()._failure(cause)

@@ -192,7 +192,7 @@ class Announcer:
         self.communicator.keep_for(self._work)
         return self._work, self._tensor
 
-    def check_same_step(self, tags: Sequence[float], note: int = 0) -> bool:
+    def check_same_step(self, tags: Sequence[float], note: int) -> bool:
         """True if all ranks have read the same data, where all have reduced gradients of the same step.
 
         Args:
@@ -220,7 +220,6 @@ class Announcer:
         """Return a tag and its square, which each rank adds to a reduction; exact in float32.
 
         Args:
-            loader_steps: that it has committed.
             sample_tag: of what all ranks read alike for this one.
         """
         tag = float((loader_steps + sample_tag) % _TAGS)

@@ -117,8 +117,6 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
     """Return what the ranks are about to do as the text of an error; by rank, with the committed steps of each.
 
     Args:
-        codes: of what they have announced.
-        loader_steps: that they have committed.
         strategies: of their gradients, as far as that is known; else empty.
     """
     doing: dict[str, list[int]] = {}
@@ -142,14 +140,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the error text of a rank about to begin a step after which another rank's training has ended.
-
-    Args:
-        rank: the one that has returned.
-        steps: of all loaders that it has committed.
-        other: a rank that continues.
-        others_steps: that this one has committed.
-    """
+    """Return the error text of a rank about to begin a step after which another rank's training has ended."""
     return (
         f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
         f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
@@ -171,7 +162,6 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
     Args:
         notes: by rank, 1 of those that have.
-        step: of all loaders counted.
     """
     doing: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):

@@ -82,8 +82,6 @@ class SaveAgreement:
         """Return this rank's ballot for the sums; exact in float64.
 
         Args:
-            rank: of this worker.
-            world_size: ranks of the group.
             divided: whether state lies with several ranks; equal on all.
             now: as for ``PartSaver.readiness``.
         """
@@ -100,8 +98,6 @@ class SaveAgreement:
 
         Args:
             sums: of the ballots over all ranks.
-            rank: of this worker.
-            world_size: ranks of the group.
             now: as for :meth:`ballot`.
         """
         divided, high, low, not_yet, never = (round(each) for each in sums)

@@ -23,7 +23,6 @@ class UnitWishes:
         unit: the workers that are to know alike.
 
     Attributes:
-        prepared_ahead, wanted_batch, critical_batch, stop_requested, preempting: as of ``WorkerMembership``.
         voided: the present group was called off.
         measured: by position, number of parameter groups whose statistics were taken.
     """

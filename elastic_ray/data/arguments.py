@@ -1,4 +1,4 @@
-"""Arguments of an ``AdaptiveDataLoader``, also in the form of a torch DataLoader (torch)."""
+"""Arguments of an ``AdaptiveDataLoader``, given directly or read from a torch DataLoader (torch)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _SHOWN: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderArguments:
-    """Arguments of a loader with the meaning they have in torch's DataLoader, except for the global batch.
+    """Arguments of a loader, with the same meaning as in torch's DataLoader, except that ``batch_size`` is global.
 
-    Raises TypeError, ValueError: arguments that exclude each other.
+    Raises TypeError, ValueError: the arguments are invalid or contradict each other.
     """
 
     dataset: Any
@@ -75,7 +75,7 @@ class LoaderArguments:
             self._check_stream()
 
     def _check_batch_sampler(self) -> None:
-        """Raise ValueError for what a batch sampler excludes."""
+        """Raise ValueError if an argument is incompatible with ``batch_sampler``."""
         if not self.whole_batches:
             raise ValueError(
                 "batch_sampler cannot be set on an AdaptiveDataLoader that trains: the batch size changes with the "
@@ -87,7 +87,7 @@ class LoaderArguments:
             )
 
     def _check_stream(self) -> None:
-        """Raise ValueError for what an iterable dataset excludes."""
+        """Raise ValueError if an argument is incompatible with an iterable dataset."""
         given = {
             "num_workers": self.num_workers,
             "sampler": self.sampler is not None,
@@ -106,9 +106,9 @@ class LoaderArguments:
             raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")
 
     def shown(self, name: str) -> Any:
-        """Return the value that a DataLoader with these arguments shows under `name`.
+        """Return the value that a DataLoader with these arguments has for its attribute `name`.
 
-        Raises AttributeError: it has no such attribute.
+        Raises AttributeError: a DataLoader has no such attribute.
         """
         if name == "sampler" and self.sampler is None:
             if isinstance(self.dataset, IterableDataset):
@@ -121,16 +121,12 @@ class LoaderArguments:
         raise AttributeError(f"'AdaptiveDataLoader' object has no attribute {name!r}")
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of the ``AdaptiveDataLoader`` that has these."""
+        """Return these arguments as keyword arguments for ``AdaptiveDataLoader``."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**own.pop("options"), **own}
 
     def facts(self, *, drop_last: bool) -> dict[str, Any]:
-        """Return the facts that all ranks must share to cut the same batches, as plain values by name.
-
-        Args:
-            drop_last: also as a sampler has it.
-        """
+        """Return the settings that must agree on all ranks for equal batches, as plain values keyed by name."""
         samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         return {
             "drop_last": drop_last,
@@ -147,18 +143,17 @@ class LoaderArguments:
 
     @property
     def shuffles(self) -> bool:
-        """True if each epoch has a new order: by default, except for whole batches."""
+        """True if each epoch has a new order: the default, except with ``whole_batches``."""
         return (not self.whole_batches) if self.shuffle is None else self.shuffle
 
 
 def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
-    """Return the samples of each worker under ``scale_with_workers``.
+    """Return the number of samples per worker under ``scale_with_workers``.
 
     Args:
-        given: the arguments of the loader.
-        plain: whether ``batch_size`` is one number, and no batch of tokens is declared.
+        plain: True if ``batch_size`` is a single number and ``batch_tokens`` is not given.
 
-    Raises ValueError: another argument decides the batch.
+    Raises ValueError: another argument decides the batch size.
     """
     if not plain or given.whole_batches:
         other = "whole_batches" if given.whole_batches else "a ramp of batch_size, or batch_tokens"
@@ -167,14 +162,13 @@ def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:
 
 
 def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderArguments:
-    """Return the arguments of the DataLoader that was given as dataset.
+    """Return the loader arguments that reproduce the torch DataLoader given as ``dataset``.
 
     Args:
-        given: what an ``AdaptiveDataLoader`` was given.
-        batch_size: the global batch size in place of the DataLoader's own.
+        batch_size: global batch size that replaces the DataLoader's own; None keeps the DataLoader's.
 
-    Raises ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs
-    into it.
+    Raises ValueError: the DataLoader's batches cannot be divided among ranks, or an argument was given that must be set
+    on the DataLoader instead.
     """
     loader: DataLoader[Any] = given.dataset
     own = {"dataset", "whole_batches", "on_epoch"}
@@ -212,7 +206,7 @@ def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderA
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the further options that a DataLoader was made with."""
+    """Return the remaining options with which a DataLoader was created."""
     options = {name: getattr(loader, name) for name in _TAKEN_OVER}
     if options["collate_fn"] is default_collate:
         del options["collate_fn"]
@@ -228,7 +222,7 @@ def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:
-    """Return the order that a sampler stands for: torch's own are its way to say shuffle=True or False."""
+    """Return the order arguments equivalent to a sampler: torch's own two samplers become shuffle=True or False."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
@@ -242,7 +236,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def describe_sample(dataset: Any) -> str:
-    """Describe a dataset's samples, as far as possible without loading one (it may be slow, or draw random numbers)."""
+    """Describe a dataset's samples without loading one, which may be slow or draw random numbers."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     tensors = getattr(dataset, "tensors", ())
@@ -251,7 +245,7 @@ def describe_sample(dataset: Any) -> str:
 
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return how long samples seem to be, where the loop is to count them; None where that cannot be told."""
+    """Return the mean length of a few samples if the loop counts tokens; None if it does not, or no length is found."""
     if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
         return None
     if not isinstance(dataset, Sized):

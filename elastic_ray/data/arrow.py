@@ -1,4 +1,4 @@
-"""Parquet files of any size as a map-style dataset, local or in any store that pyarrow or fsspec knows."""
+"""Parquet files of any size as a map-style dataset, on local disk or any store that pyarrow or fsspec supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pyarrow.fs
 
 from elastic_ray.data import sharding
-from elastic_ray.data.permutation import Indices, Permutation, positions
+from elastic_ray.data.sharding import Indices, Permutation, positions
 
 Row = dict[str, Any]
 Source = str | os.PathLike[str]
@@ -29,23 +29,22 @@ _FILES_OPEN = 64  # footers kept per process, some kB to MB each
 class ArrowDataset:
     """Rows of Parquet files, numbered file by file, read one row group at a time.
 
-    Only footers are read at construction; rows come from a cache of row groups, the least recently used is
-    dropped. Memory, per process that reads (the training process, or each DataLoader worker): at most
-    `cache_row_groups` row groups of the chosen columns. Pickling, and a fork into DataLoader workers, carry
-    neither the cache nor handles.
+    Only footers are read at construction. Rows come from a cache of row groups, which evicts the least recently used.
+    Memory per reading process (the training process, or each DataLoader worker): at most `cache_row_groups` row groups
+    of the chosen columns. Neither the cache nor open handles survive pickling or a fork into DataLoader workers.
 
-    A row is a dict from column to value: NumPy scalars for numbers and booleans; NumPy arrays for lists of
-    them, of fixed or varying length, and fixed-shape tensors; Python values for everything else (strings,
-    bytes, timestamps, structs); None for null. Torch's default collate takes the first three.
+    A row is a dict from column to value: NumPy scalars for numbers and booleans; NumPy arrays for lists of numbers or
+    booleans (of fixed or varying length) and for fixed-shape tensors; Python values for everything else (strings,
+    bytes, timestamps, structs); None for null. Torch's default collate accepts the first three.
 
-    Shuffled (`epoch_order`), row groups are used in random order, `buffer_row_groups` at a time, and rows in
-    random order among those. The wider the buffer, the closer to a full shuffle.
+    When shuffled (`epoch_order`), row groups are used in random order, `buffer_row_groups` at a time, and the rows of
+    those row groups are shuffled together. The larger the buffer, the closer to a full shuffle.
 
     Attributes:
-        locality: tells the loader to sort a step's indices before it shares them out, so that each rank reads
-            only some of the row groups at hand. The global batch stays the same set; but within it, a rank's
-            rows come from the same few row groups, so rows that differ systematically from group to group (a
-            file sorted by label) should be shuffled once when written.
+        locality: makes the loader sort a step's indices before dividing them among the ranks, so that each rank reads
+            only some of the row groups. The global batch is the same set of samples, but within it a rank's rows come
+            from the same few row groups. If rows differ systematically between groups (a file sorted by label), shuffle
+            them once when writing the files.
 
     Examples:
         >>> import tempfile, pyarrow as pa, pyarrow.parquet as pq
@@ -72,18 +71,18 @@ class ArrowDataset:
         """Read the footers of all files.
 
         Args:
-            source: a Parquet file, a directory (all *.parquet and *.pq below it, and its key=value folders as
-                columns), a list of either, or URIs such as s3://bucket/data; paths within `filesystem` if
-                given.
+            source: a Parquet file, a directory, a list of either, or URIs such as s3://bucket/data; paths on
+                `filesystem` if given. A directory stands for all *.parquet and *.pq files below it; a single one may
+                have key=value folders, which become columns.
             columns: columns to read; all by default.
-            filesystem: a `pyarrow.fs.FileSystem` or an fsspec one; found from `source` by default.
-            buffer_row_groups: row groups among which rows are shuffled, >= 1.
-            cache_row_groups: row groups kept in memory, >= buffer_row_groups.
-            transform: applied to each row.
+            filesystem: a `pyarrow.fs.FileSystem` or an fsspec file system; derived from `source` by default.
+            buffer_row_groups: number of row groups whose rows are shuffled together, >= 1.
+            cache_row_groups: number of row groups kept in memory, >= buffer_row_groups.
+            transform: function applied to each row; None returns rows unchanged.
 
         Raises:
-            FileNotFoundError: a path that does not exist, or no Parquet file.
-            ValueError: no rows, an unknown column or URI scheme, a file that is not Parquet, sizes out of
+            FileNotFoundError: a path does not exist, or a directory holds no Parquet file.
+            ValueError: there are no rows, a column or URI scheme is unknown, a file is not Parquet, or a size is out of
                 range.
         """
         _check_sizes(buffer_row_groups, cache_row_groups)
@@ -114,11 +113,11 @@ class ArrowDataset:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """Return the row at `index`, -len..len-1."""
+        """Return the row at `index`, which must be in -len..len-1."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the rows at `indices`, in their order; torch's DataLoader calls this once per batch."""
+        """Return the rows at `indices`, in the given order; torch's DataLoader calls this once per batch."""
         wanted = np.asarray(indices, dtype=np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -134,21 +133,21 @@ class ArrowDataset:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of a row."""
+        """Names of the columns of a row."""
         return self._columns
 
     @property
     def row_groups(self) -> int:
-        """Row groups in all files that have any rows."""
+        """Number of non-empty row groups in all files."""
         return len(self._groups)
 
     def told_of_files(self) -> list[tuple[str, int]]:
-        """Return the path and first row of each row group, to compare datasets without reading one."""
+        """Return the path and first row number of each row group, for comparing datasets without reading rows."""
         firsts = self._starts[:-1].tolist()
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
 
     def epoch_order(self, seed: int, epoch: int) -> WindowedOrder:
-        """Return row groups in random order, rows in random order within each window of them."""
+        """Return the epoch's order: row groups shuffled, then rows shuffled within each window of row groups."""
         key = sharding.epoch_key(seed=seed, epoch=epoch)
         shuffled = Permutation(samples=len(self._groups), key=key)[:]
         count = -(-len(shuffled) // self._buffer_row_groups)
@@ -156,7 +155,7 @@ class ArrowDataset:
         return WindowedOrder(self._starts, np.array_split(shuffled, count), key=key)
 
     def read_row_group(self, group: int) -> pa.Table:
-        """Read row group `group` of `row_groups` from its file, past the cache."""
+        """Read row group number `group` (of `row_groups`) from its file, bypassing the cache."""
         file, number = self._groups[group]
         piece = self._fragment(file).subset(row_group_ids=[number])
         table = piece.to_table(schema=self._schema, columns=list(self._columns), use_threads=False)
@@ -194,9 +193,7 @@ class WindowedOrder:
     """Order of rows by windows of row groups, random within each window; computed on demand.
 
     Args:
-        starts: first row of each row group, and the number of rows.
-        windows: the row groups of each window.
-        key: of the random order.
+        starts: first row number of each row group, followed by the total number of rows.
     """
 
     def __init__(self, starts: Indices, windows: Sequence[Indices], *, key: str) -> None:
@@ -208,7 +205,7 @@ class WindowedOrder:
         return int(self._ends[-1])
 
     def __getitem__(self, part: slice | Indices) -> Indices:
-        """Return the rows at some positions."""
+        """Return the row numbers at the given positions."""
         wanted = positions(part, len(self))
         numbers = np.searchsorted(self._ends, wanted, side="right")
         rows = np.empty_like(wanted)
@@ -269,7 +266,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _row_groups(fragments: Sequence[Any]) -> tuple[list[tuple[int, int]], Indices]:
-    """Return all (file, row group) that have rows, the number of each one's first row, and the total."""
+    """Return the (file, row group) pairs that have rows, and the first row number of each, followed by the total."""
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
         footers = list(pool.map(lambda fragment: [(g.id, g.num_rows) for g in fragment.row_groups], fragments))
     found = [(file, number, rows) for file, footer in enumerate(footers) for number, rows in footer if rows]
@@ -278,7 +275,7 @@ def _row_groups(fragments: Sequence[Any]) -> tuple[list[tuple[int, int]], Indice
 
 
 def _find(source: Source | Sequence[Source], filesystem: Any) -> tuple[Any, list[str], str | None]:
-    """Return the file system, the paths of all files in it, and the directory they are relative to if any."""
+    """Return the file system, the paths of all files, and the base directory if `source` is a single directory."""
     sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     if not sources:
         raise FileNotFoundError("source must name at least 1 file, but is an empty list")
@@ -302,7 +299,7 @@ def _find(source: Source | Sequence[Source], filesystem: Any) -> tuple[Any, list
 
 
 def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
-    """Return Parquet files below a directory, in order; raises FileNotFoundError where there is none."""
+    """Return the Parquet files below a directory, sorted; raises FileNotFoundError if there are none."""
     below = [
         info.path
         for info in filesystem.get_file_info(pa.fs.FileSelector(path, recursive=True))
@@ -319,7 +316,7 @@ def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
 
 
 def _resolve(source: str, filesystem: Any) -> tuple[Any, str]:
-    """Return the file system and path on it; raises TypeError or ValueError for an unknown one."""
+    """Return a source's file system and path; raises TypeError or ValueError if the file system is unknown."""
     if filesystem is not None:
         if isinstance(filesystem, pa.fs.FileSystem):
             return filesystem, source
@@ -336,7 +333,7 @@ def _resolve(source: str, filesystem: Any) -> tuple[Any, str]:
 
 
 def _through_fsspec(source: str, unknown: Exception) -> tuple[Any, str]:
-    """Return the file system and path of a source whose scheme only fsspec knows."""
+    """Return the file system and path of a source whose URI scheme only fsspec supports."""
     try:
         import fsspec
 

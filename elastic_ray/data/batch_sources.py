@@ -1,4 +1,4 @@
-"""Source of a loader's batches, by its arguments (torch)."""
+"""Choice of a loader's batch source from its arguments (torch)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import functools
 from torch.utils.data import IterableDataset
 
 from elastic_ray.data.arguments import LoaderArguments
-from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StreamBatches
+from elastic_ray.data.batches import (
+    BatchSamplerOrder,
+    BatchSource,
+    BringsBatches,
+    Fetching,
+    MapBatches,
+    StreamBatches,
+    WholeBatches,
+)
 from elastic_ray.data.order import EpochOrder, order_for
-from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 
 
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
-    """Return batches of a loader.
+    """Return the source of a loader's batches.
 
     Args:
-        seed: of its order.
-        drop_last: whether a tail shorter than a batch is left out.
+        seed: seed of the sample order.
+        drop_last: whether a last batch that is too short is dropped.
 
-    Raises ValueError: nothing would be left of an epoch.
+    Raises ValueError: dropping the last batch would leave no batch in an epoch.
     """
     if isinstance(given.dataset, BringsBatches):
         return given.dataset.batch_source(given.options.get("collate_fn"))
@@ -46,7 +53,7 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
 
 
 def order_of(given: LoaderArguments) -> EpochOrder:
-    """Return the order of the dataset's samples, as it is now."""
+    """Return the sample order for the dataset at its current length."""
     if given.batch_sampler is not None:
         return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
     return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)

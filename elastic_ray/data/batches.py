@@ -1,11 +1,11 @@
-"""SHELL over torch's DataLoader: fetches the batches of one rank, whatever group it belongs to by then."""
+"""SHELL over torch's DataLoader: fetches one rank's batches, however the group changes during a pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,11 +15,20 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared_items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, digest
-from elastic_ray.data.permutation import Order
-from elastic_ray.data.sharding import can_switch, rank_slices, split, step_size
-from elastic_ray.data.shares import Shares
+from elastic_ray.data.private_random import PrivateRandom
+from elastic_ray.data.sharding import (
+    Indices,
+    Order,
+    Shares,
+    batch_ends,
+    can_switch,
+    rank_slices,
+    split,
+    step_size,
+    whole_step,
+)
 from elastic_ray.state.generators import Generators
-from elastic_ray.state.proof import BITS, sample_hashes
+from elastic_ray.state.progress import BITS, sample_hashes
 
 _SHOWN = 4  # of an order, in errors
 # Indices of some steps are computed together: for so few as one has, NumPy's calls cost more than the work.
@@ -28,18 +37,16 @@ _CHUNK = 1 << 20
 
 
 class StepSplit:
-    """Division of the next steps among ranks; equal on all ranks except for ``rank``.
+    """Division of the coming steps among ranks; equal on all ranks except for ``rank`` and ``shard``.
 
     Args:
-        batch_size: samples of a step.
-        micro_steps: micro-batches of each rank.
-        drop_last: leave out a last step smaller than the batch.
-        shares: of ranks that do not take equally many.
-        halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
-        least: fewest samples of a rank's micro-batch, where the step has as many for each rank.
-        owed: samples of the first step from here, if its update is in the model and only its end was lost; else 0.
-        shard, shards: which part of the rank's samples this worker reads, and of how many equal ones, in a unit whose
-            workers share them out.
+        drop_last: drop a last step smaller than the batch.
+        shares: weights for an unequal division among the ranks; None divides equally.
+        halving: selects the steps that a lone rank splits into two halves to measure gradient noise; None for none.
+        least: fewest samples in a rank's micro-batch, if the step has that many for each rank.
+        owed: size of the first step if its update is already in the model and only its commit was lost; otherwise 0.
+        shard: index of the part of the rank's samples that this worker reads, if the workers of a unit divide them.
+        shards: number of equal parts into which the rank's samples are divided.
     """
 
     __slots__ = (
@@ -84,24 +91,24 @@ class StepSplit:
         self._slices: dict[tuple[int, int], list[slice]] = {}
 
     def begin(self, position: int, steps: int) -> None:
-        """Count steps from here: at ``position`` of the pass so many are committed. What comes is read ahead by it."""
+        """Set the starting point for counting steps: ``steps`` are committed at ``position`` of the pass."""
         if self._first[0] >= 0:  # of another pass, or after a nested one
             self.owed = 0
         self._first = position, steps
 
     def step_at(self, position: int) -> int:
-        """Return the number of committed steps when the pass comes to ``position``."""
+        """Return the number of committed steps at the time the pass reaches ``position``."""
         begin, steps = self._first
         return steps + (position - begin) // max(self.batch_size, 1)
 
     def micro_steps_at(self, position: int, count: int) -> int:
-        """Return how many micro-batches each rank takes in the step of ``count`` samples at ``position``."""
+        """Return the number of micro-batches per rank in the step of ``count`` samples at ``position``."""
         if self.halving is None or self.micro_steps > 1:
             return self.micro_steps
         return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Return the samples of the step at ``position``; 0 at the end. Of fewer than the ranks some have none."""
+        """Return the size of the step at ``position``; 0 at the end. Below the world size, some ranks get nothing."""
         if self.owed and position == self._first[0]:
             return self.owed
         each = self.shards
@@ -118,11 +125,11 @@ class StepSplit:
         )
 
     def owed_at(self, position: int) -> int:
-        """Return the samples that the step at ``position`` must have; 0 for as many as its size gives it."""
+        """Return the size that the step at ``position`` must have; 0 if its size is not prescribed."""
         return self.owed if position == self._first[0] else 0
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
-        """Return the samples of each rank and micro-step in the step at ``position``; not to be changed."""
+        """Return the samples of each rank and micro-step in the step at ``position``; not to be modified."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._sizes:
             parts = split(
@@ -136,14 +143,14 @@ class StepSplit:
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
-        """Return this rank's part of that step in each micro-step; empty where it has no sample."""
+        """Return this rank's slice of the step at ``position`` for each micro-step; empty without samples."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])
         return self._slices[key]
 
     def slices_of(self, rank: int, count: int, micro_steps: int) -> list[slice]:
-        """Return a rank's part of a step of ``count`` samples in each micro-step."""
+        """Return the slices of `rank` in a step of ``count`` samples, one for each micro-step."""
         found = rank_slices(
             count // self.shards,
             rank=rank,
@@ -155,11 +162,11 @@ class StepSplit:
         return [slice(each.start * self.shards, each.stop * self.shards) for each in found]
 
     def steps_to_come(self, position: int, total: int, most: int) -> list[int]:
-        """Return the samples of the steps from ``position`` on, at most ``most``."""
+        """Return the sizes of the next steps from ``position`` on, at most ``most`` of them."""
         return [len(step) for step in itertools.islice(_steps(position, total, self), most)]
 
     def own(self, indices: list[int]) -> list[int]:
-        """Return what this worker reads of its rank's samples."""
+        """Return the part of its rank's indices that this worker reads."""
         size = len(indices) // self.shards
         return indices if self.shards == 1 else indices[self.shard * size : (self.shard + 1) * size]
 
@@ -182,39 +189,39 @@ class BatchSource(Protocol):
     """Protocol of a source of one rank's batches, which a loader reads."""
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """(Re)start at ``position`` of the epoch: at a pass's beginning, and when group or batch have changed."""
+        """(Re)start at ``position`` of the epoch: when a pass starts, or the group or batch has changed."""
 
     def end(self) -> None:
         """End the pass."""
 
     def close(self) -> None:
-        """Close the source at the run's end."""
+        """Close the source at the end of the run."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``; called again for one that was voided."""
+        """Return the step at ``position``; called again if the step was voided."""
 
     def commit(self) -> None:
-        """Commit the step, whose samples were used."""
+        """Mark the step's samples as used."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the facts that all ranks must share to use each sample of the epoch once, as plain values by name."""
+        """Return the values, keyed by name, that must agree on all ranks to use each sample exactly once."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` may start at ``position``, with ``total`` samples in the pass."""
+        """True if a group of ``world_size`` ranks may start at ``position`` of a pass with ``total`` samples."""
 
 
 @runtime_checkable
 class BringsBatches(Protocol):
-    """Iterable dataset that divides its samples among the ranks by itself."""
+    """Protocol of an iterable dataset that divides its samples among the ranks itself."""
 
     known_rows: int | None  # samples of an epoch; None where they are not known
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> BatchSource:
-        """Return the source of a loader's batches, with the user's ``collate_fn``."""
+        """Return the dataset's batch source, which applies the user's ``collate_fn``."""
 
 
 class _PlannedBatches:
-    """A batch sampler whose plan can be changed between two iterations of the DataLoader that it feeds."""
+    """A batch sampler whose plan can be replaced between two iterations of its DataLoader."""
 
     def __init__(self) -> None:
         self._plan: Callable[[], Iterator[tuple[int, list[int]]]] = lambda: iter(())
@@ -222,11 +229,11 @@ class _PlannedBatches:
         self._tells_epochs = False
 
     def tell_epochs(self) -> None:
-        """Give every batch its epoch along."""
+        """Attach the epoch and position to every batch of indices."""
         self._tells_epochs = True
 
     def plan(self, epoch: int, batches: Callable[[], Iterator[tuple[int, list[int]]]]) -> None:
-        """Read the batches of an epoch from here, each with the position of its first sample."""
+        """Set the batches to draw from now on; ``batches`` yields each one with the position of its first sample."""
         self._epoch, self._plan = epoch, batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -248,13 +255,12 @@ class Fetching:
 
 
 class MapBatches:
-    """Batches of a map-style dataset through a DataLoader whose worker processes outlive every change within a pass.
+    """Batches of a map-style dataset through a DataLoader whose worker processes survive every resize within a pass.
 
     Args:
-        dataset: what samples are taken from; its length may be another one in each pass.
-        make_order: gives the order for the dataset's present length.
-        seed: of the order.
-        fetching: how samples are fetched.
+        dataset: dataset of the samples; its length may change between passes.
+        make_order: returns the order for the dataset's current length.
+        fetching: settings for fetching samples.
     """
 
     def __init__(self, dataset: Any, make_order: Callable[[], EpochOrder], *, seed: int, fetching: Fetching) -> None:
@@ -282,7 +288,7 @@ class MapBatches:
         return self._epoch[1]
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """(Re)start fetching at ``position``; what was fetched ahead under another plan is dropped."""
+        """(Re)start fetching at ``position``; batches prefetched under an earlier plan are dropped."""
         if new_pass:
             self.end()
             if len(self._dataset) != self._length:
@@ -295,11 +301,11 @@ class MapBatches:
         self._batches = iter(self._loader)
 
     def close(self) -> None:
-        """Close the source at the run's end: worker processes end."""
+        """Close the source at the end of the run, which ends its worker processes."""
         self._batches = self._loader = None
 
     def end(self) -> None:
-        """End the pass; worker processes end too, unless they are kept for the next one."""
+        """End the pass; worker processes also end unless they are kept for the next pass."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None
@@ -325,7 +331,7 @@ class MapBatches:
         )
 
     def pass_over(self, epoch: int, position: int, cut: StepSplit) -> None:
-        """Leave out this rank's part of the step at ``position``, which another rank makes."""
+        """Skip this rank's part of the step at ``position``, because another rank runs it."""
         if self._loader is not None and self._loader.num_workers:
             for _ in self._firsts:  # read ahead by other processes
                 self.fetch()
@@ -333,7 +339,7 @@ class MapBatches:
             self.begin(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the part of another rank in the step that comes ``number`` steps after the one at ``position``."""
+        """Return the part that `rank` has in the step that is ``number`` steps after ``position``."""
         place = next(itertools.islice(_steps(position, self._total, cut), number, None))
         count, micro_steps = len(place), len(cut.sizes(len(place), place.start)[0])
         indices = self.indices(epoch)[place.start : place.stop]
@@ -350,7 +356,7 @@ class MapBatches:
         )
 
     def _load(self, batch: EpochBatch) -> Any:
-        """Return a batch that was not read ahead."""
+        """Load a batch in this process, without prefetching."""
         assert self._loader is not None, "begin() comes first"
         before, dataset = Generators(), self._loader.dataset
         whole = getattr(dataset, "__getitems__", None)
@@ -360,7 +366,7 @@ class MapBatches:
         return found
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
-        """Return the sum of the hashes of the indices that the epoch's order has from ``position`` on."""
+        """Return the sum of the sample hashes of the epoch's order from ``position`` to its end."""
         order = self.indices(epoch)
         pieces = (order[begin : begin + _CHUNK] for begin in range(position, len(order), _CHUNK))
         return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
@@ -371,12 +377,12 @@ class MapBatches:
         return next(self._batches)
 
     def commit(self) -> None:
-        """Commit the step, whose samples were used."""
+        """Mark the step's samples as used."""
         for first in self._firsts:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the length of the dataset, the epoch's order, and facts about the items."""
+        """Return the dataset's length, the beginning and digest of the epoch's order, and facts about the items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)
@@ -389,7 +395,7 @@ class MapBatches:
 
 
 def _sum_of(hashes: Mapping[int, int], firsts: Sequence[int]) -> int:
-    """Return the sum of the hashes of the micro-batches that begin at these positions, modulo 2^32."""
+    """Return the sum, modulo 2^32, of the hashes of the micro-batches that start at the given positions."""
     return sum(map(hashes.__getitem__, firsts)) & BITS
 
 
@@ -398,7 +404,7 @@ def _shares(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield this rank's micro-batches from ``position``, each with the position of its first sample.
 
-    Sorted, each rank reads one stretch of the file in a step.
+    With ``sort``, the indices of each step are sorted, so that each rank reads one contiguous stretch of the file.
     """
     steps = _steps(position, len(order), cut)
     size = cut.batch_size if sort else cut.batch_size // cut.world_size
@@ -433,9 +439,9 @@ def _steps(position: int, total: int, cut: StepSplit) -> Iterator[range]:
 
 
 def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, seed: int) -> DataLoader[Any]:
-    """Build a DataLoader whose workers persist within a pass, because a resize must not fork them again.
+    """Build a DataLoader whose workers persist within a pass, so that a resize does not fork them again.
 
-    What they draw for a sample follows from the seed, the epoch and its position, see ``seed_sample``.
+    The random numbers of a sample depend on the seed, the epoch and the sample's position only; see ``seed_sample``.
     """
     options, workers = dict(fetching.options), fetching.num_workers
     if workers or fetching.on_epoch is not None:
@@ -448,7 +454,7 @@ def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, see
 
 
 class StreamBatches:
-    """Batches of an iterable dataset: every rank reads the stream and keeps its share (see ``StreamSharder``)."""
+    """Batches of an iterable dataset: every rank reads the whole stream and keeps its share (see ``StreamSharder``)."""
 
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] | None) -> None:
         self._dataset, self._seed = dataset, seed
@@ -467,13 +473,13 @@ class StreamBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """Do nothing at the end of a pass."""
+        """Do nothing: a stream needs no cleanup at the end of a pass."""
 
     def close(self) -> None:
         """Do nothing: the stream is read in this process."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the batches of the next step of the stream; the pass has the samples known to be there."""
+        """Return the batches of the stream's next step; ``total`` counts only samples known to exist so far."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
         drawn = stream.next_step(
@@ -498,9 +504,116 @@ class StreamBatches:
             self._stream.commit()
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return no facts: items are compared as they are read, see ``StepBatches.sample_tag``."""
+        """Return no facts: items are compared while they are read, see ``StepBatches.sample_tag``."""
         return {}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` may start here."""
+        """True if a group of ``world_size`` ranks may start at the stream's current position."""
         return self._stream is not None and self._stream.can_switch(world_size)
+
+
+class BatchSamplerOrder:
+    """Order given by a batch sampler, and the positions at which its batches end.
+
+    The sampler is read once per epoch. All random generators that it can use are seeded from the seed and the epoch
+    (see ``SamplerOrder``), so that it gives the same batches on every rank.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Sequence[int]], *, samples: int) -> None:
+        if isinstance(batch_sampler, Iterator) or not isinstance(batch_sampler, Iterable):
+            raise TypeError(
+                "batch_sampler must be an iterable that each epoch can read again (a list of lists of indices, a "
+                f"BatchSampler), but got {type(batch_sampler).__name__}"
+            )
+        self._batch_sampler, self._samples = batch_sampler, samples
+        self.ends: list[int] = []
+
+    def epoch_order(self, seed: int, epoch: int) -> Indices:
+        """Return the indices of an epoch's batches in order, and set ``ends``.
+
+        Raises ValueError: there are no or too many batches, a batch is empty, or an index lies outside the dataset.
+        """
+        for told in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(told, "set_epoch", None)):
+                set_epoch(epoch)
+        with PrivateRandom(seed=seed, epoch=epoch, owner=self._batch_sampler):
+            limit = max(100 * self._samples, 10_000_000)
+            drawn = itertools.islice(self._batch_sampler, limit + 1)
+            batches = [np.asarray(batch, dtype=np.int64) for batch in drawn]
+        if len(batches) > limit:
+            raise ValueError(f"a batch_sampler must come to an end, but gave more than {limit} batches")
+        if not batches or not all(len(batch) for batch in batches):
+            raise ValueError("a batch_sampler must give at least one batch, and none that is empty")
+        order = np.concatenate(batches)
+        if order.min() < 0 or order.max() >= self._samples:
+            raise ValueError(
+                f"indices must be in 0..{self._samples - 1}, the samples of the dataset, but "
+                f"{type(self._batch_sampler).__name__} gave {order.min()}..{order.max()}"
+            )
+        self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
+        return order
+
+
+class WholeBatches(MapBatches):
+    """Source of whole batches: each step gives every rank one batch; in the last step some ranks may get none.
+
+    Args:
+        batch_size: samples per batch; ignored if the order is a ``BatchSamplerOrder``.
+        drop_last: drop a last batch that is shorter.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        make_order: Callable[[], EpochOrder],
+        *,
+        seed: int,
+        fetching: Fetching,
+        batch_size: int,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(dataset, make_order, seed=seed, fetching=fetching)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._ends: tuple[Order, Sequence[int]] | None = None
+
+    def ends(self, epoch: int) -> Sequence[int]:
+        """Return the positions at which the epoch's batches end."""
+        order = self.indices(epoch)
+        if self._ends is None or self._ends[0] is not order:
+            if isinstance(self._order, BatchSamplerOrder):
+                ends = self._order.ends
+            else:
+                ends = batch_ends(len(order), self._batch_size, drop_last=self._drop_last)
+            self._ends = order, ends
+        return self._ends[1]
+
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[tuple[int, list[int]]]]:
+        return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
+
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """Return the step at ``position``: one batch for each rank, while batches remain."""
+        ends = self.ends(epoch)
+        batches = whole_step(ends, position=position, world_size=cut.world_size)
+        if not batches:
+            return StepBatches(total=ends[-1] if ends else 0)
+        counts = [last - first for first, last in batches] + [0] * (cut.world_size - len(batches))
+        fetches = [self.fetch] if cut.rank < len(batches) else []
+        return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """Return the facts of ``MapBatches`` and a digest of the positions at which batches end."""
+        ends = np.asarray(self.ends(epoch), dtype=np.int64)
+        return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
+
+    def can_switch(self, position: int, total: int, world_size: int) -> bool:
+        """Return True: a group of any size can continue from the end of a batch."""
+        return True
+
+
+def _own_batches(order: Order, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[tuple[int, list[int]]]:
+    """Yield this rank's batches from ``position``, each with the position of its first sample."""
+    while batches := whole_step(ends, position=position, world_size=cut.world_size):
+        if cut.rank < len(batches):
+            first, last = batches[cut.rank]
+            yield first, order[first:last].tolist()
+        position = batches[-1][1]

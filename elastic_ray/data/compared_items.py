@@ -1,8 +1,8 @@
-"""Facts about some of a dataset's items, which ranks compare (torch).
+"""Facts about some of a dataset's items, which ranks compare to check that they use the same data (torch).
 
-Items are looked at where that costs nothing: tensors, arrays, lists, tables, and such attributes of a dataset as name
-each of its samples (a list of files). No sample is loaded, and no code of the user's is called but ``__len__``: no file
-is opened that worker processes would share, and no random number is drawn.
+Items are inspected only if that costs nothing: tensors, arrays, lists, tables, and dataset attributes that name each
+sample (a list of files). No sample is loaded and no user code runs except ``__len__``. So no file is opened that worker
+processes would share, and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Facts = dict[str, Any]
 
 
 def places(count: int) -> list[int]:
-    """Return indices at which items are compared: all of a few, else some from the first to the last.
+    """Return the indices at which items are compared: all if there are few, otherwise a selection spread evenly.
 
     >>> places(3), places(1000)[:3], places(1000)[-1]
     ([0, 1, 2], [0, 66, 133], 999)
@@ -39,7 +39,7 @@ def places(count: int) -> list[int]:
 
 
 def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
-    """Return facts about a dataset's items by name, as far as they can be told without loading one."""
+    """Return facts about a dataset's items, keyed by name, if they can be found without loading a sample."""
     if depth > _DEEPEST:
         return {}
     if isinstance(dataset, Subset):
@@ -56,9 +56,9 @@ def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
 
 
 def _attributes(dataset: Any, name: str, depth: int) -> Facts:
-    """Return facts about attributes that tell each sample from the others, and about datasets among the attributes.
+    """Return facts about the dataset's attributes that identify samples, and about datasets among its attributes.
 
-    Others, such as counts, losses, caches and drawn parameters of augmentations, may be each rank's own.
+    Other attributes, such as counts, losses, caches and parameters drawn for augmentation, may differ between ranks.
     """
     found: Facts = {}
     try:
@@ -81,7 +81,7 @@ def _attributes(dataset: Any, name: str, depth: int) -> Facts:
 
 
 def _tell_apart(entries: Sequence[Any]) -> bool:
-    """True for names and numbers of samples: texts, integers, and lists with a text in them, of which none is twice."""
+    """True if the entries identify samples: all distinct, and each a text, an integer, or a list with a text."""
     return all(map(_names_one, entries)) and len(set(map(repr, entries))) == len(entries)
 
 
@@ -92,7 +92,7 @@ def _names_one(entry: Any) -> bool:
 
 
 def _of_classes(dataset: Any) -> dict[str, Any]:
-    """Return attributes of the dataset's own classes."""
+    """Return list and tuple attributes of the dataset's classes, excluding those of torch and Python."""
     own = [
         kind for kind in reversed(type(dataset).__mro__) if kind.__module__.split(".")[0] not in ("torch", "builtins")
     ]
@@ -100,9 +100,9 @@ def _of_classes(dataset: Any) -> dict[str, Any]:
 
 
 def _length(value: Any) -> int:
-    """Return the number of entries of what they can be read from at no cost, else -1.
+    """Return the number of entries of a value that can be read at no cost; -1 for any other value.
 
-    No code of the user's is called.
+    No user code is called.
     """
     kind = type(value)
     if kind is torch.Tensor:
@@ -114,13 +114,13 @@ def _length(value: Any) -> int:
 
 
 def _is_frame(value: Any) -> bool:
-    """True for a data frame or a series of pandas."""
+    """True for a pandas DataFrame or Series."""
     kind = type(value)
     return kind.__module__.startswith("pandas.core.") and kind.__name__ in ("DataFrame", "Series")
 
 
 def _entries(value: Any, name: str) -> Facts:
-    """Return some entries of a list, an array, a tensor or a data frame by name; empty for anything else."""
+    """Return some entries of a list, array, tensor or data frame, keyed by name; empty for anything else."""
     count = _length(value)
     if count < 0:
         return {}
@@ -134,12 +134,12 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _is_table(dataset: Any) -> bool:
-    """True for a table of Hugging Face's ``datasets``."""
+    """True for a ``datasets.Dataset`` of Hugging Face."""
     return type(dataset).__module__ == "datasets.arrow_dataset" and type(dataset).__name__ == "Dataset"
 
 
 def _table_facts(dataset: Any, name: str) -> Facts:
-    """Return rows of a table as they are stored: neither decoded nor transformed."""
+    """Return some rows of a table in stored form, neither decoded nor transformed."""
     try:
         stored, chosen = dataset.with_format("arrow"), places(len(dataset))
         told = _without_root([_plain(stored[index].to_pylist()[0]) for index in chosen])
@@ -149,7 +149,7 @@ def _table_facts(dataset: Any, name: str) -> Facts:
 
 
 def _plain(item: Any, depth: int = 0) -> Any:
-    """Return some values of an item in JSON types; None if unknown or absent."""
+    """Return the first values of an item in JSON types; None for a value of another type."""
     kind = type(item)
     if kind is torch.Tensor:
         item = item.detach()
@@ -174,16 +174,16 @@ def _plain(item: Any, depth: int = 0) -> Any:
 
 
 def _some(values: Any) -> list[Any]:
-    """Return values of a tensor or array from all over it."""
+    """Return a few values spread over a tensor or array."""
     flat = values.reshape(-1)
     found: list[Any] = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].tolist()
     return found
 
 
 def _without_root(entries: Sequence[Any]) -> list[Any]:
-    """Return entries without the folder that all of their paths are in: it may be another one on each node.
+    """Return entries with the common root folder removed from their paths, because it may differ between nodes.
 
-    Of paths that have none in common the names of the files stay.
+    If the paths have no common folder, only their file names are kept.
     """
     paths = [text for each in entries for text in _paths(each)]
     same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*paths, strict=False))
@@ -197,14 +197,14 @@ def _is_path(value: Any) -> bool:
 
 
 def _paths(entry: Any) -> list[str]:
-    """Return absolute paths in an entry."""
+    """Return the absolute paths in an entry."""
     if isinstance(entry, list):
         return [path for value in entry for path in _paths(value)]
     return [entry] if _is_path(entry) else []
 
 
 def _cut(entry: Any, root: str) -> Any:
-    """Return an entry with paths below ``root``, or their last part, and without the middle of long texts."""
+    """Return an entry with paths relative to ``root`` (or file names only, if empty) and long texts shortened."""
     if isinstance(entry, list):
         return [_cut(value, root) for value in entry]
     if not isinstance(entry, str):
@@ -215,7 +215,7 @@ def _cut(entry: Any, root: str) -> Any:
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:
-    """Return facts of a pass, without items that this rank has changed since its ``first``, unless these are texts."""
+    """Return the facts of a pass, with None for items that changed since ``first``, unless both values are texts."""
     return {name: value if _is_still(name, value, first.get(name)) else None for name, value in facts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Epochs and random numbers of dataset copies in worker processes."""
+"""Epochs and random numbers for dataset copies in worker processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.utils.data import get_worker_info
 
 
 def tell_errors() -> None:
-    """Send an error in place of a batch that cannot be sent, in a DataLoader's worker process.
+    """Make a DataLoader worker process send an error in place of a batch that cannot be pickled.
 
-    Python pickles a batch in a thread of the worker process, whose errors it prints and forgets, and the training
-    process would wait for the batch for ever.
+    Python pickles a batch in a background thread of the worker process and only prints errors there, so the training
+    process would wait for the batch forever.
     """
     multiprocessing.queues.Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
 
 
 def _send_error(queue: Any, error: Exception, what: Any) -> None:
-    """Replace ``Queue._on_queue_feeder_error`` in the thread that sends; ``what`` is ``(number, batch)``."""
+    """Send an error in place of ``what``, a ``(number, batch)``; replaces ``Queue._on_queue_feeder_error``."""
     worker = get_worker_info()
     if not isinstance(what, tuple) or worker is None:
         raise error
@@ -41,11 +41,10 @@ EpochHook = Callable[[Any, int], object]
 
 
 class EpochBatch(list[int]):
-    """Indices of a batch, with its epoch and place, which reach a worker process with the work itself.
+    """Indices of a batch together with its epoch and position, so that they reach worker processes with the batch.
 
     Args:
-        epoch: that they belong to.
-        first: position of the first of them in the epoch's order.
+        first: position of the batch's first index in the epoch's order.
     """
 
     __slots__ = ("epoch", "first")
@@ -59,9 +58,10 @@ class EpochBatch(list[int]):
 
 
 def seed_sample(seed: int, epoch: int, position: int) -> None:
-    """Have torch's, NumPy's and Python's global generators begin where a sample's random numbers do.
+    """Seed the global generators of torch (CPU), NumPy and Python for one sample.
 
-    They depend on nothing but these three: not on the number of workers, nor on which process loads the sample.
+    The random numbers depend on these arguments only, not on the number of workers or the process that loads the
+    sample.
     """
     import numpy as np
     import torch
@@ -74,13 +74,12 @@ def seed_sample(seed: int, epoch: int, position: int) -> None:
 
 
 class FollowsEpochs:
-    """Dataset to which each epoch is reported by its first batch, in whichever process it is.
+    """Dataset wrapper that reports each new epoch to its dataset, in every process that loads a batch.
 
     Args:
-        dataset: the user's.
         hook: called with the dataset and the epoch; None for no hook.
-        sets_epoch: also call ``dataset.set_epoch(epoch)`` where it exists, before the hook.
-        seed: of the random numbers that are drawn for samples; None to leave the generators as they are.
+        sets_epoch: also call ``dataset.set_epoch(epoch)``, if the dataset has that method, before the hook.
+        seed: seed for random numbers drawn while loading samples; None leaves the generators alone.
     """
 
     def __init__(self, dataset: Any, hook: EpochHook | None, *, sets_epoch: bool, seed: int | None = None) -> None:
@@ -93,7 +92,7 @@ class FollowsEpochs:
         return len(self.dataset)
 
     def __getitems__(self, batch: EpochBatch) -> Any:
-        """Return the batch's samples; torch's fetcher asks for them together."""
+        """Return the batch's samples; torch's fetcher requests them together."""
         dataset = self.dataset
         if batch.epoch != self._epoch:
             self._epoch = batch.epoch
@@ -111,16 +110,16 @@ class FollowsEpochs:
         return found
 
     def _begin(self, batch: EpochBatch, number: int) -> None:
-        """Seed the sample of the batch that is about to be loaded."""
+        """Seed the generators for the batch's sample ``number``, which is about to be loaded."""
         if self._seed is not None:
             seed_sample(self._seed, batch.epoch, batch.first + number)
 
 
 def _leave_others_alone() -> None:
-    """Have worker processes of other loaders be let go in silence: they are their loader's, and no children of this.
+    """Disable the destructor of other loaders' iterators, whose worker processes are not children of this process.
 
-    Iterators over them came along with the memory of the process that this one was forked from. Python's collector
-    would have them end their workers, which raises "can only test a child process" for each.
+    A fork copies such iterators with the memory of the parent process. When garbage collected, each would try to end
+    its workers and raise "can only test a child process".
     """
     from torch.utils.data import dataloader
 
@@ -128,7 +127,7 @@ def _leave_others_alone() -> None:
 
 
 class WorkerInit:
-    """Initialiser of worker processes that reports errors, and shows the user's dataset in ``get_worker_info()``."""
+    """Initialiser of worker processes that reports errors and exposes the user's dataset in ``get_worker_info()``."""
 
     def __init__(self, inner: Callable[[int], object] | None) -> None:
         self._inner = inner

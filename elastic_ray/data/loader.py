@@ -1,4 +1,4 @@
-"""``AdaptiveDataLoader``: a DataLoader whose batches follow the job's size, in order, each sample exactly once."""
+"""``AdaptiveDataLoader``: a DataLoader whose batches adapt to the job's size and use each sample exactly once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
+from elastic_ray.batch.growth import read_ramp
 from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
-from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tokens import NOT_COUNTED, TokenBatch, read_token_batch
 from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, describe_sample, first_length, taken_over
@@ -24,8 +24,7 @@ from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.resumable import ResumableLoader
-from elastic_ray.data.sharding import batches_of
-from elastic_ray.data.shares import Shares
+from elastic_ray.data.sharding import Shares, batches_of
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress
@@ -39,14 +38,7 @@ _Setting: TypeAlias = tuple[BatchChoice, StepSplit, bool]
 
 
 class PlanFacts:
-    """Facts that all ranks must share to divide the samples of one loader.
-
-    Args:
-        given: the loader's arguments.
-        source: where its batches come from.
-        seed: of its order.
-        drop_last: also as a sampler has it.
-    """
+    """Facts that must agree on all ranks so that they divide a loader's samples alike."""
 
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
@@ -55,7 +47,7 @@ class PlanFacts:
         self._first = item_facts(given.dataset)
 
     def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
-        """Return facts about a pass, as plain values by name."""
+        """Return the facts about a pass, as plain values keyed by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
         return {"batch_size": batch.pop("init_batch_size"), **batch, **self._options, **still_facts(items, self._first)}
@@ -64,43 +56,44 @@ class PlanFacts:
 class AdaptiveDataLoader(ResumableLoader):
     """Loader of ``dataset`` in global batches that the job's workers share.
 
-    ``batch_size`` is the size of the *global* batch: of 64 samples, each of 4 workers takes 16. Unless
-    :meth:`autoscale_batch_size` allows more, every step uses exactly that many (the last one of an epoch fewer),
-    whatever the number of workers. In each epoch every sample is used exactly once, in an order that ``seed`` and
-    the epoch alone decide, however workers come, go and fail; a step that a failure voids is drawn again.
+    ``batch_size`` is the size of the *global* batch: with 64 samples and 4 workers, each worker gets 16. Unless
+    :meth:`autoscale_batch_size` allows more, every step uses exactly that many samples (fewer in the last step of an
+    epoch), whatever the number of workers. Every sample is used exactly once per epoch, in an order determined by
+    ``seed`` and the epoch alone, even if workers join, leave or fail. A step voided by a failure is drawn again.
 
-    Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``; evaluation loaders (``shuffle=False``) share
-    their samples among the workers too: add results up in an ``Accumulator``.
+    Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``. Evaluation loaders (``shuffle=False``) also
+    divide their samples among the workers: sum results in an ``Accumulator``.
 
-    A sampler or iterable of indices decides the order of the whole, seeded by ``seed`` and the epoch; of a
-    ``DistributedSampler`` count shuffle, seed and drop_last. Of an iterable dataset every rank reads the whole stream
-    and keeps its share (``num_workers`` must be 0).
+    A sampler or iterable of indices determines the global order, seeded by ``seed`` and the epoch. Of a
+    ``DistributedSampler`` only shuffle, seed and drop_last are used. With an iterable dataset, every rank reads the
+    whole stream and keeps its share (``num_workers`` must be 0).
 
-    Worker processes of the DataLoader live through every change of the job's size. With ``persistent_workers=True``
-    they keep their copies of the dataset, whose ``set_epoch(epoch)`` is called before an epoch's first sample.
+    Worker processes of the DataLoader survive every change of the job's size. With ``persistent_workers=True`` they
+    keep their copies of the dataset, and ``set_epoch(epoch)`` is called on each copy before the epoch's first sample.
 
     Args:
-        dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
-        batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset. Or how it grows by
-            progress (0 to 1), as ``[(0, 64), (0.1, 256)]``: M0 is the first; 256 are 255 on 3 workers.
-        batch_tokens: the global batch in tokens, in place of ``batch_size``, rounded down to whole samples; or how it
-            grows by tokens trained on: ``[(0, 65_536), ("0.25B", 262_144)]``.
-        tokens_per_sample: tokens of each sample; ``"weigh"`` where the loop counts them by :meth:`weigh`.
-        scale_with_workers: ``batch_size`` is each worker's, and the learning rate one worker's, for the scaling rule.
-        max_batch_tokens: largest batch, as of :meth:`autoscale_batch_size`; None keeps the batch.
-        shuffle: another order in each epoch; by default True, except beside a ``sampler`` and for whole batches.
+        dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are reused.
+        batch_size: global batch size M0, from 1 to the number of samples of the dataset. Or a schedule by progress (0
+            to 1), such as ``[(0, 64), (0.1, 256)]``: M0 is the first size, and 256 becomes 255 on 3 workers.
+        batch_tokens: global batch in tokens, instead of ``batch_size``, rounded down to whole samples; or a schedule by
+            tokens trained on, such as ``[(0, 65_536), ("0.25B", 262_144)]``.
+        tokens_per_sample: tokens in each sample; ``"weigh"`` if the loop counts them with :meth:`weigh`.
+        scale_with_workers: ``batch_size`` is per worker, and the learning rate is for one worker; the scaling rule
+            adapts it.
+        max_batch_tokens: largest batch in tokens, as in :meth:`autoscale_batch_size`; None keeps the batch fixed.
+        shuffle: use a new order in each epoch; True by default, except with a ``sampler`` or ``whole_batches``.
         sampler: order of the indices.
-        batch_sampler: with ``whole_batches`` only: gives the batches, as lists of indices.
-        drop_last: leave out a last step smaller than the batch.
+        batch_sampler: yields batches as lists of indices; requires ``whole_batches``.
+        drop_last: drop a last step smaller than the batch.
         seed: seed of the order.
-        num_workers: DataLoader worker processes.
-        persistent_workers: keep them from pass to pass.
-        whole_batches: each batch goes to one rank as it is, in the dataset's order unless ``shuffle=True``: for
-            evaluation of what only whole batches tell, such as a ranking over 100 candidates.
-        on_epoch: called as ``on_epoch(dataset, epoch)``, as ``set_epoch`` and after it.
-        options: of ``torch.utils.data.DataLoader`` besides.
+        num_workers: number of DataLoader worker processes.
+        persistent_workers: keep worker processes between passes.
+        whole_batches: give each batch undivided to one rank, in the dataset's order unless ``shuffle=True``. For
+            evaluation metrics that need whole batches, such as a ranking over 100 candidates.
+        on_epoch: called as ``on_epoch(dataset, epoch)`` at the same time as ``set_epoch``, just after it.
+        options: further arguments of ``torch.utils.data.DataLoader``.
 
-    Raises TypeError or ValueError: an argument that cannot be right; the message names it and the way out.
+    Raises TypeError or ValueError: an argument is invalid; the message names it and says how to fix it.
 
     Examples:
         >>> from elastic_ray import remaining_epochs_until
@@ -181,7 +174,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def dataset_size(self) -> int | None:
-        """Samples of a pass now, for a dataset may change between epochs; None where they are not known."""
+        """Current number of samples in a pass (a dataset may change between epochs); None if unknown."""
         given = self._given
         if isinstance(given.dataset, IterableDataset):
             return given.dataset.known_rows if isinstance(given.dataset, BringsBatches) else None
@@ -195,18 +188,20 @@ class AdaptiveDataLoader(ResumableLoader):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """Let the job choose the global batch between ``batch_size`` and ``max_batch_size`` for its goodput.
+        """Let the job choose the global batch size, from ``batch_size`` to ``max_batch_size``, to maximise goodput.
 
-        The learning rate follows by the scaling rule of ``AdaptiveDataParallel``.
+        The scaling rule of ``AdaptiveDataParallel`` adapts the learning rate.
 
         Args:
             max_batch_size: largest global batch [samples].
-            local_bsz_bounds: least and largest samples that one worker takes at once.
-            gradient_accumulation: allow several micro-batches a step; ``optimizer.step()`` acts on the last.
+            local_bsz_bounds: fewest and most samples that one worker processes at once; None for no bound.
+            gradient_accumulation: allow several micro-batches per step; ``optimizer.step()`` takes effect on the last
+                one.
 
         Raises:
-            RuntimeError: another loader of this train loop adapts its batch already, or training has begun.
-            ValueError: limits that exclude each other or the batch size.
+            RuntimeError: another loader of this train loop already adapts its batch size, training has started, or the
+                loader has ``whole_batches`` or ``scale_with_workers``.
+            ValueError: the limits contradict each other or the batch size.
         """
         if self._given.whole_batches or self._limits.per_worker:
             what = "of whole batches is for evaluation" if self._given.whole_batches else "has scale_with_workers=True"
@@ -234,24 +229,24 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def max_batch_size(self) -> int | None:
-        """Largest global batch that the job may choose [samples]; None where the batch stays as it is."""
+        """Largest global batch that the job may choose [samples]; None if the batch size is fixed."""
         return self._limits.max_batch_size
 
     def weigh(self, count: float) -> None:
-        """Weigh the present micro-batch by ``count`` in the step's mean gradient, in place of its samples.
+        """Weight the current micro-batch by ``count``, instead of its number of samples, in the step's mean gradient.
 
-        Call it before ``backward()``, on every rank, with what the micro-batch's loss is a mean over: the tokens that
-        are not padding, the boxes of an image. The gradient is then that of the mean over all of them, however they are
-        spread over ranks and micro-batches; a micro-batch of 0 has no part in it, whatever its loss. It costs a small
-        collective in each step.
+        Call this before ``backward()``, on every rank, with the number of items that the micro-batch's loss averages
+        over: the tokens that are not padding, or the boxes of an image. The gradient is then that of the mean over all
+        items of the step, however they are distributed over ranks and micro-batches. A micro-batch with count 0 does
+        not contribute, whatever its loss. This costs one small collective per step.
 
         Args:
-            count: 0 or more.
+            count: number of items, 0 or more.
 
         Raises:
-            TypeError, ValueError: it is no such number.
-            RuntimeError: not within a loop over this loader; twice for one micro-batch; not for an earlier one of the
-                step; after ``backward()``.
+            TypeError, ValueError: ``count`` is not a finite number of 0 or more.
+            RuntimeError: called outside a loop over this loader, twice for one micro-batch, not for an earlier
+                micro-batch of the same step, or after ``backward()``.
         """
         if isinstance(count, bool) or not isinstance(count, int | float):
             raise TypeError(f"loader.weigh(n) takes a number (of a tensor its .item()), but got {count!r}")
@@ -263,7 +258,7 @@ class AdaptiveDataLoader(ResumableLoader):
         step.weigh(float(count))
 
     def _announce(self) -> None:
-        """Lead the run, where this loader is the one to do so, or wait for the next run."""
+        """Register this loader with its session, and make it the leading loader if that is its role."""
         loaders = (session := self._session).registry.loaders
         loaders.add(weakref.WeakMethod(self._source.close))
         self._is_late = session.synced and not session.elastic
@@ -277,16 +272,16 @@ class AdaptiveDataLoader(ResumableLoader):
             self._lead()
 
     def _lead(self) -> None:
-        """Speak for the job from now on."""
+        """Make this loader the one that reports for the job."""
         sample, tokens = describe_sample(self.dataset), self._tokens
         info = LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample, tokens=tokens)
         self._session.registry.loaders.lead(self, info)
 
     def _recount(self, tokens: TokenBatch) -> None:
-        """Have batches of as many samples as have the declared tokens, by what the loop has counted.
+        """Convert the declared batch in tokens to samples again, using the tokens that the loop has counted so far.
 
         Raises:
-            RuntimeError: the loop has trained and counted nothing.
+            RuntimeError: the loop has trained steps without counting any tokens.
         """
         progress = self._session.progress
         if not progress.weighed_samples:
@@ -306,14 +301,14 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._session.registry.loaders.leads(self)
 
     def join(self, session: Session) -> None:
-        """Join another run of this process."""
+        """Attach this loader to another run of this process."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0
             self._announce()
 
     @property
     def shape(self) -> BatchChoice:
-        """Division of a full step on each worker now."""
+        """Current division of a full step on each worker."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
@@ -324,31 +319,31 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def current_local_bsz(self) -> int:
-        """Largest number of samples that a worker takes at once now."""
+        """Largest number of samples that a worker currently processes at once."""
         return self.shape.atomic_bsz
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-steps before the one that synchronises."""
+        """Number of micro-steps before the one that synchronises gradients."""
         return self.shape.accum_steps
 
     @property
     def current_batch_size(self) -> int:
-        """Global batch size now [samples]."""
+        """Current global batch size [samples]."""
         limits, unit = self._limits, self._session.run.unit
         size = limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.world_size)
         return size if unit is None or limits.fixed else unit.place.fitting(size)
 
     @property
     def total_batch_size(self) -> int:
-        """Global batch size now, by accelerate's name."""
+        """Current global batch size [samples], under the name that accelerate uses."""
         return self.current_batch_size
 
     def __len__(self) -> int:
-        """Return the number of steps of a pass at the present batch size; with whole batches this rank's share of them.
+        """Return the number of steps in a pass at the current batch size; with whole batches, of this rank's batches.
 
         Raises:
-            TypeError: an iterable dataset has no length, nor has a batch sampler without one.
+            TypeError: the dataset is iterable, or the batch sampler has no length.
         """
         batch_sampler = self._given.batch_sampler
         if batch_sampler is not None:
@@ -370,7 +365,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def batch_size(self) -> int | None:
-        """The global batch size that was given; None where a batch sampler cuts."""
+        """The global batch size given at construction; None if a batch sampler forms the batches."""
         return self._given.batch_size if self._given.batch_sampler is None else None
 
     @property
@@ -419,13 +414,13 @@ class AdaptiveDataLoader(ResumableLoader):
         )
 
     def _hash_of_rest(self, epoch: int, loader_pass: PassProgress) -> int | None:
-        """Return the hashes of the samples that a pass leaves out; None where it may draw one twice."""
+        """Return the hash of the samples that an aborted pass leaves out; None if a sample may be drawn twice."""
         if not self._draws_from_all or not isinstance(self._source, MapBatches):
             return None
         return self._source.hash_of_rest(epoch, loader_pass.position)
 
     def _end_reading(self, loader_pass: PassProgress) -> None:
-        """End reading of a pass; one that was left long ago does not end the one that reads."""
+        """End the source's pass, unless a newer pass is already reading from it."""
         if self._reading is None or self._reading[0] is loader_pass:
             self._source.end()
 
@@ -443,14 +438,14 @@ class AdaptiveDataLoader(ResumableLoader):
                 self._session.passes.end_micro_step(step)
 
     def _epoch(self) -> int:
-        """Return the epoch whose order a pass has; a loop without ``remaining_epochs_until`` makes one epoch a pass."""
+        """Return the epoch that determines the order: one per pass in a loop without ``remaining_epochs_until``."""
         if self._session.in_epochs:
             return self._session.progress.epoch
         self._passes += 1
         return self._passes - 1
 
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
-        """Cut the step at the pass's position and begin it; None at the end of the pass."""
+        """Divide the step at the pass's position and start it; None at the end of the pass."""
         session = self._session
         run, adaptation = session.run, session.adaptation
         while True:
@@ -511,10 +506,10 @@ class AdaptiveDataLoader(ResumableLoader):
         )
 
     def _present_cut(self, changes: _Changes) -> _Setting:
-        """Return the setting for the next step, and whether this loader leads; it moves with group and batch only.
+        """Return the setting for the next step, and whether this loader leads; cached until ``changes`` differs.
 
         Args:
-            changes: that these have made, the ranks' shares and which steps are halved.
+            changes: counters of changes to the group, the halved steps, and the ranks' shares.
         """
         if self._setting is None or self._setting[0] != changes:
             session, shape = self._session, self.shape
@@ -535,13 +530,13 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._setting[1:]
 
     def _owed(self) -> int:
-        """Return the samples of an update that is in the model, whose step is drawn again; 0 for none."""
+        """Return the size of a step that must be drawn again though its update is already in the model; 0 if none."""
         run = self._session.run
         return run.progress.stepped_samples if run.progress.optimizers_stepped and not run.ledger.depth else 0
 
     @property
     def _shard_of_unit(self) -> tuple[int, int]:
-        """Part of its unit's samples that this worker reads, and the number of parts."""
+        """Index of the part of its unit's samples that this worker reads, and the number of parts."""
         unit = self._session.run.unit
         if unit is None or unit.place.shards == 1:
             return 0, 1
@@ -549,11 +544,11 @@ class AdaptiveDataLoader(ResumableLoader):
         return unit.place.share(self.current_batch_size, total, drop_last=self._drop_last)
 
     def _least_share(self) -> int:
-        """Return the fewest samples that the run's models are to be trained with at once, where this loader leads."""
+        """Return the fewest samples that the run's models need at once for training; 1 if this loader does not lead."""
         return self._session.registry.least_share if self._leads and not self._given.whole_batches else 1
 
     def _halving(self, shape: BatchChoice) -> Halving | None:
-        """Return which steps of the loader that leads are halved; None where ranks or micro-batches tell the noise."""
+        """Return the rule for steps halved to measure noise; None if ranks or micro-batches show the noise already."""
         session = self._session
         if not self._leads or session.world_size > 1 or shape.accum_steps or self._given.whole_batches:
             return None
@@ -568,7 +563,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def _shares(self) -> Shares | None:
-        """Shares of a step for ranks of unequal speed; None for equal shares."""
+        """Shares of a step for ranks of unequal speed; None divides equally."""
         weights = self._session.share_weights
         if weights is None:
             return None

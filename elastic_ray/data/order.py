@@ -1,8 +1,8 @@
-"""Sample order of an epoch, the same on every rank, computed from the seed and the epoch only.
+"""Sample order of an epoch, identical on every rank and computed from the seed and the epoch only.
 
-Map-style datasets: an `EpochOrder` gives the indices of an epoch (`order_for` picks it); `sharding` then cuts
-them up by position. Iterable datasets: `StreamSharder` reads the stream on every rank and keeps its
-share by position.
+Map-style datasets: an `EpochOrder` gives the indices of an epoch (`order_for` chooses it), and `sharding` divides them
+by position. Iterable datasets: `StreamSharder` reads the whole stream on every rank and keeps the rank's share by
+position.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from elastic_ray.data import sharding
-from elastic_ray.data.permutation import Indices, Order, Permutation
 from elastic_ray.data.private_random import PrivateRandom
-from elastic_ray.data.shares import Shares
+from elastic_ray.data.sharding import Indices, Order, Permutation, Shares
 
 Item = TypeVar("Item")
 
@@ -34,7 +33,7 @@ _COMPARED = 1024  # indices of an order, from the first on
 
 @runtime_checkable
 class EpochOrder(Protocol):
-    """Protocol of an order of epochs. A dataset that has this method brings its own order (`ArrowDataset` does)."""
+    """Protocol of an object that gives each epoch's order. A dataset may implement it, as `ArrowDataset` does."""
 
     def epoch_order(self, seed: int, epoch: int) -> Order:
         """Return indices [n] in the order of use; equal arguments give equal indices in every process."""
@@ -61,19 +60,21 @@ class IndexOrder:
 
 
 class SamplerOrder:
-    """Order given by a sampler, or any iterable that can be read again: weighted, with replacement, a subset...
+    """Order given by a sampler or any re-iterable of indices: weighted, with replacement, a subset...
 
-    Once per epoch `set_epoch(epoch)` is called where it exists, and the sampler is read to its end while
-    every random generator that it can use (torch's on the CPU, NumPy's, Python's, and those among its own
-    attributes, such as `generator`) is seeded from the job's seed and the epoch, and set back afterwards. So
-    it gives the same indices on every rank, and to a worker that joins in a later epoch. A seed that the user
-    gave such a generator has no effect. An epoch is as long as the sampler says, and "exactly once" holds for
-    the positions of its sequence.
+    At each epoch, `set_epoch(epoch)` is called if the sampler has it, and the sampler is read to its end. Meanwhile
+    every random generator that it can use (torch's on the CPU, NumPy's, Python's, and generators among its own
+    attributes, such as `generator`) is seeded from the job's seed and the epoch, and restored afterwards. The sampler
+    therefore gives the same indices on every rank, and to a worker that joins in a later epoch. A seed that the user
+    set on such a generator has no effect. The epoch has as many samples as the sampler yields, and "exactly once"
+    applies to positions in its sequence.
     """
 
     def __init__(self, sampler: Iterable[Any], *, samples: int) -> None:
-        """Wrap `sampler` over a dataset of `samples` samples; raises TypeError if each rank would get another
-        order."""
+        """Wrap `sampler` for a dataset of `samples` samples.
+
+        Raises TypeError: the sampler is not re-iterable, or would give each rank a different order.
+        """
         if not isinstance(sampler, Iterable):
             raise TypeError(f"sampler must be iterable, but got {type(sampler).__name__}")
         if isinstance(sampler, Iterator):
@@ -91,7 +92,8 @@ class SamplerOrder:
     def epoch_order(self, seed: int, epoch: int) -> Indices:
         """Return the order of an epoch; see `EpochOrder`.
 
-        Raises ValueError or TypeError if the sampler gives none, or not indices.
+        Raises ValueError or TypeError: the sampler yields nothing, too much, or values that are not indices of the
+        dataset.
         """
         _set_epoch(self._sampler, epoch)
         with PrivateRandom(seed=seed, epoch=epoch, owner=self._sampler):
@@ -126,13 +128,13 @@ class SamplerOrder:
 def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | None = None) -> EpochOrder:
     """Return the epoch order of a map-style `dataset`.
 
-    A sampler decides alone, `shuffle` then plays no part; torch's DistributedSampler is taken apart: its
-    `shuffle` and `seed` are used, its sharding and padding are not (see also `drops_last`). Else, shuffled,
-    the dataset's own order if it brings one, or a permutation of its indices; unshuffled they ascend.
+    If a sampler is given, it alone decides and `shuffle` is ignored. Of torch's DistributedSampler only `shuffle` and
+    `seed` are used, not its sharding and padding (see also `drops_last`). Without a sampler, `shuffle` selects the
+    dataset's own order if it has one, or else a permutation; unshuffled indices ascend.
 
     Raises:
-        ValueError: an empty dataset, or a DistributedSampler over another dataset.
-        TypeError: a dataset without length, or a sampler that each rank would read differently.
+        ValueError: the dataset is empty, or a DistributedSampler belongs to a dataset of another length.
+        TypeError: the dataset has no length, or each rank would read the sampler differently.
     """
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"a dataset must have a length, but {type(dataset).__name__} has no __len__")
@@ -159,9 +161,9 @@ def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
 
 
 def digest(order: Order) -> int:
-    """Return a number below 2**63 that ranks can compare to find a sampler that is not the same everywhere.
+    """Return a number below 2**63 that ranks compare to detect a sampler that differs between ranks.
 
-    Indices that a sampler drew are compared one by one; of those that are computed when they are asked for, some.
+    All indices of an array are included; of an order that is computed on demand, only some are.
     """
     if not isinstance(order, np.ndarray):
         order = order[np.arange(0, len(order), -(-len(order) // _COMPARED))]
@@ -171,7 +173,7 @@ def digest(order: Order) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStep(Generic[Item]):
-    """Part of a global batch from a stream for one rank."""
+    """One rank's part of a global batch from a stream."""
 
     items: list[list[Item]]  # this rank's items, one list per micro-step, none empty
     count: int  # items in the global batch, over all ranks
@@ -179,25 +181,24 @@ class StreamStep(Generic[Item]):
 
 
 class StreamSharder(Generic[Item]):
-    """Shares out a stream (an IterableDataset) by position, so that resizes neither lose nor double an item.
+    """Divides a stream (an IterableDataset) by position, so that resizes neither lose nor repeat an item.
 
-    Every rank reads the whole stream and keeps the items of its own share, so the stream must be the same on
-    every
-    rank: it must not shard itself by rank or by DataLoader worker, and is read in the training process, in
-    one thread (num_workers = 0). Randomness from torch's, NumPy's and Python's global generators is private
-    to the stream, seeded from the seed and the epoch; `set_epoch(epoch)` is called where it exists.
+    Every rank reads the whole stream and keeps the items of its own share, so the stream must be the same on every
+    rank: it must not shard itself by rank or by DataLoader worker. It is read in the training process, in one thread
+    (num_workers = 0). Random numbers from torch's, NumPy's and Python's global generators are private to the stream,
+    seeded from the seed and the epoch. `set_epoch(epoch)` is called if the stream has it.
 
-    The length is known only once the stream has ended. Each rank therefore reads `world_size` items beyond
-    the step at hand, and all ranks agree on the tail by counting. A drawn step stays in memory until
-    `commit`, and `next_step` called again before that draws the same items again, also for another world
-    size: at most one global batch plus `world_size` raw items are held on each rank. A worker that joins, or
-    a job that restarts, reads and drops `position` items: exact, but as slow as the stream.
+    The length is known only once the stream has ended. Each rank therefore reads two `world_size` items beyond the
+    current step, and all ranks agree on the tail by counting. A drawn step stays in memory until `commit`; calling
+    `next_step` again before that draws the same items, even for another world size. At most one global batch plus two
+    `world_size` raw items are held on each rank. A worker that joins, or a job that restarts, reads and discards
+    `position` items: exact, but as slow as the stream.
     """
 
     def __init__(
         self, source: Iterable[Item] | Callable[[], Iterable[Item]], *, seed: int, epoch: int = 0, position: int = 0
     ) -> None:
-        """Read `source`, or what calling it gives, in `epoch` from `position` on."""
+        """Open `source`, an iterable or a function that returns one, at `position` of `epoch`."""
         if isinstance(source, Iterator):
             raise TypeError(
                 "a stream must be an iterable that each epoch can read again, or a function that opens it, "
@@ -210,16 +211,16 @@ class StreamSharder(Generic[Item]):
 
     @property
     def position(self) -> int:
-        """Items of this epoch that committed steps have used."""
+        """Number of items of this epoch that committed steps have used."""
         return self._position
 
     @property
     def total(self) -> int | None:
-        """Items in this epoch's stream; None while its end has not been seen."""
+        """Number of items in this epoch's stream; None until its end is reached."""
         return self._position + len(self._ahead) if self._ended else None
 
     def start_epoch(self, epoch: int, *, position: int = 0) -> None:
-        """Open the stream for `epoch` and go to `position`. Raises ValueError if it ends before that."""
+        """Open the stream for `epoch` and skip to `position`. Raises ValueError if the stream ends before that."""
         sharding.check_place(epoch=epoch, position=position)
         self._epoch = epoch
         self._random = PrivateRandom(seed=self._seed, epoch=epoch)
@@ -233,14 +234,14 @@ class StreamSharder(Generic[Item]):
         self._skip(position)
 
     def seek(self, position: int) -> None:
-        """Seek to `position`, dropping a drawn step: forwards by skipping, backwards by opening the stream again."""
+        """Seek to `position` and drop a drawn step: forwards by skipping items, backwards by reopening the stream."""
         if position < self._position:
             self.start_epoch(self._epoch, position=position)
         else:
             self._skip(position)
 
     def can_switch(self, world_size: int) -> bool:
-        """True if `world_size` workers may start here; see `sharding.can_switch`."""
+        """True if `world_size` workers may start at the current position; see `sharding.can_switch`."""
         self._read_ahead(2 * world_size)
         total = self._position + len(self._ahead)
         return sharding.can_switch(position=self._position, total=total, world_size=world_size)
@@ -257,11 +258,11 @@ class StreamSharder(Generic[Item]):
         least: int = 1,
         owed: int = 0,
     ) -> StreamStep[Item] | None:
-        """Draw the step at `position`: None at the end of the epoch. Sizes are those of `sharding.step_size`.
+        """Draw the step at `position`; None at the end of the epoch. See `sharding.step_size` for its size.
 
-        `micro_steps` may be a function of the step's samples; a step that is `owed` has so many.
+        `micro_steps` may be a function of the step's size. If `owed` is not 0, it is the size of the step.
 
-        Raises ValueError: bad input, or an empty stream.
+        Raises ValueError: an argument is invalid, or the stream is empty.
         """
         self._read_ahead(max(batch_size, owed) + 2 * world_size)
         known = self._position + len(self._ahead)
@@ -298,7 +299,7 @@ class StreamSharder(Generic[Item]):
         self._position += count
 
     def _skip(self, position: int) -> None:
-        """Read on to ``position``."""
+        """Read and discard items up to ``position``."""
         self._drawn = 0
         while self._position < position:
             self._read_ahead(min(position - self._position, 1024))
@@ -319,12 +320,12 @@ class StreamSharder(Generic[Item]):
 
 
 def item_tag(item: Any) -> int:
-    """Return a number from 1 that stands for the beginning of what an item holds, to tell items apart cheaply."""
+    """Return a number, 1 or more, computed from the first values of an item, to distinguish items cheaply."""
     return zlib.crc32(repr(_beginning(item)).encode()) + 1
 
 
 def _beginning(item: Any, depth: int = 0) -> Any:
-    """Return the first values of an item, as plain ones."""
+    """Return the first values of an item as plain Python values."""
     if isinstance(item, Mapping) and depth < _DEEPEST:
         return [(str(key)[:_LONGEST], _beginning(item[key], depth + 1)) for key in itertools.islice(item, _FIRST)]
     if isinstance(item, (list, tuple)) and depth < _DEEPEST:

@@ -1,4 +1,4 @@
-"""Documents packed into rows of equal length (torch); which row has what is a function of lengths, seed and epoch."""
+"""Documents packed into rows of equal length; the packing depends on lengths, seed and epoch only (torch)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from elastic_ray.data.permutation import Permutation
+from elastic_ray.data.sharding import Permutation
 
 Piece = tuple[int, int, int]
 """A document, and the first of its tokens and the one after the last, in a row."""
 
 
 def plan_rows(lengths: Sequence[int], row: int, *, seed: int, epoch: int) -> list[list[Piece]]:
-    """Return which pieces of which documents each row holds: every token of every document once.
+    """Return the pieces of documents that each row holds; every token of every document is used once.
 
-    Documents come in the order of a permutation. Each is cut into pieces of ``row`` tokens and a rest; each piece goes
-    into the first of the latest rows that has room.
+    Documents are processed in random order. Each is cut into pieces of ``row`` tokens and a remainder, and each piece
+    goes into the first of the most recent rows that has room for it.
 
     Args:
-        lengths: tokens of each document.
-        row: tokens of a row.
-        seed: of the order.
-        epoch: another one packs in another order.
+        epoch: epoch number; each epoch has a different packing.
 
     >>> plan_rows([3, 5, 2], 4, seed=0, epoch=0)
     [[(1, 0, 4)], [(1, 4, 5), (2, 0, 2)], [(0, 0, 3)]]
@@ -53,18 +50,18 @@ _OPEN = 64  # latest rows that may still be filled
 class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
     """Rows of ``length`` tokens that hold several documents each; an epoch's rows hold every token once.
 
-    A sample is ``(tokens, documents)``, both of ``length``. The second is 1, 2, ... by the document's place in the row,
-    and 0 where the row is padded, for a mask of the attention and for ``loader.weigh``. The loader deals rows as it
-    deals samples, so each document is used once an epoch, whatever the group does.
+    A sample is ``(tokens, documents)``, each of ``length`` elements. ``documents`` is 1, 2, ... for the first, second,
+    ... document in the row and 0 for padding; use it for an attention mask and for ``loader.weigh``. The loader
+    distributes rows as samples, so each document is used once per epoch, however the group changes.
 
     Args:
-        documents: the tokens of each, as tensors, arrays or lists of whole numbers.
-        length: tokens of a row.
-        seed: of the packing.
-        padding: token of what no document fills.
+        documents: tokens of each document, as tensors, arrays or lists of integers.
+        length: tokens per row.
+        seed: seed of the packing.
+        padding: token that fills the rest of a row.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be right.
+        TypeError, ValueError: an argument is invalid.
 
     Examples:
         >>> packed = PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]], length=4)
@@ -85,7 +82,7 @@ class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pack anew, in the order of this epoch; every worker must call it with the same."""
+        """Repack the documents for `epoch`; every worker must call this with the same number."""
         self.rows = plan_rows(self._lengths, self._length, seed=self._seed, epoch=epoch)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""SHELL: private random numbers, separate from the global generators that other code draws from."""
+"""SHELL: private random numbers, separate from the global generators that other code uses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from elastic_ray.data import sharding
 
 
 class PrivateRandom:
-    """Private random generators: within the context, code that uses the global ones draws from these instead.
+    """Private random state: within the context, code that uses the global generators draws from this state instead.
 
-    Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes.
-    The context may be entered again and continues where it was left; the generators outside never notice.
+    Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes. The
+    context may be entered again and continues from its last state. On exit, the generators' own state is restored.
     """
 
     def __init__(self, *, seed: int, epoch: int, owner: object = None) -> None:
-        """Seed from `seed` and `epoch` alone."""
+        """Derive the initial state from `seed` and `epoch` alone."""
         sharding.epoch_key(seed=seed, epoch=epoch)  # checks both
         self._words = np.random.SeedSequence([seed, epoch]).generate_state(4)
         self._owner = owner
@@ -47,7 +47,7 @@ class PrivateRandom:
 
 
 def _generators(owner: object) -> list[Any]:
-    """Return the global generators, and those that `owner` or a sampler inside it holds, in a fixed order."""
+    """Return the global generators and those held by `owner` or by a sampler within `owner`, in a fixed order."""
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
     # the modules have the methods of their hidden global instance
     found: list[Any] = [torch.default_generator, np.random, random]

@@ -1,4 +1,4 @@
-"""Resume position of a loader's run, in the form of torch's ``Stateful``."""
+"""Resume position of a loader's run, with the interface of torch's ``Stateful``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class ResumableLoader:
-    """Base of a loader with the state for users' own checkpoints, and the position in a pass."""
+    """Base class of a loader that reports its position in a pass and provides state for users' own checkpoints."""
 
     _session: Session
 
     @property
     def current_batch_size(self) -> int:
-        """Global batch size now [samples]."""
+        """Current global batch size [samples]."""
         raise NotImplementedError
 
     @property
@@ -32,7 +32,7 @@ class ResumableLoader:
 
     @property
     def on_last_batch(self) -> bool:
-        """True if the micro-batch in progress is the last one of its pass, as far as a stream's length is known."""
+        """True if the current micro-batch is the last of its pass, judging by the length of a stream known so far."""
         step = self._session.passes.step
         if step is None or step.micro_steps - 1 > step.micro:
             return False
@@ -41,8 +41,7 @@ class ResumableLoader:
 
     @property
     def batches_left(self) -> int | None:
-        """Micro-batches that follow in the present pass at the present batch size; None between steps, and where an
-        iterable dataset's length is not known yet."""
+        """Micro-batches left in the current pass at the current batch size; None between steps or if unknown."""
         step = self._session.passes.step
         if step is None:
             return None
@@ -52,35 +51,36 @@ class ResumableLoader:
         return of_this + more * (step.shape.accum_steps + 1) + self._halved_ahead(step.loader_pass.position, more)
 
     def _halved_ahead(self, position: int, steps: int) -> int:
-        """Return how many of the ``steps`` after the one at ``position`` are cut in two, to measure the noise."""
+        """Return how many of the ``steps`` after the one at ``position`` are cut in two to measure gradient noise."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the resume point as plain values for a checkpoint of your own.
+        """Return the resume point as plain values, for a custom checkpoint.
 
-        It holds the epoch, and the samples that each pass of it has used. A step whose update is in the model counts as
-        done. It is the same on all ranks, and for all loaders of a run: one of them is enough.
+        The resume point holds the epoch and the number of samples that each of its passes has used. A step whose update
+        is in the model counts as done. All ranks and all loaders of a run return the same state, so one of them is
+        enough.
 
-        Checkpoints that are given to ``report``, and automatic ones, have it already.
+        Checkpoints passed to ``report`` and automatic checkpoints already include the resume point.
         """
         return self._session.resume_point().to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start where ``state_dict`` was called; before the first epoch, on every worker alike.
+        """Resume from where ``state_dict`` was called. Call this before the first epoch, on every worker.
 
-        A job that continues from a checkpoint of its own stays where that stands, which its model does, too.
+        A job that continues from its own checkpoint ignores the state: its position must match its model.
 
         Raises:
-            ValueError: it is no such state; the message names the field.
-            RuntimeError: training has begun.
+            ValueError: the state is invalid; the message names the field.
+            RuntimeError: training has started.
         """
         resume_at(self._session, state)
 
 
 def resume_at(run: Session, state: Mapping[str, Any]) -> None:
-    """Have a run begin where ``state_dict`` of one of its loaders was called; they all have the same places.
+    """Make a run start where ``state_dict`` of one of its loaders was called; all loaders share that position.
 
-    Raises ValueError, RuntimeError: as :meth:`ResumableLoader.load_state_dict`.
+    Raises ValueError, RuntimeError: as in :meth:`ResumableLoader.load_state_dict`.
     """
     point = ResumePoint.from_json(state)
     if point is None:

@@ -1,38 +1,180 @@
 """Division of an epoch's samples among ranks: pure arithmetic, the same on every rank.
 
-An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one
-number, ``position``: how many samples of that order committed steps have used. World size, batch size and
-accumulation decide only how the *next* global batch ``order[position : position + step_size(...)]`` is cut
-up, never which samples are left. Hence every sample is used exactly once per epoch however the job grows,
-shrinks or fails; a step that failed is drawn again by calling the same functions with the same position.
+An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one number,
+``position``: how many samples of that order committed steps have used. World size, batch size and accumulation
+determine only how the *next* global batch ``order[position : position + step_size(...)]`` is divided, never which
+samples are left. Hence every sample is used exactly once per epoch however the job grows, shrinks or fails. A failed
+step is drawn again by calling the same functions with the same position.
 
-Where evaluation keeps batches whole, they lie one after the other in that order; batch ``b`` ends at sample
-``ends[b]``. A step takes the next ``world_size`` batches, one for each rank, so position is always the end of a batch,
-and a group of any size can continue from it. Only the last step may have fewer batches than ranks; its last ranks have
-none.
+If evaluation keeps batches whole, the batches are consecutive in that order, and batch ``b`` ends at sample
+``ends[b]``. A step uses the next ``world_size`` batches, one for each rank, so position is always the end of a batch,
+and a group of any size can continue from it. Only the last step may have fewer batches than ranks; the last ranks then
+get none.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import hashlib
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from elastic_ray.data.permutation import Indices
-from elastic_ray.data.shares import Shares, by_weight
+_ROUNDS = 64  # of bisection: more than a double has bits
+_LEAST = 2  # samples of a micro-batch: BatchNorm cannot do with one
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Weights of ranks for unequal shares of a step, with the fewest and most samples of a micro-batch.
+
+    Raises ValueError: a weight is not positive and finite, or a bound is below 1.
+    """
+
+    # of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1
+    weights: tuple[float, ...]
+    least: int = 1  # fewest samples of a micro-batch, where an equal split has so many
+    most: int | None = None  # most samples of a micro-batch, where an equal split has no more; None for no bound
+
+    def __post_init__(self) -> None:
+        if not self.weights or any(not (weight > 0 and math.isfinite(weight)) for weight in self.weights):
+            raise ValueError(f"weights must hold a number above 0 for each rank, but got {self.weights}")
+        for name in ("least", "most"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 sample or more, but got {value}")
+
+
+def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
+    """Return the number of samples of each rank, minimising the largest value of samples / weight.
+
+    If the weights are proportional to the ranks' speeds, this division gives the shortest step (Jefferson's method of
+    apportionment within bounds). Equal weights give the equal split, larger shares first.
+
+    Args:
+        count: samples in the step, at least ranks x micro_steps.
+        micro_steps: micro-batches per rank; each gets at least one sample.
+
+    Returns one size of at least ``micro_steps`` for each rank; the sizes sum to ``count``.
+    """
+    ranks = len(shares.weights)
+    even = count // (ranks * micro_steps)
+    low = micro_steps * max(1, min(max(shares.least, _LEAST), even))
+    high = count if shares.most is None else max(micro_steps * shares.most, -(-count // ranks))
+
+    def sizes(times: float) -> list[int]:
+        return [max(low, min(high, int(times * weight))) for weight in shares.weights]
+
+    short, long = 0.0, count / min(shares.weights) + 1.0
+    for _ in range(_ROUNDS):
+        middle = (short + long) / 2.0
+        short, long = (middle, long) if sum(sizes(middle)) <= count else (short, middle)
+    found = sizes(short)
+    for _ in range(count - sum(found)):
+        _give_one(found, shares.weights, high)
+    return found
+
+
+def _give_one(sizes: list[int], weights: Sequence[float], high: int) -> None:
+    """Give one more sample to the rank that would finish it first."""
+    open_ranks = [rank for rank, size in enumerate(sizes) if size < high]
+    sizes[min(open_ranks, key=lambda rank: (sizes[rank] + 1) / weights[rank])] += 1
+
+
+Indices = npt.NDArray[np.int64]
+
+_ROUNDS, _SMALL, _SMALL_ROUNDS = 8, 1024, 24  # few cells mix slowly
+_HALF = np.uint64(32)
+_FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)  # of well-known 64-bit mixers
+
+
+class Order(Protocol):
+    """Protocol of indices in the order of use: an array, or an object that computes any requested part."""
+
+    def __len__(self) -> int:
+        """Return the number of indices."""
+        ...
+
+    def __getitem__(self, part: slice | Indices, /) -> Indices:
+        """Return the indices at the given positions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permutation:
+    """Indices 0..samples-1 in an order that depends on ``key`` alone; computed on demand.
+
+    >>> Permutation(samples=10**12, key="0 0")[7:10].tolist()
+    [488436971634, 693908669537, 664861892677]
+    """
+
+    samples: int
+    key: str = ""  # any text; equal texts give equal orders. Empty: they ascend.
+    _keys: npt.NDArray[np.uint64] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rounds = 0 if not self.key else _SMALL_ROUNDS if self.samples < _SMALL else _ROUNDS
+        raw = hashlib.shake_256(self.key.encode()).digest(8 * rounds)
+        object.__setattr__(self, "_keys", np.frombuffer(raw, "<u8").astype(np.uint64))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, part: slice | Indices | int) -> Indices:
+        """Return the indices at positions ``part`` of 0..samples-1; a scalar for a single position."""
+        if isinstance(part, int | np.integer):
+            one: Indices = self[np.array([range(self.samples)[part]])][0]
+            return one
+        if not self.samples:
+            return np.zeros(0, np.int64)[part]
+        indices = self._through_rounds(positions(part, self.samples).astype(np.uint64))
+        while len(outside := np.flatnonzero(indices >= np.uint64(self.samples))):
+            indices[outside] = self._through_rounds(indices[outside])
+        return indices.astype(np.int64)
+
+    def _through_rounds(self, cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        rows = math.isqrt(self.samples - 1) + 1
+        columns = -(-self.samples // rows)
+        left, right = np.divmod(cells, np.uint64(columns))
+        for number in range(0, len(self._keys), 2):
+            left = _added(left, rows, _hashed(right, self._keys[number], rows))
+            right = _added(right, columns, _hashed(left, self._keys[number + 1], columns))
+        return left * np.uint64(columns) + right
+
+
+def positions(part: slice | Indices, samples: int) -> Indices:
+    """Return the positions that ``part`` selects in a sequence of ``samples`` elements."""
+    return np.arange(*part.indices(samples), dtype=np.int64) if isinstance(part, slice) else part
+
+
+def _added(one: npt.NDArray[np.uint64], size: int, other: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the sum modulo ``size`` of numbers below ``size``."""
+    total = one + other
+    return total - np.uint64(size) * (total >= np.uint64(size))
+
+
+def _hashed(values: npt.NDArray[np.uint64], key: np.uint64, size: int) -> npt.NDArray[np.uint64]:
+    """Return a number below ``size`` for each value, by a multiplicative hash (products are taken modulo 2**64)."""
+    mixed = (values + key) * _FACTORS[0]
+    mixed ^= mixed >> _HALF
+    mixed *= _FACTORS[1]
+    return ((mixed >> _HALF) * np.uint64(size)) >> _HALF
 
 
 def check_place(*, epoch: int, position: int) -> None:
-    """Raise TypeError or ValueError unless these are an epoch, and how many of its samples steps have used."""
+    """Raise TypeError or ValueError unless ``epoch`` and ``position`` are integers of 0 or more."""
     _check_count("epoch", epoch, at_least=0)
     _check_count("position", position, at_least=0)
 
 
 def epoch_key(*, seed: int, epoch: int) -> str:
-    """Return the key of what is drawn for an epoch: the same on every rank."""
+    """Return the key for an epoch's random numbers: the same on every rank."""
     _check_count("seed", seed, at_least=0)
     _check_count("epoch", epoch, at_least=0)
     return f"{seed} {epoch}"
@@ -41,32 +183,32 @@ def epoch_key(*, seed: int, epoch: int) -> str:
 def step_size(
     *, position: int, total: int, batch_size: int, world_size: int, drop_last: bool = False, least: int = 1
 ) -> int:
-    """Return the size of the next global batch, with a sample for every rank in every step that can have one.
+    """Return the size of the next global batch, giving every rank a sample in every step if possible.
 
-    Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l <
-    2 world_size, this step takes ``batch_size - (2 world_size - l)``, so that each of several ranks has two samples
-    in the last one (BatchNorm cannot do with one). Where that would leave this step itself fewer than that, one
-    each must do: with l < world_size, which could not be shared out, it takes ``batch_size - (world_size - l)``, and
-    where even that leaves it fewer than `world_size`, it takes the leftover along: ``batch_size + l``, at most one
-    sample more per rank.
-    With `drop_last` a tail shorter than `batch_size` is dropped (0), and no step is ever adapted.
-    Where fewer samples are left than there are ranks, as in an evaluation over few, the step takes all of them: the
-    first ranks have one each, the others none (see :func:`split`). A job that asks `can_switch` before a planned change
-    comes to such a step only in a pass over fewer samples than ranks: a failure only makes the group smaller.
+    Usually `batch_size`; 0 at the end of the epoch. If a full batch would leave a leftover l with 1 <= l < 2
+    world_size, this step uses ``batch_size - (2 world_size - l)`` samples, so that each of several ranks has two
+    samples in the last step (BatchNorm fails with one). If that would leave this step fewer than 2 world_size samples,
+    one sample per rank must suffice. In that case, with l < world_size (too few for all ranks), this step uses
+    ``batch_size - (world_size - l)``, or, if that is below `world_size`, includes the leftover: ``batch_size + l``, at
+    most one more sample per rank. With `drop_last`, a tail shorter than `batch_size` is dropped (0), and the size of a
+    step is never adapted. If fewer samples are left than there are ranks, as in an evaluation over few samples, the
+    step uses all of them: the first ranks have one each, the others none (see :func:`split`). A job that checks
+    `can_switch` before a planned change meets such a step only in a pass over fewer samples than ranks, because a
+    failure can only shrink the group.
 
     Args:
         position: samples of the epoch's order used so far, 0..total.
         total: samples in the epoch's order.
-        batch_size: global batch size, >= world_size.
         world_size: ranks that share the step.
         drop_last: drop a tail shorter than `batch_size`.
-        least: fewest samples of a rank's share, 1 or 2. With 2 one worker alone leaves itself as many for the last
-            step, and a leftover that would leave some rank one is taken along, at most two samples more per rank.
+        least: fewest samples in a rank's share, 1 or 2. With 2, a lone worker leaves that many for the last step, and a
+            leftover that would give some rank only one sample is included in this step, at most two more samples per
+            rank.
 
-    Returns 0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
-    `world_size`.
+    Returns 0, or a size in world_size..batch_size + least * world_size - 1, or the remaining samples if there are fewer
+    than `world_size`.
 
-    Raises ValueError: bad input.
+    Raises ValueError: an argument is out of range.
 
     >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
     [8, 8, 5, 0]
@@ -92,7 +234,7 @@ def step_size(
 
 
 def _size_before_leftover(remaining: int, batch_size: int, world_size: int, least: int) -> int:
-    """Return the size of a step after which the last one still has samples for all ranks; see :func:`step_size`."""
+    """Return a step size that leaves enough samples for all ranks in the last step; see :func:`step_size`."""
     if remaining <= batch_size:
         return remaining
     leftover = remaining - batch_size
@@ -111,10 +253,10 @@ def _size_before_leftover(remaining: int, batch_size: int, world_size: int, leas
 
 
 def can_switch(*, position: int, total: int, world_size: int) -> bool:
-    """True if a generation of `world_size` workers may start here; if not, a planned change waits.
+    """True if a generation of `world_size` workers may start at `position`; if not, a planned change waits.
 
-    True if the samples that are left give each worker at least two (BatchNorm cannot do with one); at the beginning
-    and the end of an epoch, if the next one, taken to be as long as this one, gives each at least one.
+    Within an epoch, the remaining samples must give each worker at least two (BatchNorm fails with one). At the start
+    and the end of an epoch, an epoch of `total` samples must give each worker at least one.
     """
     remaining = _remaining(position=position, total=total, world_size=world_size)
     return total >= world_size if remaining in (0, total) else remaining >= 2 * world_size
@@ -125,7 +267,7 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int
 
     Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
 
-    Raises ValueError: bad input.
+    Raises ValueError: an argument is out of range.
     """
     _check_count("world_size", world_size, at_least=1)
     _check_count("micro_steps", micro_steps, at_least=1)
@@ -136,15 +278,15 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int
 def split(
     count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> Indices:
-    """Return sizes of the pieces into which a step of `count` samples is cut.
+    """Return the sizes of the pieces into which a step of `count` samples is divided.
 
-    Returns array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
-    `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two ranks'
-    sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less than
-    `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least` where
-    `count` has as many for each rank.
+    Returns an array of shape [world_size, micro_steps_for(count, ...)] that sums to `count`; every entry is at least 1.
+    The entries of one rank differ by at most 1. Without `shares`, so do all entries and all ranks' sums, and earlier
+    ranks get the larger shares; with `shares`, see `shares.by_weight`. If `count` is less than `world_size`, the first
+    ranks get 1 each and the others 0, whatever the shares. No entry is below `least` if `count` provides that many for
+    each rank.
 
-    Raises ValueError: bad input, or shares of another number of ranks.
+    Raises ValueError: an argument is out of range, or `shares` has another number of ranks.
 
     >>> split(11, world_size=2, micro_steps=2).tolist()
     [[3, 3], [3, 2]]
@@ -166,11 +308,11 @@ def split(
 def rank_slices(
     count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> list[slice]:
-    """Return the slices of 0..count that `rank` takes in each micro-step of a step of `count` samples.
+    """Return the slices of 0..count that `rank` uses in each micro-step of a step of `count` samples.
 
-    A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
+    A rank's slices are contiguous, so an order that follows a file gives each rank one stretch of the file.
 
-    Raises ValueError: bad input, or rank outside 0..world_size-1.
+    Raises ValueError: an argument is out of range, such as a rank outside 0..world_size-1.
     """
     sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares, least=least)
     _check_count("rank", rank, at_least=0)
@@ -182,7 +324,7 @@ def rank_slices(
 
 
 def _even(counts: Indices, parts: int) -> Indices:
-    """Return each count [n] cut into `parts` sizes that differ by at most 1, larger ones first: [n, parts]."""
+    """Return each count [n] divided into `parts` sizes that differ by at most 1, larger ones first: [n, parts]."""
     base, extra = np.divmod(counts[:, None], parts)
     return np.asarray(base + (np.arange(parts)[None, :] < extra), dtype=np.int64)
 
@@ -205,7 +347,7 @@ def _check_count(name: str, value: Any, *, at_least: int) -> None:
 
 
 def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
-    """Return the ends of the batches in an order of ``samples``; the last batch may be shorter, or is dropped.
+    """Return the end positions of the batches in an order of ``samples``; a shorter last batch is kept or dropped.
 
     >>> batch_ends(7, 3, drop_last=False), batch_ends(7, 3, drop_last=True)
     ([3, 6, 7], [3, 6])
@@ -217,9 +359,9 @@ def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
 def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[tuple[int, int]]:
     """Return the sample range (first, last + 1) of each rank's batch in the step at ``position``.
 
-    It is shorter than ``world_size`` for ranks without one, empty at the end of the pass.
+    The list is shorter than ``world_size`` if some ranks get no batch, and empty at the end of the pass.
 
-    Raises ValueError: ``position`` is not where a batch begins.
+    Raises ValueError: ``position`` is not the start of a batch.
 
     >>> whole_step([3, 6, 7], position=3, world_size=4)
     [(3, 6), (6, 7)]
@@ -236,5 +378,5 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
 
 
 def batches_of(count: int, *, rank: int, world_size: int) -> int:
-    """Return the number of a pass's ``count`` batches that a rank takes, if the group keeps its size."""
+    """Return how many of a pass's ``count`` batches go to `rank`, if the group keeps its size."""
     return len(range(rank, count, world_size))

@@ -1,1 +1,1 @@
-"""Driver's side of a job: the trainer, its checks, the handle and the display."""
+"""Driver side of a job: the trainer and its argument checks, the job handle and the progress display."""

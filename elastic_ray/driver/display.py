@@ -1,4 +1,4 @@
-"""Display of a job while it runs: pure lines of text, and a thin display for a terminal or a log."""
+"""Progress display of a running job: pure functions that format lines, and a display for terminals and logs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_EPOCHS = 100
 
 
 def event_line(job: str, event: JobEvent) -> str:
-    """Return an event as a sentence, e.g. ``job a1: 2 -> 4 workers, goodput: +1 gains 0.31, pause 0.18 s``."""
+    """Return an event as one line, e.g. ``job a1: 2 -> 4 workers, goodput: +1 gains 0.31, pause 0.18 s``."""
     if event.from_workers != event.to_workers:
         what = f"{event.from_workers} -> {event.to_workers} workers"
         if event.kind not in (EventKind.RESIZE, EventKind.STARTED):
@@ -39,19 +39,19 @@ def event_line(job: str, event: JobEvent) -> str:
 
 
 def report_line(job: str, report: Report, epochs: int | None) -> str:
-    """Return a line on the report at an epoch's end: ``job a1: epoch 3/30 done, loss 0.231, accuracy 0.94``."""
+    """Return one line for the report at the end of an epoch: ``job a1: epoch 3/30 done, loss 0.231, accuracy 0.94``."""
     of = "" if epochs is None else f"/{epochs}"
     told = [f"{name} {value}" for name, value in list(_numbers(report.metrics).items())[:_MOST_METRICS]]
     return _line(job, [f"epoch {report.epochs_done}{of} done", *told])
 
 
 def _line(job: str, parts: Iterable[str]) -> str:
-    """Return one line on a job; text that others have named or said is made printable."""
+    """Return one line about a job, with long ids shortened and unprintable characters in user-supplied text escaped."""
     return short_ids(printable(f"job {short_name(job)}: " + ", ".join(part for part in parts if part)))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the numbers among metrics, the loss first."""
+    """Return the numeric metrics, formatted, with the loss first."""
     values: dict[str, str] = {}
     for name in sorted(metrics, key=lambda name: name != "loss"):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
@@ -61,7 +61,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def status_fields(status: JobStatus) -> dict[str, str]:
-    """Return the known values of a status that are worth showing, by column."""
+    """Return the known values of a status that are worth showing, keyed by column title."""
     fields = {"workers": _workers(status)}
     if status.batch_size > 0:
         fields["batch"] = f"{status.batch_size}"
@@ -104,14 +104,14 @@ def _workers(status: JobStatus) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number with three significant digits, thousands as k."""
+    """Format a number with three significant digits, and thousands as k."""
     return f"{value / 1000:.3g}k" if value >= 1000 else f"{value:.3g}"
 
 
 class JobDisplay:
-    """Shows statuses and events: a live line with events above it on a terminal, plain lines elsewhere.
+    """Display of statuses and events: on a terminal a live line with events above it, elsewhere plain lines.
 
-    A context manager; nothing it does may stop a job, so a broken stream only ends the display.
+    A context manager. The display must never stop a job, so a broken stream only ends the display.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class JobDisplay:
         interval_s: float = PLAIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare a display; it shows nothing before the first call.
+        """Prepare a display, which shows nothing until its first method call.
 
         Args:
-            stream: where to write, ``sys.stdout`` if None.
-            interval_s: least time between two plain status lines [s].
-            clock: seconds, monotonic.
+            stream: Stream to write to; None means ``sys.stdout``.
+            interval_s: Shortest time between two plain status lines [s].
+            clock: Monotonic clock [s].
         """
         self._stream = sys.stdout if stream is None else stream
         self._interval_s, self._clock = interval_s, clock
@@ -142,18 +142,12 @@ class JobDisplay:
         self.close()
 
     def event(self, job: str, event: JobEvent) -> None:
-        """Show an event, now; the end is shown as the last status."""
+        """Show an event at once; the job's end is left out, because the last status shows it."""
         if event.kind is not EventKind.FINISHED:
             self._write(event_line(job, event))
 
     def report(self, job: str, report: Report, epochs: int | None) -> None:
-        """Show the first report after each epoch; of a hundredth of them where there are many.
-
-        Args:
-            job: name.
-            report: each in its turn.
-            epochs: declared number of epochs, if there is one.
-        """
+        """Show the first report after each epoch; in long runs, only after about 100 evenly spaced epochs."""
         every = max(1, math.ceil((epochs or 0) / _MOST_EPOCHS))
         done = report.epochs_done
         if done >= self._epochs_shown + every or (done > self._epochs_shown and done == epochs):
@@ -161,7 +155,7 @@ class JobDisplay:
             self._write(report_line(job, report, epochs))
 
     def status(self, status: JobStatus) -> None:
-        """Show a status: at once on a terminal; elsewhere if it is news and the last line is old enough."""
+        """Show a status: at once on a terminal; elsewhere only if it has changed and the last line is old enough."""
         if self._live is not None:
             self._live.update(_table(status), refresh=True)
             return
@@ -172,17 +166,17 @@ class JobDisplay:
             self._write(line)
 
     def results(self, job: str, folder: str) -> None:
-        """Show where the results of a job that has ended are."""
+        """Show the folder with the results of a job that has ended."""
         self._write(f"{_line(job, [])} results in {printable(folder)}")
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back."""
+        """Leave the last state on the screen and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _write(self, line: str) -> None:
-        """Show a line; a stream that is closed ends the display and nothing else."""
+        """Write a line; if the stream is closed, stop displaying without raising."""
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False)
             return
@@ -211,7 +205,7 @@ def _live(stream: TextIO) -> Live:
 
 
 def _table(status: JobStatus) -> Table:
-    """Return a table of one row: the job, its phase, and the fields of :func:`status_fields`."""
+    """Return a one-row table of the job, its phase, and the fields of :func:`status_fields`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -226,10 +220,9 @@ def _table(status: JobStatus) -> Table:
 
 
 class Interrupts:
-    """Catcher of Ctrl-C within its block, even if other code swallows the KeyboardInterrupt: a callback, a destructor.
+    """Context manager that remembers a Ctrl-C even if a callback or destructor swallows the KeyboardInterrupt.
 
-    A context manager. Where the program handles SIGINT by itself, or in another thread than the main one, it does
-    nothing.
+    It does nothing outside the main thread, or if the program has its own SIGINT handler.
     """
 
     def __init__(self) -> None:
@@ -257,7 +250,7 @@ class Interrupts:
 
 
 def without_traceback(error: BaseException) -> None:
-    """Have Python end without a traceback if nobody catches this exception: what it means has been printed."""
+    """Make Python exit without a traceback if this exception is uncaught, because its meaning has been printed."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""SHELL: handle of a submitted job for a driver."""
+"""SHELL: the driver's handle of a submitted job."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 60.0) -> Result:
-    """Make Ray Train's ``Result`` of a job that has ended.
+    """Return Ray Train's ``Result`` for a job that has ended.
 
     ``metrics`` are the last ones reported (with or without a checkpoint). ``checkpoint`` is the newest reported
-    checkpoint; of a job that reports none, the directory of its automatic ones, for ``load_model_state``.
-    ``best_checkpoints`` are all reported ones that were kept, oldest first. ``metrics_dataframe`` has a row for
-    every report; those that the outcome has not kept are read from storage, for at most ``timeout_s``.
+    checkpoint. If the job reported none, it is the directory of the automatic checkpoints, for ``load_model_state``.
+    ``best_checkpoints`` are all reported checkpoints that were kept, oldest first. ``metrics_dataframe`` has a row for
+    every report; reports that the outcome no longer holds are read from storage, within ``timeout_s`` seconds.
     """
     import pandas as pd
     from ray.train import Checkpoint
@@ -81,7 +81,7 @@ def _opened(value: Sealed | None) -> Any:
 
 
 def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -> list[Report]:
-    """Return every report of a job that has ended: its last ones as they were, those before from storage."""
+    """Return all reports of a job that has ended: older ones from storage, the last ones from its outcome."""
     last = outcome.reports[0].index - 1 if outcome.reports else 0
     if last < outcome.first_report:
         return list(outcome.reports)
@@ -109,24 +109,24 @@ _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 
 def find_controller(job: str) -> Any | None:
-    """Return the handle of a job's controller; None if there is no such job."""
+    """Return the handle of a job's controller, or None if there is no such job."""
     return find_actor(f"job:{job}")
 
 
 class JobHandle:
-    """Handle of a submitted job: query it, hold it at a size, wait for it, stop it.
+    """Handle of a submitted job, to query it, fix its size, wait for it and stop it.
 
-    While the handle's process lives, a thread renews the job's lease; without it the job ends itself after
-    ``ElasticConfig.lease_s``, or continues if another process attaches in time. After the job's end all methods
-    answer from what the handle has kept. Its methods may be called from any thread.
+    While the handle's process lives, a thread renews the job's lease. Without renewal the job ends after
+    ``ElasticConfig.lease_s``, unless another process attaches in time. After the job has ended, all methods answer from
+    stored results. All methods are thread-safe.
     """
 
     def __init__(self, controller: Any, spec: JobSpec) -> None:
-        """Claim the lease; made by ``ElasticTrainer.submit`` and :meth:`attach`.
+        """Claim the lease; called by ``ElasticTrainer.submit`` and :meth:`attach`.
 
         Args:
-            controller: handle of the job's controller.
-            spec: the job as submitted (``train_loop`` is not used).
+            controller: Handle of the job's controller.
+            spec: The submitted job (``train_loop`` is not used).
         """
         self._controller, self._spec = controller, spec
         self._reports: tuple[Report, ...] | None = None  # of a job that has ended with more than its outcome holds
@@ -136,15 +136,15 @@ class JobHandle:
 
     @classmethod
     def attach(cls, job: str) -> JobHandle:
-        """Return the handle of a job that another process submitted, for a driver that was restarted.
+        """Return the handle of a job that another process submitted, for example after a driver restart.
 
         Args:
-            job: the job's name, ``RunConfig.name`` or ``JobHandle.job``.
+            job: The job's name (``RunConfig.name`` or ``JobHandle.job``).
 
         Raises:
-            ValueError: if no such job runs.
-            ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
-            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
+            ValueError: If no such job is running.
+            ConnectionError: If the cluster named by RAY_ADDRESS or `ray start` does not answer.
+            AccessRefusedError: If the cluster requires a token, and this process has none or a wrong one.
         """
         join()
         controller = find_controller(job)
@@ -169,24 +169,24 @@ class JobHandle:
         return self._spec.job
 
     def done(self) -> bool:
-        """True if the job has ended, in success or not."""
+        """True if the job has ended, successfully or not."""
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds for the job's end; True if it has ended, in failure as well."""
+        """Wait up to ``timeout`` seconds (None: for ever); True if the job has ended, successfully or not."""
         return self._lease.wait(timeout) is not None
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the job's end and return its result; a stopped job has one as well, without an error.
+        """Wait for the job's end and return its result; a stopped job also returns one, without an error.
 
         Args:
-            timeout: longest wait [s]; None waits for ever.
+            timeout: Longest wait [s]; None waits for ever.
 
         Raises:
-            TimeoutError: if the job has not ended within ``timeout``; it continues.
-            TrainFunctionError: if the train function raised; it is also of the type of the user's exception.
-            WorkersLostError: if all workers were lost more often than ``FailureConfig.max_failures`` allows.
-            JobLostError: if the job's controller died.
+            TimeoutError: If the job has not ended within ``timeout``; it continues.
+            TrainFunctionError: If the train function raised; it is also an instance of the user's exception type.
+            WorkersLostError: If all workers were lost more often than ``FailureConfig.max_failures`` allows.
+            JobLostError: If the job's controller died.
         """
         ending = self._lease.wait(timeout)
         if ending is None:
@@ -208,19 +208,19 @@ class JobHandle:
         return result
 
     def status(self) -> JobStatus:
-        """Return the job's present status."""
+        """Return the job's current status."""
         answer = self._ask("status")
         if answer is not None and self._lease.ending is None:
             self._lease.answer(answer)
         return self._lease.last
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Rank, node and process of every member of the present generation; none while there is none."""
+        """Return rank, node and process of every member of the current generation; empty if there is none."""
         return tuple(self._ask("workers") or ())
 
     @property
     def last_status(self) -> JobStatus:
-        """The job as the last renewal of its lease found it; sends no request."""
+        """Status from the most recent lease renewal; reading it sends no request."""
         return self._lease.last
 
     @property
@@ -232,7 +232,7 @@ class JobHandle:
         """Return the job's events so far, oldest first.
 
         Args:
-            since: leave out this many of the oldest.
+            since: Number of oldest events to skip.
         """
         if since < 0:
             raise ValueError(f"since must be 0 or more, but got {since}")
@@ -247,13 +247,13 @@ class JobHandle:
         return events[since:]
 
     def explain(self) -> Explanation | None:
-        """Explain the job's workers, and what it would do with one more; ``str()`` formats it for people.
+        """Explain the job's number of workers, and the effect of one more; ``str()`` formats the result as text.
 
         Returns:
-            None if the job has ended, or the allocator has not heard of it yet.
+            None if the job has ended, or the allocator does not know it yet.
 
         Raises:
-            TimeoutError: the allocator does not answer.
+            TimeoutError: The allocator does not answer.
         """
         if self._lease.ending is not None:
             return None
@@ -276,21 +276,21 @@ class JobHandle:
             return None
 
     def explain_strategy(self) -> str | None:
-        """Return the last choice of ``strategy="auto"`` as a table of parameters and measured times.
+        """Return the last choice made by ``strategy="auto"``, as a table of parameters and measured times.
 
         Returns:
-            A table as text; None before a choice, and where strategies are set by hand.
+            A table as text; None if no choice was made yet, or if the strategy was set by hand.
         """
         chosen = [event for event in self.events() if event.kind is EventKind.STRATEGY]
         return str(chosen[-1].detail.get("table", chosen[-1].reason)) if chosen else None
 
     def resize(self, workers: int) -> None:
-        """Hold the job at this many workers until :meth:`release`; nothing happens if it has ended.
+        """Hold the job at this number of workers until :meth:`release`; do nothing if it has ended.
 
-        Returns once the controller knows; ``status()`` and ``events()`` tell when the size is reached.
+        Returns once the controller has the request; ``status()`` and ``events()`` show when the size is reached.
 
         Raises:
-            ValueError: if the job may not have this size.
+            ValueError: If the job is not allowed to have this size.
         """
         low, high = self._spec.min_workers, self._spec.max_workers
         if isinstance(workers, bool) or not isinstance(workers, int):
@@ -305,29 +305,29 @@ class JobHandle:
         self._ask("resize", workers)
 
     def release(self) -> None:
-        """Give the job's size back to the allocator after :meth:`resize`."""
+        """Return control of the job's size to the allocator after :meth:`resize`."""
         self._ask("release")
 
     def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
-        """Save the job after the step in progress and give its slots back, until :meth:`resume`.
+        """Save the job after the current step and free its slots until :meth:`resume`.
 
-        Returns once the controller knows; ``status().phase`` is ``PAUSED`` when the slots are free. A paused job keeps
-        its place in the order of arrival, and its driver's lease must be renewed as before.
+        Returns once the controller has the request; ``status().phase`` is ``PAUSED`` when the slots are free. A paused
+        job keeps its place in the order of arrival, and its driver must continue to renew the lease.
 
         Args:
-            reason: why, for the job's message and its events.
+            reason: Reason shown in the job's message and events.
 
         Raises:
-            ValueError: if it saves no state to continue from, is paused already, is about to end, or has ended.
+            ValueError: If the job saves no state to resume from, is already paused, is about to end, or has ended.
         """
         self._refuse_ended("paused")
         self._ask("pause", reason)
 
     def resume(self) -> None:
-        """Let a paused job continue from where it was saved, as soon as the allocator has slots for it.
+        """Let a paused job continue from its saved state as soon as the allocator has slots for it.
 
         Raises:
-            ValueError: if the job is not paused.
+            ValueError: If the job is not paused.
         """
         self._refuse_ended("resumed")
         self._ask("resume")
@@ -341,22 +341,22 @@ class JobHandle:
         tolerance: float = 0.01,
         timeout: float | None = None,
     ) -> BranchResult:
-        """Measure by branches the largest batch at which samples keep their worth, and keep the job's batch below.
+        """Measure the largest batch that does not waste samples, and keep the job's batch below it.
 
-        Each branch is a job of the lowest weight that starts from this job's newest automatic checkpoint and trains on
-        the same samples at another batch; this job trains on meanwhile. Waits for the result, see docs/batch.md.
+        Each branch is a job of the lowest weight. It starts from this job's newest automatic checkpoint and trains on
+        the same samples with a different batch, while this job continues. Waits for the result; see docs/batch.md.
 
         Args:
-            factors: batches to try, in present ones; those above the loader's largest are left out.
-            steps: of the branch that keeps the present batch; the others train on as many samples.
-            metric: that the loop reports; smaller is better.
-            tolerance: part of the present batch's loss by which a larger batch may be worse.
-            timeout: longest wait [s]; None waits for ever. The branches continue.
+            factors: Batches to try, as multiples of the current one; any above the loader's largest batch are skipped.
+            steps: Steps of the branch that keeps the current batch; the other branches train on as many samples.
+            metric: Name of a reported metric; smaller is better.
+            tolerance: Accepted increase of the metric at a larger batch, relative to the branch with the current batch.
+            timeout: Longest wait [s]; None waits for ever. The branches continue after a timeout.
 
         Raises:
-            BranchError: the job cannot be branched, a branch failed, or its reports do not tell.
-            ValueError: an argument is out of range, or the job has ended.
-            TimeoutError: there is no result within ``timeout``.
+            BranchError: The job cannot be branched, a branch failed, or its reports are inconclusive.
+            ValueError: An argument is out of range, or the job has ended.
+            TimeoutError: There is no result within ``timeout``.
         """
         self._refuse_ended("branched")
         self._ask("branch", BranchPlan(factors=tuple(factors), steps=steps, metric=metric, tolerance=tolerance))
@@ -375,10 +375,10 @@ class JobHandle:
             raise ValueError(f"job {self.job!r} cannot be {what}: it has ended ({self._lease.last.phase.value})")
 
     def weigh(self, weight: float) -> None:
-        """Change ``SchedulingConfig.weight`` of the running job: what its speed counts beside that of others.
+        """Change ``SchedulingConfig.weight`` of the running job: how much its speed counts against that of other jobs.
 
         Raises:
-            ValueError: if it is not above 0.
+            ValueError: If the weight is not above 0 and finite.
         """
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise TypeError(f"weight must be a number, but got {weight!r}")
@@ -390,12 +390,12 @@ class JobHandle:
         """Return the train function's next report.
 
         Args:
-            after: ``index`` of the report before it; None for the first of this run. A trial waits in ``report`` until
-                enough of its reports have been asked for in this way.
-            timeout: longest wait [s].
+            after: ``index`` of the previous report; None returns the first one of this run. A trial blocks in
+                ``report`` until enough of its reports have been fetched by this method.
+            timeout: Longest wait [s].
 
         Returns:
-            None if there was none within ``timeout``, or there will be no more: see :meth:`done`.
+            None if there was none within ``timeout``, or if the job has ended without another (see :meth:`done`).
         """
         deadline = time.monotonic() + timeout
         while self._lease.ending is None:
@@ -419,16 +419,16 @@ class JobHandle:
         return reports[position] if position < len(reports) else None
 
     def leave(self) -> None:
-        """Drop the claim on the job: it ends when its lease runs out, unless another process attaches to it in time."""
+        """Stop renewing the job's lease: the job ends when the lease runs out, unless another process attaches."""
         self._lease.leave()
 
     def stop(self, *, now: bool = False, reason: str = "JobHandle.stop() was called") -> None:
         """End the job; ``result()`` then returns the results so far, without an error.
 
         Args:
-            now: in the middle of a step, and unsaved; its workers are gone at once. Else it saves itself after the step
-                in progress, so that a job of the same name continues from there.
-            reason: why, for the job's message and its last event.
+            now: If True, end in the middle of a step without saving, and kill the workers at once. Otherwise the job
+                saves its state after the current step, and a new job of the same name continues from there.
+            reason: Reason shown in the job's message and its last event.
         """
         self._ask("stop", now=now, reason=reason)
         self._lease.look()
@@ -437,7 +437,7 @@ class JobHandle:
         return RunStorage(self._spec.storage_path, self._spec.storage_filesystem)
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the controller; None if the job has ended, in which case ``self._lease.ending`` is set."""
+        """Call a controller method; return None, with ``self._lease.ending`` set, if the job has ended."""
         if self._lease.ending is not None:
             return None
         # The job trains on without its controller for that long: while another process of it starts, calls wait.
@@ -468,7 +468,7 @@ class JobHandle:
 
 
 def _spec_of(controller: Any) -> JobSpec:
-    """Return the submitted specification, also from a controller that is being restarted."""
+    """Return the submitted specification, waiting if the controller is being restarted."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
         try:

@@ -1,5 +1,4 @@
-"""SHELL: the driver's end of a job: a thread that keeps the lease, and collects everything when the job
-ends."""
+"""SHELL: a driver thread that keeps a job's lease, and collects the results when the job ends."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJob:
-    """Remains of a job that has ended."""
+    """Everything the driver keeps of a job that has ended."""
 
     status: JobStatus
     events: tuple[JobEvent, ...] = ()  # everything that happened to it
@@ -38,21 +37,20 @@ class EndedJob:
 
 
 class LeaseKeeper:
-    """Renews a job's lease in a thread of its own until the job ends; then fetches what is left and closes
-    it.
+    """Renewer of a job's lease, in its own thread; when the job ends, it fetches the results and closes the job.
 
-    No loop of the user's renews the lease, for a loop may block; a thread of this process lives exactly as
-    long as the driver does, and that is what the lease tells the controller.
+    The user's loop does not renew the lease, because it may block. A thread lives exactly as long as the driver
+    process, and that is what the lease proves to the controller.
     """
 
     def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
-        """Start to renew.
+        """Start renewing the lease.
 
         Args:
-            job: name of the job, for messages.
-            controller: handle of the job's controller.
-            lease_s: the job's ``ElasticConfig.lease_s``.
-            away_s: its ``ElasticConfig.controller_timeout_s``.
+            job: Name of the job, for messages.
+            controller: Handle of the job's controller.
+            lease_s: The job's ``ElasticConfig.lease_s``.
+            away_s: The job's ``ElasticConfig.controller_timeout_s``.
         """
         self._away_s, self._job, self._controller, self._lease_s = away_s, job, controller, lease_s
         self._ended = threading.Event()
@@ -72,25 +70,25 @@ class LeaseKeeper:
 
     @property
     def ending(self) -> EndedJob | None:
-        """Remains of the job, once it has ended."""
+        """Final state of the job, or None until it has ended."""
         return self._ending
 
     def wait(self, timeout_s: float | None) -> EndedJob | None:
-        """Wait for the job's end; None if it has not come within ``timeout_s`` (None: wait for ever)."""
+        """Wait up to ``timeout_s`` for the job's end (None: for ever); return None if it has not ended by then."""
         with self._watched():
             self._ended.wait(timeout_s)
         return self._ending
 
     def answer(self, status: JobStatus) -> None:
-        """Receive the job's status, which the controller sends with a renewal."""
+        """Store a status received from the controller."""
         self.last = status
 
     def look(self) -> None:
-        """Renew now: something has happened, or may have."""
+        """Renew the lease immediately, because the job's status may have changed."""
         self._wake.set()
 
     def leave(self) -> None:
-        """Stop renewing without ending the job: it ends when its lease runs out, unless somebody attaches."""
+        """Stop renewing without ending the job: it ends when its lease runs out, unless another process attaches."""
         self._leaving.set()
         self._wake.set()
         if threading.current_thread() is not self._thread:
@@ -108,7 +106,7 @@ class LeaseKeeper:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Poll more often while somebody waits for the end."""
+        """Poll more often while a caller waits for the job's end."""
         with self._lock:
             self._watchers += 1
         self._wake.set()
@@ -119,7 +117,7 @@ class LeaseKeeper:
                 self._watchers -= 1
 
     def _run(self) -> None:
-        """Renew until the job has ended, or this process does not use it any more."""
+        """Renew until the job has ended or this process leaves it."""
         while not self._leaving.is_set() and self._ending is None:
             # Ray would start a cluster of its own at the next call if the driver has shut it down.
             if not ray.is_initialized():
@@ -132,7 +130,7 @@ class LeaseKeeper:
             self._wake.clear()
 
     def _renew(self) -> None:
-        """Renew once; what comes back is the job's status, or why it is lost."""
+        """Renew once, and record the job's status from the answer, or that the job is lost."""
         try:
             self.last = ray.get(self._controller.renew_lease.remote(), timeout=min(self._lease_s, CALL_TIMEOUT_S))
             self.answered = True
@@ -163,7 +161,7 @@ class LeaseKeeper:
             self.lost(error)
 
     def _collect(self) -> None:
-        """Fetch all that is left of a job that has ended, and let its controller go."""
+        """Fetch the results of a job that has ended, and close its controller."""
         controller = self._controller
         wanted = [controller.outcome.remote(), controller.events.remote(), controller.status.remote()]
         outcome, events, status = ray.get(wanted, timeout=_COLLECT_TIMEOUT_S)
@@ -174,7 +172,7 @@ class LeaseKeeper:
         self._end(self._collected)
 
     def _end(self, ending: EndedJob) -> None:
-        """Store how the job has ended; only the first call counts."""
+        """Store the job's final state; only the first call has an effect."""
         with self._lock:
             if self._ending is not None:
                 return
@@ -187,6 +185,6 @@ class LeaseKeeper:
 
 
 def _reason(error: BaseException) -> str:
-    """Return Ray's explanation on one line: its last line tells why, its first one what."""
+    """Return Ray's explanation of an error on one line: its first line says what happened, its last line why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

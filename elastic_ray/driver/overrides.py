@@ -1,17 +1,17 @@
-"""Overrides of a script's jobs by ``elastic-ray submit``, as environment variables of its process (pure).
+"""Overrides of a script's jobs by ``elastic-ray submit``, passed as environment variables (pure).
 
-- ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): in place of ``ScalingConfig(num_workers)`` of every trainer in the script;
-- ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): in place of ``ScalingConfig(use_gpu)``;
-- ``ELASTIC_RAY_NAME``: name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones;
+- ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): replaces ``ScalingConfig(num_workers)`` of every trainer in the script;
+- ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): replaces ``ScalingConfig(use_gpu)``;
+- ``ELASTIC_RAY_NAME``: name of the first job without ``RunConfig(name)``; later ones get fresh names;
 - ``ELASTIC_RAY_SCHEDULING`` (``{"tenant": "vision"}``): fields of every trainer's ``SchedulingConfig``;
-- ``ELASTIC_RAY_COMMAND`` (JSON): what ``elastic-ray submit`` was given, which each run keeps for its next cluster;
-- ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and end after so many steps, for
+- ``ELASTIC_RAY_COMMAND`` (JSON): arguments of ``elastic-ray submit``, stored with each run for its next cluster;
+- ``ELASTIC_RAY_REPLAY`` (a number): jobs are named ``NAME-replay-NUMBER`` and end after this number of steps, for
   ``elastic-ray verify --replay``;
-- ``ELASTIC_RAY_RESUME`` (``1``): sweeps of Ray Tune continue from their directories, for ``elastic-ray resume --all``;
-- ``ELASTIC_RAY_USER``: owner of the jobs, in place of the user of the script's process;
-- ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
+- ``ELASTIC_RAY_RESUME`` (``1``): Ray Tune sweeps continue from their directories, for ``elastic-ray resume --all``;
+- ``ELASTIC_RAY_USER``: owner of the jobs, instead of the user of the script's process;
+- ``ELASTIC_RAY_SUBMISSION``: Ray submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
 
-They may be set by hand as well. What they replace is logged.
+They may also be set by hand. Values of ``ScalingConfig`` that are replaced are logged.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8). Raises ValueError: it is neither, or not 1 <= min <= max."""
+    """Parse ``"4"`` as (4, 4) and ``"1:8"`` as (1, 8). Raises ValueError unless 1 <= min <= max."""
     match = _RANGE.fullmatch(text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -79,7 +79,7 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Overrides that the environment asks for."""
+    """Overrides requested by environment variables."""
 
     workers: tuple[int, int] | None = None  # (min, max); None leaves it to the script
     use_gpu: bool | None = None  # None leaves it to the script
@@ -93,7 +93,7 @@ class Overrides:
     resume: bool = False  # whether sweeps continue from their directories
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of these overrides."""
+        """Return these overrides as environment variables."""
         values = {
             WORKERS: "" if self.workers is None else ":".join(map(str, self.workers)),
             USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
@@ -108,13 +108,13 @@ class Overrides:
         return {variable: value for variable, value in values.items() if value}
 
     def named(self, name: str | None) -> str | None:
-        """Return the job's name, with what tells a replay from the job itself."""
+        """Return the job's name, with a suffix for a replay."""
         return f"{name}-replay-{self.replay}" if name is not None and self.replay else name
 
     def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
-        """Return the script's configuration with what is overridden replaced.
+        """Return the script's configuration with the overridden fields replaced.
 
-        Raises ValueError: it has no such field, or the field no such value.
+        Raises ValueError if a field does not exist or does not accept its value.
         """
         try:
             return dataclasses.replace(given, **{name: as_field(value) for name, value in self.scheduling.items()})
@@ -122,11 +122,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """Return a ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
-
-        Args:
-            given: the script's.
-        """
+        """Return a ``ScalingConfig`` with the overridden fields replaced."""
         config = default() if given is None else given
         if not isinstance(config, default):
             return given  # its reader refuses it
@@ -146,12 +142,12 @@ class Overrides:
 
 
 def as_field(value: Any) -> Any:
-    """Return a field's value as JSON and YAML have it, with tuples for lists."""
+    """Convert a JSON or YAML value to a field's value: lists become tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def read_overrides(environment: Mapping[str, str]) -> Overrides:
-    """Read the overrides from environment variables. Raises ValueError: a value is wrong; names the variable."""
+    """Read the overrides from environment variables. Raises ValueError naming a variable with an invalid value."""
     for unknown in sorted(name for name in environment if name.startswith(_PREFIX) and name not in _KNOWN):
         logger.warning("environment variable %s has no effect%s", unknown, meant(unknown, _KNOWN))
     workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")
@@ -179,7 +175,7 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
 
 
 def login_name() -> str:
-    """Return the name of the user that this process belongs to, or its number: a container's user may have no name."""
+    """Return this process's user name, or the user ID if it has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -187,7 +183,7 @@ def login_name() -> str:
 
 
 def script_stem() -> str:
-    """Name of the program that runs, without its folder and ending; empty in a notebook and after ``python -c``."""
+    """Return the running program's name without folder and extension; empty in notebooks and for ``python -c``."""
     path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     return path.parent.name if path.name == "__main__.py" else path.stem
 
@@ -199,12 +195,12 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 
 
 def take_name(environment: MutableMapping[str, str]) -> str | None:
-    """Return the name that the environment has for a job without one. It is taken: two jobs cannot have the same."""
+    """Remove the job name from the environment and return it, or None, since two jobs cannot share a name."""
     return environment.pop(NAME, "") or None
 
 
 def _read(environment: Mapping[str, str], name: str, kind: type[Any], called: str) -> Any:
-    """Return the JSON of a variable, empty if it is not there. Raises ValueError: it is of another kind."""
+    """Return a variable's JSON value, empty if unset. Raises ValueError if the value is not of type ``kind``."""
     if not (text := environment.get(name)):
         return kind()
     try:

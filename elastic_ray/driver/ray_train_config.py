@@ -1,4 +1,4 @@
-"""Ray Train's configuration read for an elastic job: each field is honoured or refused with a reason."""
+"""Reader of Ray Train's configuration for an elastic job: each field is honoured or refused with a reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHOLE_ABOVE_ONE = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Values of ``ScalingConfig``; fields as in ``JobSpec``."""
+    """Values read from ``ScalingConfig``, with fields as in ``JobSpec``."""
 
     min_workers: int
     max_workers: int
@@ -38,18 +38,18 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(RunSettings):
-    """Values of ``RunConfig``; ``name`` is None unless the user chose one, ``callbacks`` are as they were given."""
+    """Values read from ``RunConfig``; ``name`` is None unless the user chose one, ``callbacks`` are unchanged."""
 
     name: str | None
     callbacks: tuple[Any, ...]
 
 
 def read_scaling(config: ScalingConfig | None) -> Scaling:
-    """Check a ``ScalingConfig`` (None: one worker with one CPU).
+    """Check and read a ``ScalingConfig`` (None: one worker with one CPU).
 
     Raises:
-        TypeError: if it is no ``ray.train.ScalingConfig``.
-        ValueError: if it asks for what an elastic job cannot do, or for something impossible.
+        TypeError: If it is not a ``ray.train.ScalingConfig``.
+        ValueError: If it requests something impossible, or not supported by elastic jobs.
     """
     config = _instance(config, ScalingConfig, "scaling_config")
     _refuse_unsupported_scaling(config)
@@ -64,7 +64,7 @@ def read_scaling(config: ScalingConfig | None) -> Scaling:
 
 
 def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
-    """Raise for what an elastic job cannot honour, with the reason."""
+    """Raise ValueError with the reason for each option that elastic jobs do not support."""
     default = ScalingConfig()
     refused = {
         "use_tpu": "workers train on CPUs and CUDA GPUs; leave it out, or use Ray Train's JaxTrainer",
@@ -85,7 +85,7 @@ def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
 
 
 def _worker_limits(num_workers: Any) -> tuple[int, int]:
-    """Return the fewest and the most workers."""
+    """Return the minimum and maximum number of workers."""
     limits = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
     if len(limits) != 2 or not all(_is_int(limit) for limit in limits):
         raise ValueError(f"ScalingConfig(num_workers) must be a whole number or (min, max), but got {num_workers!r}")
@@ -104,7 +104,7 @@ def _worker_limits(num_workers: Any) -> tuple[int, int]:
 
 
 def _bundle(config: ScalingConfig) -> dict[str, float]:
-    """Return resources of one worker: Ray Train's defaults, without amounts of 0."""
+    """Return the resources of one worker, with Ray Train's defaults and without zero amounts."""
     given = config.resources_per_worker
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"ScalingConfig(resources_per_worker) must be a dict of amounts, but got {given!r}")
@@ -129,7 +129,7 @@ def _bundle(config: ScalingConfig) -> dict[str, float]:
 
 
 def _check_amount(name: Any, amount: Any) -> None:
-    """Raise unless it is an amount of a resource that Ray can reserve."""
+    """Raise TypeError or ValueError unless Ray can reserve this amount of the resource."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"resources_per_worker must be keyed by resource names, but got {name!r}")
     if isinstance(amount, bool) or not isinstance(amount, int | float):
@@ -143,7 +143,7 @@ def _check_amount(name: Any, amount: Any) -> None:
 
 
 def _label_selector(selector: Any) -> dict[str, str]:
-    """Return the one label selector of all workers."""
+    """Return the label selector, which must be the same for all workers."""
     if selector is None:
         return {}
     if isinstance(selector, list):
@@ -160,11 +160,11 @@ def _label_selector(selector: Any) -> dict[str, str]:
 
 
 def read_run(config: RunConfig | None) -> RunOptions:
-    """Check a ``RunConfig`` (None: Ray Train's defaults).
+    """Check and read a ``RunConfig`` (None: Ray Train's defaults).
 
     Raises:
-        TypeError: if it or a part of it is not of Ray Train's type.
-        ValueError: if it asks for what an elastic job cannot do.
+        TypeError: If the configuration or a part of it is not of Ray Train's type.
+        ValueError: If it requests something that elastic jobs do not support.
     """
     config = _instance(config, RunConfig, "run_config")
     failures = _instance(config.failure_config, FailureConfig, "RunConfig(failure_config)")
@@ -194,7 +194,7 @@ def read_run(config: RunConfig | None) -> RunOptions:
 
 
 def _callbacks(given: Any) -> tuple[Any, ...]:
-    """Raise TypeError for what is called by none of the two protocols; the message names it."""
+    """Return the callbacks as a tuple; raise TypeError for one that is neither a UserCallback nor a LoggerCallback."""
     callbacks: tuple[Any, ...] = tuple(given or ())
     if not callbacks:
         return ()
@@ -217,7 +217,7 @@ def _type_name(value: Any) -> str:
 
 
 def _check_failures(config: FailureConfig) -> None:
-    """Raise for what an elastic job cannot honour, with the reason."""
+    """Raise ValueError for failure settings that are invalid or not supported by elastic jobs."""
     if not _is_int(config.max_failures) or config.max_failures < -1:
         raise ValueError(
             f"FailureConfig(max_failures) must be a whole number from -1 (no limit), but got {config.max_failures!r}"
@@ -247,7 +247,7 @@ def _check_failures(config: FailureConfig) -> None:
 
 
 def job_name(name: Any) -> str | None:
-    """Return the name the user chose; None for the one Ray Train fills in (jobs of one second would share it)."""
+    """Return the name the user chose, or None for Ray Train's default, which jobs of the same second would share."""
     if name is None or (isinstance(name, str) and _RAYS_DEFAULT_NAME.fullmatch(name)):
         return None
     if not isinstance(name, str) or not _JOB_NAME.fullmatch(name):
@@ -259,7 +259,7 @@ def job_name(name: Any) -> str | None:
 
 
 def _runtime_env(env: Any) -> dict[str, Any]:
-    """Return what a job's actors get; raises TypeError or ValueError for what Ray refuses."""
+    """Return the runtime environment of a job's actors; raise TypeError or ValueError if Ray refuses it."""
     if env is None:
         return {}
     if not isinstance(env, Mapping):
@@ -307,12 +307,9 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise TypeError with the alternative for arguments that an elastic job lacks; None counts as not given.
+    """Raise TypeError for arguments that an elastic job does not support, naming the alternative.
 
-    Args:
-        known: names of those that there are.
-
-    Raises TypeError: there is one; names the way out.
+    A known unsupported argument is ignored if its value is None.
     """
     for name, value in given.items():
         if name in _ELSEWHERE:
@@ -332,7 +329,7 @@ def _refuse(owner: str, name: str, value: Any, default: Any, reason: str) -> Non
 
 
 def _instance(value: Any, wanted: Any, name: str) -> Any:
-    """Return the value, or a default one for None; raises unless it is of Ray Train's (not Tune's) type."""
+    """Return the value, or a default instance for None; raise TypeError unless it is of Ray Train's type."""
     if value is None:
         return wanted()
     if not isinstance(value, wanted):

@@ -1,4 +1,4 @@
-"""SHELL: a part of a run trained again on another number of workers, and compared with what the run has stored."""
+"""SHELL: trains part of a run again with a different number of workers, and compares the resulting models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DELETES = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Steps of a run between two of its checkpoints."""
+    """Range of a run's steps between two of its checkpoints."""
 
     run: RunStorage
     before: StateFile | None  # checkpoint to start from; None for the beginning of training
@@ -35,9 +35,9 @@ class Window:
 
     @classmethod
     def around(cls, run: str, step: int) -> Window:
-        """Find the steps between the checkpoints on both sides of ``step``.
+        """Return the range of steps between the checkpoints before and after ``step``.
 
-        Raises ValueError: no checkpoint lies after it. OSError: storage cannot be read.
+        Raises ValueError if no checkpoint exists at or after ``step``, and OSError if storage cannot be read.
         """
         storage = RunStorage(run)
         states = state_files(storage)  # newest first
@@ -57,16 +57,16 @@ class Window:
 
     @property
     def steps(self) -> str:
-        """Return which steps, in words."""
+        """Description of the range of steps, in words."""
         return f"steps {0 if self.before is None else self.before.steps} to {self.after.steps}"
 
     @property
     def replayed(self) -> RunStorage:
-        """Directory of the job that trains them again."""
+        """Directory of the job that trains the steps again."""
         return RunStorage(posixpath.join(posixpath.dirname(self.run.path), self.name), self.run.filesystem)
 
     def prepare(self) -> None:
-        """Put the checkpoint to start from into the directory of the job that trains from there, and nothing else."""
+        """Create the replay job's directory, containing only the checkpoint to start from."""
         storage = self.replayed
         self.remove()
         storage.create()
@@ -74,7 +74,7 @@ class Window:
             copy_state(self.run, self.before, storage)
 
     def remove(self) -> None:
-        """Delete that directory; the job that has ended may still be deleting files of its own there."""
+        """Delete the replay job's directory, retrying because the ended job may still be deleting files in it."""
         storage = self.replayed
         for left in reversed(range(_DELETES)):
             if storage.filesystem.get_file_info(storage.path).type.name != "Directory":
@@ -86,7 +86,7 @@ class Window:
                     raise
 
     def compare(self) -> ReplayResult | None:
-        """Compare the models at the window's end; None while the other job has not stored its own."""
+        """Compare the models at the end of the range; None until the replay job has stored its model."""
         stored = next((each for each in state_files(self.replayed) if each.steps == self.after.steps), None)
         if stored is None:
             return None
@@ -112,7 +112,7 @@ class ReplayResult:
 
     @property
     def proven(self) -> bool | None:
-        """True if the models are equal, False if not; None where another model is no contradiction."""
+        """True if the models are equal, False if not; None if they differ in a run with a changing batch size."""
         return True if self.equal else None if self.adapts else False
 
     def __str__(self) -> str:
@@ -136,24 +136,25 @@ def replay(
     timeout_s: float = 3600.0,
     **options: Any,
 ) -> ReplayResult:
-    """Train a part of a run again on another number of workers, and compare the models at its end.
+    """Train part of a run again with a different number of workers, and compare the models at its end.
 
-    It begins at the run's last automatic checkpoint before ``step``, or at the beginning of training, and ends at the
-    next one. The run's own files are not touched. For example, ``replay(train, "/runs/digits", step=120,
-    workers=3).equal`` is True if three workers come to the same model.
+    The replay starts at the run's last automatic checkpoint before ``step``, or at the beginning of training, and ends
+    at the next checkpoint. The run's own files are not changed. For example, ``replay(train, "/runs/digits", step=120,
+    workers=3).equal`` is True if three workers produce the same model.
 
     Args:
-        train_loop_per_worker: the run's train function.
-        run: the run's directory, or its URI.
-        step: in that part.
-        workers: how many train it again.
-        adaptation: the run's policies.
-        timeout_s: longest time to wait [s].
-        **options: further ones of ``ElasticTrainer``, as the run had them.
+        train_loop_per_worker: The run's train function.
+        run: The run's directory or URI.
+        step: Any step in the part to train again.
+        workers: Number of workers of the replay.
+        adaptation: The run's adaptation policies.
+        timeout_s: Longest wait [s].
+        **options: Further arguments of ``ElasticTrainer``, as used for the run.
 
     Raises:
-        ValueError: the run has no checkpoint at or after ``step``. TimeoutError: it takes longer.
-        TrainFunctionError: and whatever else ``JobHandle.result()`` raises.
+        ValueError: The run has no checkpoint at or after ``step``.
+        TimeoutError: The replay takes longer than ``timeout_s``.
+        TrainFunctionError: The train function raised; other errors of ``JobHandle.result()`` may also be raised.
     """
     window = Window.around(run, step)
     window.prepare()

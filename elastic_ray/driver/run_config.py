@@ -1,4 +1,4 @@
-"""SHELL: Ray Train's ``RunConfig`` with callbacks of Ray Tune as well, which Ray's own refuses."""
+"""SHELL: Ray Train's ``RunConfig``, extended to accept Ray Tune callbacks, which Ray's own class refuses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from placement.arguments import NamesArguments
 
 @dataclasses.dataclass
 class RunConfig(NamesArguments, RayRunConfig):
-    """``ray.train.RunConfig``, whose ``callbacks`` may hold Ray Tune's loggers beside Ray Train's ``UserCallback``.
+    """``ray.train.RunConfig`` whose ``callbacks`` also accept Ray Tune loggers, not only ``UserCallback``.
 
-    Fields are Ray Train's. ``ElasticTrainer`` takes either class.
+    The fields are Ray Train's. ``ElasticTrainer`` accepts either class.
 
     Example:
         ``RunConfig(name="bert", callbacks=[MLflowLoggerCallback(experiment_name="bert")])``
@@ -27,7 +27,7 @@ class RunConfig(NamesArguments, RayRunConfig):
     """
 
     def __post_init__(self) -> None:
-        """Check everything else as Ray does; ``ElasticTrainer`` checks the callbacks."""
+        """Check all fields as Ray does, except other callbacks, which ``ElasticTrainer`` checks."""
         given: list[Any] = list(self.callbacks or [])
         self.callbacks = [each for each in given if isinstance(each, UserCallback)]
         RayRunConfig.__post_init__(self)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Memory need of a worker for a model that is divided among workers, counted from the model itself (torch)."""
+"""Memory need per worker of a model that is sharded over the workers, calculated from the model (torch)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def sharded_memory(
 
     The result is for ``SchedulingConfig(memory=)``.
 
-    Counted are parameters and the optimizer's states of those that are trained, three times, in two copies: so much is
-    held for a moment when rows move to other workers. Gradients are empty then, and fewer bytes than that; buffers
-    are counted whole. Activations and what is gathered to compute with are not counted: they are ``other_bytes``.
+    The sharded part is three times the parameters and the optimizer states of trainable ones, in two copies: this
+    peak occurs while rows move between workers. Gradients are empty then, and smaller than that otherwise. Buffers are
+    counted in full. Activations and gathered parameters are not counted; include them in ``other_bytes``.
 
     Args:
-        model: as the train function builds it, before ``fully_shard``; on the meta device it takes no memory.
-        available_bytes: what a worker has, such as ``80 << 30`` of a GPU.
-        other_bytes: what each worker needs whole, whatever their number.
-        optimizer_states: tensors of a parameter's shape that the optimizer keeps of each: 2 for Adam and AdamW, 1 for
-            SGD with momentum.
-        shard_size: as given to ``fully_shard``.
+        model: The model before ``fully_shard``; on the meta device it uses no memory.
+        available_bytes: Memory of one worker, such as ``80 << 30`` for a GPU.
+        other_bytes: Further memory that each worker needs regardless of the number of workers.
+        optimizer_states: Tensors of a parameter's shape that the optimizer keeps per parameter: 2 for Adam and AdamW,
+            1 for SGD with momentum.
+        shard_size: As passed to ``fully_shard``.
 
     Raises:
-        TypeError: the model is none.
-        ValueError: a number is no whole one, or the model fits into no number of workers.
+        TypeError: The model is not a ``torch.nn.Module``.
+        ValueError: A number is not whole, or the model does not fit with any number of workers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")

@@ -1,18 +1,20 @@
-"""SHELL: ``ElasticTrainer``: checks what the user asks for, submits the job, and waits for it."""
+"""SHELL: ``ElasticTrainer``, which checks the user's arguments, submits the job, and waits for it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.cloudpickle
+from ray._private import worker as _ray_worker
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
@@ -27,12 +29,16 @@ from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides, script_stem, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
-from elastic_ray.driver.raylet_output import without_raylet_dumps
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
-from elastic_ray.integrations.ray_data.packing import check_datasets, name_coordinator, pack_datasets, with_datasets
-from elastic_ray.integrations.ray_data.run import DatasetsOfJob
+from elastic_ray.integrations.ray_data.packing import (
+    DatasetsOfJob,
+    check_datasets,
+    name_coordinator,
+    pack_datasets,
+    with_datasets,
+)
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
+from elastic_ray.observe.trackers.callbacks import pack_callbacks
 from elastic_ray.record.submitted import SubmittedJob
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
@@ -45,7 +51,7 @@ from placement.storage.storage_calls import call_storage
 def kept_submission(
     job: str, storage: str, submission: str, command: tuple[str, ...], user: str, *, named: bool = True
 ) -> SubmittedJob:
-    """Return what the directory of a run, or of a sweep, keeps of its submission; the arguments are its fields."""
+    """Return the record of a submission to keep in the directory of a run or sweep; the arguments are its fields."""
     context = ray.get_runtime_context()
     return SubmittedJob(
         job=job,
@@ -69,17 +75,18 @@ def impossible(
     sizes: AllowedSizes = ANY_SIZE,
     unit: int = 1,
 ) -> str | None:
-    """Return why these nodes, if no other job used them, could not run even the smallest size of a job.
+    """Return why even the smallest size of a job could not run on these nodes if no other job used them.
 
     Args:
-        bundle: resources of one worker.
-        min_workers: fewest workers the job may run with.
-        label_selector: labels that a worker's node must have.
-        nodes: all living nodes; only ``total`` and ``labels`` count.
-        sizes: numbers of workers that the job may have.
-        unit: workers that count as one of them, with what they need together on one node.
+        bundle: Resources of one worker.
+        min_workers: Fewest workers the job may run with.
+        label_selector: Labels that a worker's node must have.
+        nodes: All living nodes; only ``total`` and ``labels`` are used.
+        sizes: Allowed numbers of workers.
+        unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.
 
-    Returns A sentence that names the resource (or label) and what to change; None if the job could run.
+    Returns:
+        A sentence that names the resource (or label) and what to change; None if the job could run.
     """
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:
@@ -115,12 +122,12 @@ def impossible(
 
 
 def workers_on(node: Node, bundle: Resources) -> int:
-    """Return how many workers fit on an otherwise empty node."""
+    """Return the number of workers that fit on an otherwise empty node."""
     return min(int((node.total.get(name, 0.0) + TOLERANCE) / amount) for name, amount in bundle.items())
 
 
 def _no_such_label(label_selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    """Return a sentence on why no node meets the label conditions, with the values that exist."""
+    """Return a sentence on why no node matches the label selector, with the labels that exist."""
     if not nodes:
         return "the cluster has no living node; start one with `ray start`"
     have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in label_selector if key in node.labels})
@@ -155,9 +162,9 @@ _STOP_TIMEOUT_S = 150.0  # it saves itself first
 class ElasticTrainer:
     """Trainer of a PyTorch loop on workers that come and go while it runs.
 
-    The arguments are Ray Train's own, so that a ``TorchTrainer`` becomes elastic by one changed import.
-    Whatever of them an elastic job cannot honour raises here, with the reason. What ``elastic-ray submit`` was told
-    on the command line comes before the script's own (``elastic_ray.driver.overrides``).
+    The arguments are Ray Train's, so that a ``TorchTrainer`` becomes elastic by changing one import. Arguments that an
+    elastic job does not support raise an error with the reason. Options given to ``elastic-ray submit`` on the command
+    line override the script's own (``elastic_ray.driver.overrides``).
 
     Example:
         ``ElasticTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))).fit()``
@@ -184,27 +191,27 @@ class ElasticTrainer:
         adaptation: Policy | Sequence[Policy] | None = None,
         **unsupported: Any,
     ) -> None:
-        """Check everything; nothing is started and Ray is not needed yet.
+        """Check all arguments; nothing is started, and Ray need not be initialised yet.
 
         Args:
-            train_loop_per_worker: the function every worker runs, with no argument or one, the config.
-            train_loop_config: what the function is called with.
-            scaling_config: number of workers (an int, or ``(min, max)``) and what each of them needs.
-            run_config: name, storage, failures, checkpoints.
-            elastic_config: how the job changes size and how fast it notices trouble.
-            scheduling_config: priority, tenant, deadline: how the allocator treats the job beside others.
+            train_loop_per_worker: Function that every worker runs, with no argument or with the config.
+            train_loop_config: Config passed to the function.
+            scaling_config: Number of workers (an int, or ``(min, max)``) and the resources of each.
+            run_config: Name, storage, failure handling and checkpoints.
+            elastic_config: How the job changes size and how fast it detects failures.
+            scheduling_config: Priority, tenant, deadline: how the allocator treats the job relative to others.
             datasets: ``ray.data.Dataset`` by name, for ``elastic_ray.get_dataset_shard(name)`` in the train function.
-            model_fingerprint: a name for the model, such as ``"resnet18-224"``: jobs that give the same one, and
-                whose workers have the same resources, share how long their steps take, also beyond their end. By
-                default it is derived from the model, see ``elastic_ray.record.fingerprint``.
-            adaptation: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order,
-                before those that the train function gives to ``AdaptiveDataParallel(policy=...)``; one that is given
-                there as well, of the same class with equal attributes, is asked once.
-            **unsupported: other arguments of ``TorchTrainer`` are answered with what to do in their place.
+            model_fingerprint: Name for the model, such as ``"resnet18-224"``. Jobs with the same name and the same
+                resources per worker share measured step times, even after they have ended. By default, it is derived
+                from the model (see ``elastic_ray.record.fingerprint``).
+            adaptation: One or several control loops over the run (see ``elastic_ray.adaptation``). They are called in
+                order, before those that the train function passes to ``AdaptiveDataParallel(policy=...)``. A policy
+                passed in both places (same class, equal attributes) is called once.
+            **unsupported: Other arguments of ``TorchTrainer`` raise an error that names an alternative.
 
         Raises:
-            TypeError: if an argument is of the wrong type or not supported, or the function cannot be sent to workers.
-            ValueError: if a value is wrong, or not supported by elastic jobs.
+            TypeError: If an argument has a wrong type or is not supported, or if the function cannot be pickled.
+            ValueError: If a value is wrong, or not supported by elastic jobs.
         """
         refuse_arguments(unsupported, _ARGUMENTS)
         _check_config("elastic_config", elastic_config, ElasticConfig)
@@ -232,21 +239,21 @@ class ElasticTrainer:
         self._filesystem = _picklable(filesystem)
 
     def submit(self) -> JobHandle:
-        """Start the job and return at once; Ray is initialised if it is not yet.
+        """Start the job and return its handle at once, initialising Ray if necessary.
 
         Raises:
-            RuntimeError: if it is called within the train function of another job.
-            ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
-            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
-            ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
-                missing.
-            JobNameTakenError: if an active job has the same name.
-            OSError: if the run's directory cannot be written, or its storage does not answer.
+            RuntimeError: If called within the train function of another job.
+            ConnectionError: If the cluster named by RAY_ADDRESS or `ray start` does not answer.
+            AccessRefusedError: If the cluster requires a token, and this process has none or a wrong one.
+            ImpossibleResourcesError: If the cluster could never run the job, and has no autoscaler that could add the
+                missing resources.
+            JobNameTakenError: If an active job has the same name.
+            OSError: If the run's directory cannot be written, or its storage does not answer.
         """
         return self._submit(self.spec())
 
     def _submit(self, spec: JobSpec) -> JobHandle:
-        """Start a job: the handle of it."""
+        """Start a job and return its handle."""
         from elastic_ray.job.controller import start
 
         _refuse_nested()
@@ -281,11 +288,11 @@ class ElasticTrainer:
         """Run the job to its end, showing its progress; Ctrl-C stops it.
 
         Returns:
-            Ray Train's ``Result``: last metrics, newest checkpoint, every reported row, rank 0's return
-            value.
+            Ray Train's ``Result``: last metrics, newest checkpoint, all reported rows and rank 0's return value.
 
         Raises:
-            TrainFunctionError: and whatever else ``submit()`` and ``JobHandle.result()`` raise.
+            TrainFunctionError: If the train function raised; other errors of ``submit()`` and ``JobHandle.result()``
+                may also be raised.
         """
         handle = self._submit(dataclasses.replace(self.spec(), shown=True))
         with without_raylet_dumps(), JobDisplay() as progress:
@@ -303,7 +310,7 @@ class ElasticTrainer:
         return handle.result()
 
     def spec(self) -> JobSpec:
-        """Return the job as it would be submitted, with a fresh name if the user gave none."""
+        """Return the specification of the job to submit, with a fresh name if the user gave none."""
         job = self._name or fresh_name(script_stem(), datetime.datetime.now())
         train_loop, reader = self._train_loop, ""
         if self._datasets:
@@ -337,9 +344,9 @@ class ElasticTrainer:
 
 
 def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """Sizes, and what one of them takes, by units.
+    """Return the worker limits and resources converted from workers to units (groups placed on one node).
 
-    Raises ValueError: the numbers of workers are no multiples of a unit's.
+    Raises ValueError if the numbers of workers are not multiples of the unit size.
     """
     size, limits = scheduling.unit_size, (scaling.min_workers, scaling.max_workers)
     if any(workers % size for workers in limits):
@@ -357,7 +364,7 @@ def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
 
 
 def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig, *, datasets: bool) -> None:
-    """Raise ValueError for what is not supported with units."""
+    """Raise ValueError for options that are not supported with units of several workers."""
     if scheduling.unit_size > 1 and datasets:
         raise ValueError(
             f"datasets= is not supported with SchedulingConfig(unit={scheduling.unit}), whose workers read the same "
@@ -371,7 +378,7 @@ def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig, *, dataset
 
 
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """Restrict the sizes to those from the smallest to the largest that is allowed. Raises ValueError: none is."""
+    """Narrow the worker limits to the smallest and largest allowed size. Raises ValueError if none is allowed."""
     low, high = scaling.min_workers, scaling.max_workers
     try:
         low, high = scheduling.allowed_sizes.within(low, high)
@@ -381,9 +388,9 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 
 
 def check_resources(spec: JobSpec) -> None:
-    """Refuse a job that the cluster could never run.
+    """Raise ImpossibleResourcesError for a job that the cluster could never run.
 
-    Raises ImpossibleResourcesError: and no autoscaler may bring what is missing.
+    If an autoscaler could add the missing resources, only log a warning.
     """
     reason = impossible(
         spec.bundle,
@@ -402,7 +409,7 @@ def check_resources(spec: JobSpec) -> None:
 
 
 def _check_config(name: str, config: object, kind: type) -> None:
-    """Raise unless it is such a configuration, or None."""
+    """Raise TypeError unless the configuration is None or an instance of ``kind``."""
     if config is not None and not isinstance(config, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise TypeError(f"{name} must be {article} {kind.__name__}, but got {config!r}")
@@ -417,7 +424,7 @@ def _check_fingerprint(name: Any) -> str | None:
 
 
 def _picklable(filesystem: Any) -> Any:
-    """Check that the file system can be sent to workers, and return it."""
+    """Return the file system after checking that it can be sent to workers."""
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(filesystem))  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -429,7 +436,7 @@ def _picklable(filesystem: Any) -> Any:
 
 
 def _check_name(spec: JobSpec) -> None:
-    """Raise if an active job has this name; one that has ended gets time to be collected, then makes way."""
+    """Raise JobNameTakenError if an active job has this name; close an ended one after giving its driver time."""
     deadline = time.monotonic() + min(spec.elastic.lease_s, CALL_TIMEOUT_S)
     while (existing := find_controller(spec.job)) is not None:
         try:
@@ -455,7 +462,7 @@ def _name_taken(job: str) -> str:
 
 
 def _refuse_nested() -> None:
-    """Raise RuntimeError in a job's worker, whose own job has the resources that another one would wait for."""
+    """Raise RuntimeError in a worker, because a nested job would wait for resources that the worker's job holds."""
     if in_worker():
         raise RuntimeError(
             "ElasticTrainer must be used by the driver, but a train function has called it, or a module that the train "
@@ -466,7 +473,7 @@ def _refuse_nested() -> None:
 
 
 def _watch(handle: JobHandle, progress: JobDisplay, interrupts: Interrupts) -> None:
-    """Show a job until its end; raises KeyboardInterrupt."""
+    """Show a job until its end; raise KeyboardInterrupt after a Ctrl-C."""
     shown = 0
     after: int | None = None
     ended = False
@@ -494,3 +501,26 @@ def _stop(handle: JobHandle) -> None:
             logger.warning("job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S)
     except TimeoutError as error:
         logger.warning("%s", error)
+
+
+_DUMP = "A worker died or was killed"
+
+
+@contextlib.contextmanager
+def without_raylet_dumps() -> Iterator[None]:
+    """Log raylet messages about lost workers at debug level, because the job's events report them in one line."""
+    theirs: Any = _ray_worker
+    printed = theirs.print_to_stdstream
+
+    def print_to_stdstream(data: Any, *args: Any, **options: Any) -> None:
+        lines = data.get("lines") or ()
+        if data.get("pid") == "raylet" and lines and str(lines[0]).startswith(_DUMP):
+            logger.debug("%s", lines[0])
+            return
+        printed(data, *args, **options)
+
+    theirs.print_to_stdstream = print_to_stdstream
+    try:
+        yield
+    finally:
+        theirs.print_to_stdstream = printed

@@ -1,1 +1,1 @@
-"""Loops and data of other libraries in elastic jobs: each module is loaded only when it is asked for."""
+"""Integrations with other training and data libraries; each module is imported only when it is used."""

@@ -1,4 +1,4 @@
-"""Options of adaptive batches for users of a framework."""
+"""Adaptive batch options and metric reporting that the framework integrations share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Arguments of ``AdaptiveDataLoader.autoscale_batch_size``.
+    """Arguments of ``AdaptiveDataLoader.autoscale_batch_size``, as a framework's user gives them.
 
-    Raises ValueError: limits of a batch that has none; no whole number of micro-batches.
+    Raises ValueError if other options are given without ``max_batch_size``, or if ``accumulated`` is below 1.
     """
 
     max_batch_size: int | None = None  # largest global batch [samples]; the batch stays where it is None
@@ -39,9 +39,10 @@ class BatchOptions:
             raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
 
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
-        """Return the loader that a user has made, as one whose batches all workers share; ``seed``: of its order.
+        """Return the user's loader as one whose batches all workers share, ordering samples by ``seed``.
 
-        Raises ValueError: an ``AdaptiveDataLoader``, whose batch is that of all workers, beside accumulated batches.
+        An ``AdaptiveDataLoader`` is returned unchanged, as its batch size is already that of all workers. Raises
+        ValueError if ``accumulated`` is above 1 for an ``AdaptiveDataLoader``.
         """
         if isinstance(given, er.AdaptiveDataLoader):
             if self.accumulated > 1:
@@ -57,10 +58,10 @@ class BatchOptions:
         )
 
     def apply(self, loader: er.AdaptiveDataLoader) -> None:
-        """Let a loader adapt its batch if the user asked for it.
+        """Let a loader adapt its batch size if the options allow it.
 
-        Raises RuntimeError, ValueError: as ``autoscale_batch_size``; ValueError if the loader was given another largest
-        batch by itself.
+        Raises RuntimeError and ValueError as ``autoscale_batch_size`` does, and ValueError if the loader already has a
+        different largest batch.
         """
         most, bounds, size = self.max_batch_size, self.local_bsz_bounds, loader.batch_size
         if self.accumulated > 1 and size is not None:
@@ -84,17 +85,17 @@ class BatchOptions:
 
 
 class LoggedValues:
-    """Reporter of a framework's logged values to the job's metrics, its page, its trackers and ``Result``.
+    """Reporter of a framework's logged values to the job's metrics, dashboard page, trackers and ``Result``.
 
-    A report holds the last value of every name, since evaluation and training log at different times. A trial's reports
-    are its scheduler's rounds, which the train function counts itself: there nothing is added to them.
+    A report holds the last value of every name, since evaluation and training log at different times. Nothing is
+    reported for a trial of a sweep: there, reports are the scheduler's rounds, which the train function counts itself.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
     def report(self, values: Mapping[str, Any]) -> None:
-        """Report numbers; called on every rank alike. Values of other types stay with the framework."""
+        """Report the numbers in ``values``; every rank must call this. Other types are left to the framework."""
         session = current_session()
         for name, value in values.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several

@@ -1,4 +1,4 @@
-"""Wrappers of a model and a loader that a library has prepared before the model's optimizer was known."""
+"""Wrappers for a model and a loader that a library prepares before the model's optimizer is known."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import elastic_ray as er
 
 
 class LateWrapped(torch.nn.Module):
-    """A model that is wrapped with its optimizer once training begins; until then, and without one, it is only called.
+    """A model that is wrapped with its optimizer when training starts; until then, calls go to the plain model.
 
-    Attributes of the model itself are to be had here, too.
+    Attributes of the plain model can also be read from this object.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -23,11 +23,11 @@ class LateWrapped(torch.nn.Module):
         self._wrapped: list[er.AdaptiveDataParallel] = []  # not a module of this one: it holds the same parameters
 
     def make_wrapper(self) -> er.AdaptiveDataParallel | None:
-        """Return the model with its optimizer; None while it has none."""
+        """Return the model wrapped with its optimizer, or None while it has no optimizer."""
         raise NotImplementedError
 
     def wrap(self) -> None:
-        """Wrap the model, if it has an optimizer and was not wrapped before."""
+        """Wrap the model if it has an optimizer and has not been wrapped yet."""
         if not self._wrapped:
             wrapper = self.make_wrapper()
             if wrapper is not None:
@@ -38,7 +38,7 @@ class LateWrapped(torch.nn.Module):
         return (self._wrapped[0] if self._wrapped else self.module)(*args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Only add to this rank's gradients in backward passes inside, as DDP's ``no_sync``."""
+        """Return a context in which backward passes only accumulate local gradients, as DDP's ``no_sync`` does."""
         return self._wrapped[0].no_sync() if self._wrapped else contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> Any:
@@ -54,14 +54,14 @@ class LateWrapped(torch.nn.Module):
 
 
 def plain_model(model: Any) -> Any:
-    """Return the wrapped model's module, or the model itself."""
+    """Return the module inside a wrapped model, or the model itself if it is not wrapped."""
     return model.module if isinstance(model, (LateWrapped, er.AdaptiveDataParallel)) else model
 
 
 class LoaderOnDevice(DataLoader[Any]):
-    """Wrapper of an ``AdaptiveDataLoader`` whose batches come on the worker's device; it has the loader's attributes.
+    """Wrapper of an ``AdaptiveDataLoader`` that moves batches to the worker's device and exposes its attributes.
 
-    It is a ``DataLoader`` to those who ask, as what the libraries themselves give is one; nothing of torch's is used.
+    It subclasses ``DataLoader`` only to pass ``isinstance`` checks in the libraries; no code of torch's class runs.
     """
 
     def __init__(self, loader: er.AdaptiveDataLoader, device: torch.device) -> None:  # torch's own makes a source
@@ -80,7 +80,7 @@ class LoaderOnDevice(DataLoader[Any]):
 
 
 def share_buffers(model: torch.nn.Module) -> None:
-    """Have every rank evaluate with rank 0's running averages: until a pass ends, each rank has its own."""
+    """Copy rank 0's buffers to all ranks before an evaluation; do nothing for a model without BatchNorm."""
     if not any(isinstance(each, torch.nn.modules.batchnorm._BatchNorm) for each in model.modules()):
         return
     buffers = {name: each for name, each in model.named_buffers() if each.numel()}

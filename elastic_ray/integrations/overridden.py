@@ -1,4 +1,4 @@
-"""Checks that a library still has what an integration overrides; reported by name when it is loaded."""
+"""Check at import time that a library still has the methods an integration overrides."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ TESTED = {"transformers": "5.24", "accelerate": "1.15", "lightning": "2.6"}
 
 
 def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str]]) -> None:
-    """Check that classes of another library have the methods and properties that we override or call.
+    """Raise ImportError if a library's classes lack methods or properties that elastic-ray overrides or calls.
 
-    A library that is newer than what was tested is reported, and used.
+    A library version newer than the newest tested one is logged as a warning, and used.
 
     Args:
-        library: its distribution's name.
-        extra: of elastic-ray, which installs a version that has them.
-
-    Raises ImportError: one is missing; the message names all that are.
+        library: Name of the library's distribution.
+        extra: The elastic-ray extra that installs a supported version; the error message suggests it.
+        names: Names of the required methods and properties, keyed by class.
     """
     gone = [f"{owner.__name__}.{name}" for owner, each in names.items() for name in each if not hasattr(owner, name)]
     if gone:
@@ -34,7 +33,7 @@ def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str
 
 
 def is_newer(version: str, tested: str) -> bool:
-    """Return True if a version is of a later minor release than the one that was tested."""
+    """Return True if ``version`` belongs to a later minor release than ``tested``."""
     numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
     return len(numbers) == 2 and numbers > [int(part) for part in tested.split(".")]
 

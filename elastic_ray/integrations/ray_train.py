@@ -27,7 +27,7 @@ from elastic_ray.session.session import Session
 # the code does counts. It does so alone, before it joins, as far as it knows where the others are; and for what is
 # left after it has joined.
 class PassEpochs:
-    """Epochs of a run counted by the passes of its prepared loaders."""
+    """Counter of a run's epochs by passes over its first prepared loader, for code that counts epochs itself."""
 
     def __init__(self, session: Session) -> None:
         self._run = weakref.ref(session)
@@ -44,16 +44,16 @@ class PassEpochs:
         return session
 
     def add_model(self, module: torch.nn.Module) -> None:
-        """Add a model that the code trains."""
+        """Register a model that the code trains."""
         self._models.append(module)
 
     def begin_pass(self, loader: object) -> bool:
-        """Start a pass over a loader; True if the pass must be skipped because the others have finished it.
+        """Start a pass over a loader; return True if it must be skipped because the other workers have finished it.
 
         Raises:
-            WorkerDismissed, UnsafeStateError: as :meth:`Session.sync_point`.
-            RuntimeError: the job continues from a checkpoint that the code has not asked for.
-            CommunicationFailedError: this worker's code is ahead of the others'; another worker takes its place.
+            WorkerDismissed, UnsafeStateError: As in :meth:`Session.sync_point`.
+            RuntimeError: The job resumes from a checkpoint, but the train function has not called ``get_checkpoint()``.
+            CommunicationFailedError: This worker's code is ahead of the other workers'; another worker replaces it.
         """
         if self._first is None:
             self._declared = self._session.in_epochs
@@ -70,7 +70,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run the body of a pass that does not count: buffers and gradients are restored after the block."""
+        """Run the loop body on a batch that does not count: the block's changes to buffers and gradients are undone."""
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:
             yield
@@ -82,7 +82,7 @@ class PassEpochs:
                 module.zero_grad()
 
     def _comes_before(self, number: int) -> bool:
-        """True if the others have left pass `number` behind; joins the job if that is not known."""
+        """True if the other workers have finished pass `number`; joins the job if that is unknown."""
         session = self._session
         if not session.synced:
             if number < session.start.epochs_behind:
@@ -100,7 +100,7 @@ class PassEpochs:
         return False
 
     def _join(self, first: int) -> None:
-        """Join the job, and have the last epoch ended when the code returns."""
+        """Join the job, and arrange for the last epoch to end when the train function returns."""
         session = self._session
         if get_context().get_world_rank() == 0:
             logger.info(
@@ -128,7 +128,7 @@ _epochs: weakref.WeakKeyDictionary[Session, PassEpochs] = weakref.WeakKeyDiction
 
 
 def epochs_of(session: Session) -> PassEpochs:
-    """Return the pass epochs of a run."""
+    """Return the :class:`PassEpochs` of a run, creating it on first use."""
     return _epochs.setdefault(session, PassEpochs(session))
 
 
@@ -140,9 +140,9 @@ _WAY_OUT = (
 
 
 def check(function: str, given: Mapping[str, Any]) -> None:
-    """Check that an elastic job can keep the arguments of Ray Train's function.
+    """Raise RuntimeError if an elastic job does not support the arguments of Ray Train's function.
 
-    Raises RuntimeError: not so; the message says the way out.
+    The message names an alternative.
     """
     if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
         raise RuntimeError(
@@ -167,12 +167,12 @@ def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bo
 
 
 class RayTrainModel(LateWrapped):
-    """A model whose optimizer does not exist yet: they are wrapped together when the first epoch begins.
+    """A model that is wrapped together with its optimizer when the first epoch starts.
 
     Args:
-        options: of ``DistributedDataParallel``, as the user has passed them.
+        options: The user's arguments for ``DistributedDataParallel``.
 
-    Raises RuntimeError: training has begun.
+    Raises RuntimeError if training has already started.
     """
 
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class RayTrainModel(LateWrapped):
         epochs_of(session).add_model(module)
 
     def make_wrapper(self) -> er.AdaptiveDataParallel:
-        """Return the model with its optimizers, which the script has made by now."""
+        """Return the model wrapped with its optimizers, which the script has created by the time of the first epoch."""
         optimizers = _optimizers_of(self.module)
         schedulers = [scheduler for each in optimizers for scheduler in _schedulers_of(each)]
         return er.AdaptiveDataParallel(
@@ -196,14 +196,13 @@ class RayTrainModel(LateWrapped):
 
 
 class RayTrainLoader(LoaderOnDevice):
-    """An ``AdaptiveDataLoader`` whose batches come on the worker's device, for as many samples a step as all workers of
-    the job at its largest would take.
+    """Loader on the worker's device whose global batch is the given batch size times the job's largest worker count.
 
     Args:
-        data_loader: with the batch size of one worker.
-        device: the worker's.
+        data_loader: The user's loader, whose batch size is that of one worker.
+        device: The worker's device.
 
-    Raises RuntimeError: its batches are cut by a sampler of batches.
+    Raises RuntimeError if the loader uses a batch sampler.
     """
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
@@ -239,7 +238,7 @@ class RayTrainLoader(LoaderOnDevice):
                 yield from (_moved(batch, self.device) for batch in self._any_batch())
 
     def _any_batch(self) -> Iterator[Any]:
-        """Return a batch of one worker, if there is any data."""
+        """Return an iterator over a single batch of one worker's size; empty if there is no data."""
         given = self._given
         own = torch.Generator()  # else it would draw from torch's
         one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
@@ -247,13 +246,13 @@ class RayTrainLoader(LoaderOnDevice):
 
 
 class _Sampler:
-    """Sampler of a prepared loader, whose order follows the epoch by itself."""
+    """Sampler of a prepared loader; its ``set_epoch`` does nothing, because the loader knows the epoch."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the loader knows the epoch."""
+        """Do nothing, because the loader knows the epoch."""
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -265,7 +264,7 @@ class _Sampler:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """Move a batch to a device: tensors in lists, tuples and dicts."""
+    """Move the tensors of a batch to a device, including those nested in lists, tuples and dicts."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -277,13 +276,13 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _objects(*kinds: type) -> list[Any]:
-    """Return all objects of these types in this process; called once, when the first epoch starts."""
+    """Return all live objects of these types in this process; called once, when the first epoch starts."""
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _optimizers_of(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that step the model; raises RuntimeError if there is none."""
+    """Return the optimizers that update the model; raise RuntimeError if there is none."""
     own = {id(p) for p in module.parameters()}
     found = [
         each
@@ -299,7 +298,7 @@ def _optimizers_of(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the outermost schedulers of an optimizer."""
+    """Return an optimizer's schedulers, without those nested in another scheduler."""
     kinds = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
     found = [each for each in _objects(*kinds) if getattr(each, "optimizer", None) is optimizer]
     inner = {id(part) for each in found for part in getattr(each, "_schedulers", ())}
@@ -307,11 +306,10 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _scaler() -> Any:
-    """Return AMP's gradient scaler, where there is one.
+    """Return the process's enabled AMP gradient scaler, or None if there is none.
 
-    Raises RuntimeError where there are several, which no model knows of.
-
-    One that is not enabled scales nothing.
+    Raises RuntimeError if there are several, because it is unknown which one belongs to the model. Disabled scalers are
+    ignored, since they scale nothing.
     """
     found = [each for each in _objects(torch.amp.GradScaler) if each.is_enabled()]
     if len(found) > 1:

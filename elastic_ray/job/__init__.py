@@ -1,1 +1,1 @@
-"""Shells: the detached job controller, the worker actor, warm workers."""
+"""Controllers of jobs: detached Ray actors, each of which runs one job from its submission to its end."""

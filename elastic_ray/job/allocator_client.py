@@ -1,4 +1,4 @@
-"""SHELL: a job controller's way to the cluster's allocator: heartbeats out, what others have measured back."""
+"""SHELL: a job controller's connection to the allocator: sends heartbeats, receives measurements of other jobs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LOST_S = 60.0  # a call that nobody answers is lost; an allocator that is gone 
 
 
 class AllocatorClient:
-    """Sends a heartbeat every second, or sooner on demand, one at a time; finds the allocator, and makes it if need be.
+    """Client that sends the allocator a heartbeat every second, or sooner on demand; starts the allocator if needed.
 
     Args:
-        controller: handle of its controller.
-        view: the job as the allocator is to see it now.
-        hear: takes the allocator's answers: what others have measured of the job's model, and what to tell its user.
+        controller: Handle of the job's controller.
+        view: Function that returns the job as the allocator sees it.
+        hear: Function that receives the allocator's answers: measurements of other jobs, and notes for the user.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AllocatorClient:
         self._beating: asyncio.Task[None] | None = None
 
     def soon(self) -> None:
-        """Send the view soon: something has changed."""
+        """Request an early heartbeat, because something has changed."""
         self._due_s = 0.0
 
     def tick(self, now_s: float) -> None:
@@ -79,7 +79,7 @@ class AllocatorClient:
         return dataclasses.replace(view, attained_s=self._attained_s, bill=self._bill)
 
     async def _beat(self) -> None:
-        """Send one heartbeat, and pass the allocator's answer on."""
+        """Send one heartbeat and pass the allocator's answer on."""
         try:
             if self._allocator is None:
                 found = await asyncio.to_thread(self._find)
@@ -103,14 +103,14 @@ class AllocatorClient:
         self._hear(answer)
 
     async def _answer(self, beat: Any) -> Any:
-        """Wait for the answer to a heartbeat: another one would only add to what a busy allocator has to do."""
+        """Wait for the answer to a call, since another call would only add load to a busy allocator."""
         answer: asyncio.Future[Any] = asyncio.ensure_future(beat)
         if not (await asyncio.wait([answer], timeout=_SLOW_S))[0]:
             self._complain(f"nothing for {_SLOW_S:g} s; waiting")
         return await asyncio.wait_for(answer, _LOST_S)
 
     def _complain(self, reason: str) -> None:
-        """Log that the allocator does not answer, once until it does."""
+        """Log that the allocator does not answer, once until it answers again."""
         if self._answers:
             logger.info("job %s: the allocator does not answer (%s)", self._spec.job, reason)
         self._answers = False

@@ -1,4 +1,4 @@
-"""SHELL: branches of a running job, one after the other, each a job of its own that starts from the same checkpoint."""
+"""SHELL: branches of a running job: separate jobs that start from the same checkpoint, one after the other."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _TRIES = 3  # to copy a checkpoint, which the job may delete for a newer one
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRun:
-    """Branches of one job.
+    """Comparison of branches of one job.
 
     Attributes:
-        spec: of the job.
-        sizes: batches to compare, the present one first [samples].
-        plan: what to compare.
-        idle: they only have slots that no other job can use.
-        waits_s: longest time from the start of a branch to its end [s].
+        spec: Specification of the branched job.
+        sizes: Batches to compare, the current one first [samples].
+        plan: The comparison to make.
+        idle: If True, branches only use slots that no other job can use.
+        waits_s: Maximum time from the start of a branch to its end [s].
     """
 
     spec: JobSpec
@@ -53,9 +53,9 @@ class BranchRun:
     waits_s: float
 
     def measure(self, start: Callable[[JobSpec], Any]) -> BranchResult:
-        """Run the branches and compare their losses. Blocks until then.
+        """Run the branches, wait for their ends and return the comparison of their losses.
 
-        Raises BranchError: there is no checkpoint yet, a branch failed, or its losses do not tell. OSError: storage
+        Raises BranchError: no checkpoint exists yet, a branch failed, or the losses are inconclusive. OSError: storage
         cannot be used.
         """
         samples = self.plan.steps * self.sizes[0]
@@ -94,7 +94,7 @@ class BranchRun:
         raise AssertionError("the last try returns or raises")
 
     def _branch(self, size: int, samples: int) -> Branch:
-        """Return the branch at one batch."""
+        """Return the branch that trains at batch ``size``."""
         spec = self.spec
         packed = spec.train_loop
         if spec.stored_train_loop:
@@ -138,23 +138,23 @@ class BranchRun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch."""
+    """One branch: a job at its own batch size."""
 
     size: int  # its batch
     spec: JobSpec
 
     @property
     def storage(self) -> RunStorage:
-        """Directory of its run, beside the job's."""
+        """Directory of the branch's run, next to the job's."""
         return RunStorage(self.spec.storage_path, self.spec.storage_filesystem, private=self.spec.elastic.private_files)
 
     def create(self) -> None:
-        """Create the directory, with the mark that :meth:`remove` looks for. Raises OSError: it cannot be written."""
+        """Create the directory and the marker file that :meth:`remove` requires. Raises OSError: writing fails."""
         self.storage.create()
         self.storage.filesystem.open_output_stream(self._mark).close()
 
     def remove(self) -> None:
-        """Delete the directory. Raises BranchError: it is no branch's, but a run or folder of the user's."""
+        """Delete the directory. Raises BranchError: it has no marker file, so it may belong to the user."""
         path, filesystem = self.storage.path, self.storage.filesystem
         if filesystem.get_file_info(path).type.name == "NotFound":
             return
@@ -169,9 +169,9 @@ class Branch:
     def run(
         self, start: Callable[[JobSpec], Any], metric: str, first: int, samples: int, timeout_s: float
     ) -> list[tuple[float, float]]:
-        """Train to the end of the branch and return its curve: (samples since step ``first``, reported loss).
+        """Train the branch to its end and return its curve: (samples since step ``first``, reported loss).
 
-        Raises BranchError: it fails, or has not ended within ``timeout_s``.
+        Raises BranchError: the branch fails, or has not ended within ``timeout_s``.
         """
         try:
             controller = start(self.spec)
@@ -207,7 +207,7 @@ class Branch:
         return found
 
     def _end(self, controller: Any) -> None:
-        """End the job, which leaves nothing to anybody."""
+        """Stop the branch's job and discard its outcome."""
         with contextlib.suppress(Exception):  # its lease ends it otherwise
             ray.get(controller.stop.remote(now=True, reason="the branch is over"), timeout=_ANSWER_S)
             deadline_s = time.monotonic() + _END_S
@@ -217,7 +217,7 @@ class Branch:
 
 
 def slots_are_idle(spec: JobSpec) -> bool:
-    """True if the smallest size of a job would fit beside all that runs. Raises RuntimeError: Ray does not say."""
+    """True if the job's smallest size would fit into free resources. Raises RuntimeError: Ray does not answer."""
     try:
         free = ray.available_resources()  # type: ignore[no-untyped-call]
     except RayError as error:

@@ -1,25 +1,89 @@
-"""Shared parts of a job: given to each of its components, and the same for the job's whole life."""
+"""Context of a job: the parts that all of its components share for the job's whole life."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.checkpoints.run_directory import StoredCheckpoint
+from elastic_ray.events import Report
 from elastic_ray.job.allocator_client import AllocatorClient
-from elastic_ray.job.report_intake import ReportIntake
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
 from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record.event_log import EventLog
-from elastic_ray.record.record import JobRecord
+from elastic_ray.record.record import JobRecord, report_of
+from elastic_ray.record.report_queue import ReportQueue
 from elastic_ray.record.writer import RecordWriter
+from elastic_ray.worker.messages import WorkerReport
 from elastic_ray.worker_group.group import WorkerGroup
+
+
+class ReportIntake:
+    """Receiver of a job's reports.
+
+    Args:
+        record: Record of the job.
+        tell: Function that reports a storage problem, as a sentence, to the job's user.
+        trackers: Trackers, which receive every report, some more than once.
+    """
+
+    def __init__(
+        self, spec: JobSpec, record: JobRecord, writer: RecordWriter, tell: Callable[[str], None], trackers: RunTrackers
+    ) -> None:
+        self._trial = spec.trial
+        self._record, self._writer, self._tell, self._trackers = record, writer, tell, trackers
+        self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
+
+    async def hear(self, message: WorkerReport, workers: int) -> None:
+        """Handle a report; returns when the worker that made it may continue training."""
+        if message.again:
+            self._hear_again(message, workers)
+            return
+        self._writer.delete(self._record.report(message, workers))
+        if message.problem:
+            self._tell(message.problem)
+        trial = self._trial
+        if message.checkpoint_ref is not None and trial is not None and trial.sweep is not None:
+            trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.checkpoint_ref,))
+        self._take(report_of(message, workers))
+        await self.queue.wait_for_reader(message.index)
+
+    def _hear_again(self, message: WorkerReport, workers: int) -> None:
+        """Handle a report that an earlier controller received; any checkpoint of it has been found in storage."""
+        if (report := self._record.report_again(message, workers)) is not None:
+            self._take(report)
+
+    def restore(self, checkpoint: StoredCheckpoint) -> None:
+        """Handle a checkpoint that rank 0 stored before it was lost and could report it."""
+        self._take(self._record.restored(checkpoint))
+
+    def _take(self, report: Report) -> None:
+        self.queue.put(report)
+        self._trackers.report(report)
+
+    async def next(self, after: int | None, wait_s: float) -> Report | None:
+        """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
+        wanted = self.queue.wanted(after)
+        if self.queue.gone(wanted):
+            report = await self._writer.report(wanted, self.queue.oldest - 1)
+            return report or await self.queue.next(self.queue.oldest - 1, wait_s)
+        return await self.queue.next(after, wait_s)
+
+    async def catch_up(self, first_report: int) -> None:
+        """Handle the reports that the previous controller stored; ``first_report`` is the run's first (0: none known).
+
+        Raises OSError: the files cannot be read.
+        """
+        for report in await self._writer.catch_up(first_report):
+            self._take(report)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """Parts of one job under its controller."""
+    """Shared parts of one job under its controller."""
 
     spec: JobSpec  # as it was submitted
     record: JobRecord  # what is known of it

@@ -1,9 +1,10 @@
-"""SHELL: the job's controller, a detached actor: runs one job. Those of a sweep's trials share actors (``job.host``).
+"""SHELL: the job's controller, a detached actor that runs one job; a sweep's trials share actors (``job.host``).
 
-It is soft state: the workers train on when its process dies, Ray starts another one in its place, and they tell that
-one who they are; what they do not know stands in its journal. Workers and their placement groups end when it says so,
-or by themselves when it stays away; what a trial has of its sweep's, the sweep's actor owns. Through it the members of
-a generation find each other. The driver holds a lease on it; without renewals it ends the job and itself.
+Its state is soft. If its process dies, the workers keep training and Ray starts a replacement, which the workers
+contact; everything else is restored from the journal. Workers and their placement groups end when the controller says
+so, or by themselves if it stays away; resources that a trial has from its sweep belong to the sweep's actor. Members of
+a generation find each other through the controller. The driver holds a lease on the job; if it is not renewed, the
+controller ends the job and itself.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _PREFIX = "job:"
 
 
 def start(spec: JobSpec) -> Any:
-    """Return the job's controller, a warm one or a new one. Raises ValueError: a controller of that name is alive."""
+    """Return the job's controller, warm or new. Raises ValueError: a controller with that name is alive."""
     stored = with_stored_train_loop(spec)
     try:
         return _warm(stored) or _create(stored)
@@ -79,7 +80,7 @@ def start(spec: JobSpec) -> Any:
 
 
 def _create(spec: JobSpec) -> Any:
-    """Return a new controller. Raises ValueError: one of that name is alive."""
+    """Return a new controller. Raises ValueError: one with that name is alive."""
     find_allocator()  # the cluster's first job has one made, whose process starts beside its controller's
     # A worker node that goes away must not take the job's memory of itself along.
     name = _name_of(spec)
@@ -95,9 +96,9 @@ def _name_of(spec: JobSpec) -> str:
 
 
 def _warm(spec: JobSpec) -> Any | None:
-    """Return a controller that has waited for this job; None if there is none.
+    """Return a warm controller that now runs this job; None if none is available.
 
-    It has not begun unless it is returned.
+    A warm controller that does not answer is killed, so that it cannot start the job later.
     """
     if spec.trial is not None:
         return None
@@ -116,7 +117,7 @@ def _warm(spec: JobSpec) -> Any | None:
 
 
 def prepare_next() -> None:
-    """Start a controller for the next job of this runtime environment, unless one waits. Blocks for a moment."""
+    """Start a warm controller for the next job of this runtime environment, unless one exists. Blocks for a moment."""
     kind = f"{CONTROLLERS}{environment_key({})}/"
     if set(names_of_actors(kind)) <= {own for own, _ in aliases(_PREFIX)}:
         create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
@@ -125,7 +126,7 @@ def prepare_next() -> None:
 class JobController:
     """Actor class of a job's controller.
 
-    Methods are coroutines of one event loop, so nothing here needs a lock.
+    All methods are coroutines of one event loop, so no locks are needed.
     """
 
     def __init__(
@@ -149,18 +150,18 @@ class JobController:
             self._main = asyncio.get_event_loop().create_task(self._wait_for_job())
 
     async def _wait_for_job(self) -> None:
-        """Wait for a job in a warm controller; end the process if none comes."""
+        """Wait for a job in a warm controller; end the process if none arrives."""
         await asyncio.sleep(read_config(os.environ).idle_s)
         async with self._takes:
             self._end()
 
     async def take_up(self, spec: JobSpec, own: str, owner: ProcessOwner, theirs: Spoken) -> bool:
-        """Run this job, as a controller that was made for it; False of one that has a job.
+        """Run this job in this warm controller; False if it already has a job, or the job's name is taken.
 
         Args:
-            own: name of this controller's actor, beside which it gets that of the job.
-            owner: the job's driver, whose modules and output are its from now on.
-            theirs: what the driver speaks.
+            own: Name of this controller's actor; the job's name is added as an alias.
+            owner: The job's driver, whose modules this process uses and to which its output goes.
+            theirs: Protocol version and release of the driver.
         """
         check_spoken(theirs, "the driver", "its job's controller")
         async with self._takes:
@@ -174,13 +175,13 @@ class JobController:
             return True
 
     async def leave(self) -> None:
-        """End, unless it has a job."""
+        """End this controller, unless it has a job."""
         async with self._takes:
             if not self._own_name:
                 self._end()
 
     def _live(self, spec: JobSpec) -> None:
-        """Start a job, or continue with what the controller before had noted."""
+        """Start a job, or continue it from the journal of the previous controller."""
         self._stored_train_loop = spec.stored_train_loop
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         remembered = self._journal.read()
@@ -207,7 +208,7 @@ class JobController:
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     def _forget(self) -> None:
-        """Delete the journal, aliases and train function: no other controller of this job follows."""
+        """Delete the journal, aliases and stored train function, because no replacement controller will need them."""
         self._journal.close(delete=True)
         for own, alias in aliases(f"{_PREFIX}{self._name}", whole=True):
             delete_alias(alias, own)
@@ -215,90 +216,90 @@ class JobController:
             delete_train_loop(self._stored_train_loop)
 
     async def renew_lease(self) -> JobStatus:
-        """Renew the driver's lease, and return the job's status."""
+        """Renew the driver's lease and return the job's status."""
         await self._known()
         self._lease.heard(_DRIVER)
         return self._job.status()
 
     async def _known(self) -> None:
-        """Wait after a restart until everything is known again, except what storage does not tell in time."""
+        """Wait after a restart until the job's state is recovered, for a few seconds at most."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._recovered.wait(), _KNOWN_S)
 
     async def spec(self) -> JobSpec:
-        """Return the submitted specification, without the train function."""
+        """Return the submitted specification without the train function, callbacks and secret."""
         trial = self._spec.trial
         if trial is not None:
             trial = dataclasses.replace(trial, checkpoint_ref=None)  # an answer is not to keep it alive
         return dataclasses.replace(self._spec, train_loop=b"", callbacks=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:
-        """Return the job's present status."""
+        """Return the job's current status."""
         await self._known()
         return self._job.status()
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return members of the present generation, by rank."""
+        """Return the members of the current generation, in rank order."""
         await self._known()
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """Return all events from number ``since``."""
+        """Return all events from number ``since`` on."""
         await self._known()
         return tuple(self._job.record.events[since:])
 
     async def resize(self, workers: int) -> None:
-        """Hold the job at this many workers.
+        """Hold the job at this number of workers.
 
-        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the number is outside the job's range, or the loader's limits have no use for so many.
         """
         await self._recovered.wait()
         self._job.hold(workers)
         await self._persist_state()
 
     async def release(self) -> None:
-        """Leave the job's size to the allocator again."""
+        """Return control of the job's size to the allocator."""
         await self._recovered.wait()
         self._job.hold(None)
         await self._persist_state()
 
     async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
-        """Save the job after the step in progress, and give its slots back until :meth:`resume`.
+        """Save the job after the current step and give its slots back until :meth:`resume`.
 
-        Raises ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: the job cannot be paused, or is already paused.
         """
         await self._recovered.wait()
         self._job.pause(reason)
         await self._persist_state()
 
     async def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
+        """Let a paused job continue once the allocator has slots for it. Raises ValueError: the job is not paused."""
         await self._recovered.wait()
         self._job.resume()
         await self._persist_state()
 
     async def weigh(self, weight: float) -> None:
-        """Set the weight of the job's speed beside that of others, in place of ``SchedulingConfig.weight``."""
+        """Set the weight of this job's speed relative to other jobs; overrides ``SchedulingConfig.weight``."""
         await self._recovered.wait()
         self._job.weigh(weight)
         await self._persist_state()
 
     async def branch(self, plan: BranchPlan) -> None:
-        """Start to compare branches of the job. Raises BranchError: it cannot be branched."""
+        """Start a comparison of branches of the job. Raises BranchError: the job cannot be branched."""
         await self._recovered.wait()
         self._job.branches.begin(plan, start)
 
     async def branched(self) -> BranchResult | None:
-        """Return the result of the last comparison; None while it runs. Raises BranchError: it failed."""
+        """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
         return self._job.branches.outcome()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
         await self._recovered.wait()
         return await self._job.next_report(after, wait_s)
 
     async def stop(self, *, now: bool = False, reason: str = "stop() was called") -> None:
-        """End the job: saved after the step in progress, or, ``now``, in the middle of it."""
+        """Stop the job: saved after the current step or, with ``now``, at once in the middle of it."""
         await self._known()
         if now:
             self._job.end_now(reason)
@@ -306,29 +307,29 @@ class JobController:
         await self._persist_state()
 
     async def _persist_state(self) -> None:
-        """Persist the state before it is reported to a driver, so that it survives this process."""
+        """Write the state to the journal before a driver is answered, so that the change survives this process."""
         self._job.journal_state()
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
     async def outcome(self) -> JobOutcome | None:
-        """Return the outcome once it is written, as far as storage answers; None while the job has not ended."""
+        """Return the job's outcome once its records are written (best effort); None while the job has not ended."""
         await self._recovered.wait()
         await self._job.written()
         return self._job.record.outcome()
 
     async def close(self) -> None:
-        """Close the ended job, from which the driver has everything."""
+        """End this controller, because the driver has fetched everything about the ended job."""
         self._closed.set()
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Receive the allocator's decision for this job."""
+        """Apply the allocator's decision for this job."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
     async def unsatisfiable(self, reason: Reason, final: bool) -> None:
-        """Handle the allocator's finding that no node could ever offer what the job asks for.
+        """Handle the allocator's finding that no node can satisfy the job's resource request; may fail the job.
 
-        ``final``: nor could one that the allocator's own autoscaling may ask for.
+        If ``final``, no node that the allocator's own autoscaling can add would satisfy the request either.
         """
         await self._recovered.wait()
         job = self._job
@@ -343,42 +344,42 @@ class JobController:
         job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason.explained))
 
     async def push(self, message: WorkerMessage) -> bool:
-        """Handle a worker's message; True if the job continues."""
+        """Handle a worker's message; returns True if the job continues."""
         await self._recovered.wait()
         job = self._job
         await job.hear(message)
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
-        """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
+        """Record rank 0's automatic checkpoint and return the job's mean time between losses of workers [s]."""
         await self._recovered.wait()
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """Answer a process that asks whether it is this controller's; ``worker`` is empty while it is idle."""
+        """Return whether a process belongs to this controller; ``worker`` is empty for an idle process."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
 
     async def introduce(self, told: WorkerReregistration) -> None:
-        """Receive the registration of a worker of an earlier controller."""
+        """Receive the registration of a worker that an earlier controller started."""
         if self._reconnection is not None:
             self._reconnection.hear(told)
 
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Exchange the addresses of members of a generation that is being formed.
+        """Exchange addresses between the members of a generation that is being formed.
 
-        Raises BootstrapRefusedError: the caller is no member.
+        Raises BootstrapRefusedError: the caller is not a member.
         """
         return await self._bootstrap.meet(call)
 
     async def claim_fault(self, index: int) -> bool:
-        """Claim fault ``index`` of the script; True if it has not struck yet."""
+        """Claim fault ``index`` of the fault script; True if it has not been claimed before."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
 
     async def _run(self) -> None:
-        """Run one job, or one trial after the other while they come in time."""
+        """Run the job, then clean up and end this controller."""
         try:
             await self._run_job()
             if self._job.vacated is not None:
@@ -394,7 +395,7 @@ class JobController:
         self._end()
 
     async def _run_job(self) -> None:
-        """Run the job until it has ended and its driver has fetched the outcome, or is gone."""
+        """Run the job until it has ended and the driver has fetched the outcome or is gone."""
         job = self._job
         try:
             try:
@@ -423,7 +424,7 @@ class JobController:
         await job.written()
 
     async def _save_and_end(self, reason: str) -> None:
-        """End a job that nobody waits for, after it has saved itself as far as it can."""
+        """End a job whose driver is gone, after saving it if possible."""
         job = self._job
         logger.warning("job %s: %s, so it ends", self._spec.job, reason)
         try:
@@ -453,7 +454,7 @@ class JobController:
         await self._persist_state()
 
     async def _release_others(self, state: ControllerState, told: Collection[WorkerReregistration]) -> None:
-        """Give back what none of these workers holds: reservations, and processes that were only starting."""
+        """Release resources that none of these workers holds: reservations, and processes that were still starting."""
 
         def release() -> None:
             groups.release_all(state.job, but={each.group for each in told})

@@ -1,4 +1,4 @@
-"""SHELL: actors that run the controllers of a sweep's trials, several in a process, whose start costs seconds."""
+"""SHELL: actors that run several controllers of a sweep's trials each, because starting a process takes seconds."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _CLOSE_S = 5.0
 
 
 class ControllerHost:
-    """Actor class: controllers, each called through a :class:`~placement.ray_cluster.named_actors.Hosted`.
+    """Actor class that runs controllers, each called through a :class:`~placement.ray_cluster.named_actors.Hosted`.
 
-    When Ray restarts its process, all of them continue as one with an actor of its own does.
+    When Ray restarts the process, each controller continues like one that has its own actor.
     """
 
     def __init__(self, own: str, theirs: Spoken) -> None:
@@ -54,7 +54,7 @@ class ControllerHost:
         self._main = loop.create_task(self._watch())
 
     async def take_up(self, spec: JobSpec, owner: ProcessOwner) -> bool:
-        """Run this trial, unless it is run already; False if there are too many for one more."""
+        """Run this trial, unless it already runs here; returns False if this host is full or closing."""
         assert spec.trial is not None, "only trials are hosted"
         run = spec.trial.controller
         if run in self._controllers:
@@ -73,7 +73,7 @@ class ControllerHost:
         return True
 
     async def call(self, name: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of a controller. Raises HostedGoneError: it has ended."""
+        """Call a method of a hosted controller. Raises HostedGoneError: the controller has ended."""
         controller = self._controllers.get(name.partition(":")[2])
         if controller is None:
             raise HostedGoneError(name)
@@ -82,7 +82,7 @@ class ControllerHost:
         return await getattr(controller, method)(*arguments, **options)
 
     async def close(self) -> None:
-        """End with the last controller: no other trial comes."""
+        """Accept no more trials, and end this actor after its last controller."""
         self._closing = True
         if not self._controllers:
             ray.kill(self._handle)
@@ -99,14 +99,14 @@ class ControllerHost:
             ray.kill(self._handle)
 
     async def _watch(self) -> None:
-        """End once no trial has come for a while: its sweep's actor is gone."""
+        """End this actor after a while without trials, because the sweep's actor must be gone."""
         while self._controllers or time.monotonic() < self._used_s + _IDLE_S:
             await asyncio.sleep(_LOOK_S)
         ray.kill(self._handle)
 
 
 class ControllerHosts:
-    """The hosts of a sweep's controllers; the first starts at once."""
+    """Hosts of a sweep's controllers; the first one is started at once, others when needed."""
 
     def __init__(self, sweep: str) -> None:
         self._sweep = sweep
@@ -114,9 +114,9 @@ class ControllerHosts:
         self._add()
 
     async def open(self, spec: JobSpec) -> Any:
-        """Return the handle of a controller that runs this trial from now on.
+        """Start a controller for this trial on a host and return its handle.
 
-        Raises TimeoutError: a host does not answer. RayError: none can be started.
+        Raises TimeoutError: a host does not answer. RayError: no host can be started.
         """
         assert spec.trial is not None, "only trials are hosted"
         name = f"job:{spec.trial.controller}"
@@ -134,7 +134,7 @@ class ControllerHosts:
         return Hosted(host, name)
 
     async def _take_up(self, host: Any, spec: JobSpec, deadline_s: float) -> bool:
-        """Ask a host, which may be away: it could have begun, so that no other is asked before it is gone for good."""
+        """Ask a host to run a trial; retry while the host is unavailable, as it may already have started the trial."""
         owner = calling_owner("")
         while True:
             try:
@@ -151,7 +151,7 @@ class ControllerHosts:
         return host
 
     async def close(self) -> None:
-        """End them, each with its last controller."""
+        """Close all hosts; each ends with its last controller."""
         asked = [asyncio.ensure_future(_answer(host.close.remote())) for host in self._hosts.values()]
         await asyncio.wait(asked, timeout=_CLOSE_S)
 

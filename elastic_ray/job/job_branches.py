@@ -1,4 +1,4 @@
-"""Branches of the job as its controller sees them: who may have them, when slots are idle, what follows."""
+"""SHELL: branches of a job in its controller: if it can have them, when to start, how to use the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IDLE_WAITS_S, _WAITS_S = 600.0, 3600.0  # for the end of a branch
 
 
 class JobBranches:
-    """Branches of one job, at most one comparison at a time."""
+    """Branches of one job, with at most one comparison at a time."""
 
     def __init__(self, parts: JobContext) -> None:
         self._parts, self._planner = parts, parts.planner
@@ -30,7 +30,7 @@ class JobBranches:
         self._last_step, self._looked_s = 0, 0.0
 
     def begin(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
-        """Start to compare, beside the controller's loop. Raises BranchError: the job cannot have branches."""
+        """Start a comparison in the background. Raises BranchError: the job cannot be branched."""
         if self._is_running:
             raise BranchError(f"job {self._parts.spec.job!r} cannot be branched: a comparison is under way already")
         run = self._run_of(plan, idle=False)
@@ -38,7 +38,7 @@ class JobBranches:
         self._running = self._parts.background.start(self._compare(run, start))
 
     def outcome(self) -> BranchResult | None:
-        """Return the result of the last comparison; None while it runs. Raises BranchError: it failed."""
+        """Return the last comparison's result; None while it runs. Raises BranchError: it failed or none exists."""
         if isinstance(self._outcome, BranchError):
             raise self._outcome
         if self._outcome is None and not self._is_running:
@@ -50,7 +50,7 @@ class JobBranches:
         return self._running is not None and not self._running.done()
 
     def tick(self, start: Callable[[JobSpec], Any], now_s: float) -> None:
-        """Compare where slots are idle, if the job is set to, each time that its steps have doubled."""
+        """Start a comparison on idle slots each time the job's steps have doubled, if the job enables this."""
         if not self._parts.spec.elastic.branch_when_idle or now_s - self._looked_s < _LOOK_S or self._is_running:
             return
         self._looked_s, plan, report = now_s, BranchPlan(), self._planner.latest
@@ -58,7 +58,7 @@ class JobBranches:
             self._running = self._parts.background.start(self._compare_if_idle(plan, report.total_steps, start))
 
     async def _compare_if_idle(self, plan: BranchPlan, step: int, start: Callable[[JobSpec], Any]) -> None:
-        """Compare, if the job can have branches and there are idle slots for them."""
+        """Run a comparison if the job can be branched and slots are idle."""
         try:
             run = self._run_of(plan, idle=True)
             if not await asyncio.to_thread(slots_are_idle, self._parts.spec):
@@ -70,7 +70,7 @@ class JobBranches:
         await self._compare(run, start)
 
     def _run_of(self, plan: BranchPlan, *, idle: bool) -> BranchRun:
-        """Return the branches. Raises BranchError: the job cannot have any, and why."""
+        """Return the comparison to run. Raises BranchError: the job cannot be branched, with the reason."""
         spec, report, limits = self._parts.spec, self._planner.latest, self._planner.unbound_limits
         if why_not := self._why_not():
             raise BranchError(f"job {spec.job!r} cannot be branched: {why_not}")
@@ -84,7 +84,7 @@ class JobBranches:
         )
 
     def _why_not(self) -> str:
-        """Return what prevents branches, and the way out; empty if nothing does."""
+        """Return the reason why the job cannot be branched, with a remedy; empty if it can be."""
         spec, limits, phase = self._parts.spec, self._planner.unbound_limits, self._parts.record.phase
         if spec.branch_of:
             return f"it is a branch, of job {spec.branch_of!r}"
@@ -109,7 +109,7 @@ class JobBranches:
         return ""
 
     async def _compare(self, run: BranchRun, start: Callable[[JobSpec], Any]) -> None:
-        """Run the branches in a thread, and let the batch follow what they find."""
+        """Run the branches in a thread, and limit the job's batch to the critical batch found, if any."""
         events, sizes = self._parts.events, ", ".join(map(str, run.sizes))
         events.note(EventKind.BRANCH, f"branches at batch {sizes} begin", detail={"sizes": list(run.sizes)})
         try:
@@ -124,6 +124,6 @@ class JobBranches:
             self.set(found)
 
     def set(self, batch_size: int) -> None:
-        """Let the job's batch be at most this."""
+        """Limit the job's batch to at most ``batch_size``."""
         self._planner.set_critical_batch(batch_size)
         self._parts.group.actors.post(self._parts.group.training(), CriticalBatch(batch_size=batch_size))

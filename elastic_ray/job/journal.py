@@ -1,8 +1,8 @@
-"""SHELL: notes of a job's controller in Ray's control store, for the controller that Ray starts in its place.
+"""SHELL: a controller's journal in Ray's control store (GCS), for the controller that Ray starts in its place.
 
-It is small and plain (JSON): the truth about training is with the workers. It lives as long as the control store does,
-with Redis behind that also through its restart. It is deleted when the controller ends; where that is ended for good
-from outside, the allocator does it (``placement.ray_cluster.notes``).
+The journal is small and plain (JSON), because the workers hold the training state itself. It lasts as long as the
+control store does; with Redis it also survives a restart of the store. It is deleted when the controller ends. If the
+controller is killed for good from outside, the allocator deletes it (``placement.ray_cluster.notes``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPEC = "spec"
 
 
 def hosted_before(actor: str) -> list[str]:
-    """Names of the controllers that an actor of this id hosted when its process died. Blocks for a moment."""
+    """Return the names of the controllers that the actor hosted before its process died. Blocks for a moment."""
     prefix = key_of(actor, _HOSTED)
     keys = internal_kv._internal_kv_list(prefix, namespace=NAMESPACE) or ()
     parts = (key.removeprefix(prefix).decode().partition("/") for key in keys)
@@ -38,11 +38,11 @@ def hosted_before(actor: str) -> list[str]:
 
 
 class Journal:
-    """Journal of a controller, written by a thread, so that an absent control store delays nothing.
+    """Journal of a controller, written by a thread so that an unreachable control store delays nothing.
 
     Args:
-        controller: id of the controller's actor, which stays the same when Ray restarts it.
-        hosted: name of the controller, of one of several in that actor.
+        controller: Id of the controller's actor, which stays the same when Ray restarts it.
+        hosted: Name of the controller if its actor hosts several; else empty.
     """
 
     def __init__(self, controller: str, hosted: str = "") -> None:
@@ -56,7 +56,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def read(self) -> tuple[ControllerState, tuple[JobEvent, ...]] | None:
-        """Read the notes of the controller before; None for the first one. Blocks for some milliseconds."""
+        """Return the state and events of the previous controller; None if there was none. Blocks for milliseconds."""
         text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
             return None
@@ -67,30 +67,30 @@ class Journal:
         return ControllerState.from_json(text.decode()), events
 
     def note(self, state: ControllerState) -> None:
-        """Record the job if anything has changed; returns at once."""
+        """Record the job's state if it has changed; returns at once."""
         text = json.dumps(dataclasses.asdict(state))
         if text != self._last:
             self._last = text
             self._put("job", text)
 
     def add(self, event: JobEvent) -> None:
-        """Add an event; returns at once."""
+        """Record an event; returns at once."""
         self._put(f"event/{self._events:08d}", event.to_json())
         self._events += 1
 
     def note_train_loop(self, key: str) -> None:
-        """Record where the train function is kept, which goes with the notes; returns at once."""
+        """Record the key of the stored train function, which is deleted with the journal; returns at once."""
         self._put(TRAIN_LOOP, key)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is written; whether it is. Blocks."""
+        """Block until everything is written or ``timeout_s`` has passed; True if everything is written."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
     def begin(self, spec: JobSpec) -> None:
-        """A controller that was made for no job runs this one from now on. Blocks.
+        """Record the job that a warm or hosted controller now runs. Blocks.
 
-        Raises Exception: the control store does not take it.
+        Raises Exception: the control store does not accept it.
         """
         # Who puts a reference to an object into a pickle keeps the object for ever; what it holds is stored as well.
         if spec.trial is not None:
@@ -99,12 +99,12 @@ class Journal:
         internal_kv._internal_kv_put(self._key(_SPEC), packed, overwrite=True, namespace=NAMESPACE)
 
     def begun(self) -> JobSpec | None:
-        """The job that it has begun, if it was made for none. Blocks for a moment."""
+        """Return the job recorded by :meth:`begin`; None if there is none. Blocks for a moment."""
         packed: bytes | None = internal_kv._internal_kv_get(self._key(_SPEC), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 
     def close(self, *, delete: bool) -> None:
-        """End the thread, once everything is written; ``delete``: there will be no other controller."""
+        """End the thread after its pending writes; delete the journal if no controller will need it (``delete``)."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -131,7 +131,7 @@ class Journal:
             self._lock.notify_all()
 
     def _write(self) -> None:
-        """Write what is pending, one after the other, until the journal is closed."""
+        """Write pending entries one after the other until the journal is closed."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._pending or self._closed)

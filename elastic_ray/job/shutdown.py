@@ -1,19 +1,83 @@
-"""SHELL: end of a job: its outcome is recorded and written, its workers are released."""
+"""SHELL: end of a job: records and writes its outcome, and releases its workers."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 
+from elastic_ray.background import Background
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job.context import JobContext
-from elastic_ray.job.notifier import Notifier
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import Cancel, StopJob
 from elastic_ray.record.ended import EndedJobNote
 from elastic_ray.sealed import Raised, Sealed
 from placement.ray_cluster import notes
+
+_DEADLINE_S = 10.0
+
+
+class Notifier:
+    """Sender of job events as JSON to the URL of ``ElasticConfig(webhook)``.
+
+    A call that fails or takes too long only adds an event of kind ``warning``. The URL may contain a secret and is
+    never shown. Trials send nothing, because their end concerns only the sweep.
+
+    Args:
+        warn: Function that receives the reason why a call failed.
+    """
+
+    def __init__(self, spec: JobSpec, warn: Callable[[str], None]) -> None:
+        self._spec, self._warn = spec, warn
+        self._url = spec.elastic.webhook if spec.trial is None else None
+        self._background = Background()
+        self._waiting_since: float | None = None
+        self._told = False
+
+    def tick(self, phase: JobPhase, message: str, now_s: float) -> None:
+        """Report each wait for resources that becomes too long, once."""
+        if phase is not JobPhase.WAITING:
+            self._waiting_since, self._told = None, False
+            return
+        self._waiting_since = now_s if self._waiting_since is None else self._waiting_since
+        waited_s = now_s - self._waiting_since
+        if not self._told and waited_s >= self._spec.elastic.webhook_waits_s:
+            self._told = True
+            self._background.start(self.tell("waiting", f"it has waited for {waited_s / 60:.0f} min: {message}"))
+
+    async def tell(self, what: str, reason: str) -> None:
+        """Call the webhook and wait for the answer, with a time limit; does nothing without a webhook."""
+        if not self._url:
+            return
+        job = self._spec.job
+        said = {"job": job, "event": what, "reason": reason, "path": self._spec.storage_path}
+        said["text"] = f"job {job}: {what}" + (f", {reason}" if reason else "")
+        try:
+            await asyncio.wait_for(asyncio.to_thread(_post, self._url, json.dumps(said).encode()), _DEADLINE_S)
+        except Exception as error:  # whatever it is: a job does not depend on it
+            self._warn(f"the webhook was not told that the job is {what}: {_without_address(error)}")
+
+
+def _post(url: str, body: bytes) -> None:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_DEADLINE_S) as answer:
+        answer.read(1)
+
+
+def _without_address(error: Exception) -> str:
+    """Return a description of an error that cannot contain the webhook's URL."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"it answered {error.code}"
+    if isinstance(error, TimeoutError):
+        return f"it has not answered within {_DEADLINE_S:g} s"
+    reason = getattr(error, "reason", None)
+    return str(reason) if isinstance(reason, OSError) else type(error).__name__
+
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -24,9 +88,9 @@ class JobShutdown:
     """Shutdown of a job, step by step.
 
     Args:
-        parts: of the job; the end is reported to the allocator.
-        status: the job as others see it.
-        notifier: tells people of the end.
+        parts: Shared parts of the job.
+        status: Function that returns the job's status.
+        notifier: Sender of the notice that the job has ended.
     """
 
     def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
@@ -41,11 +105,11 @@ class JobShutdown:
         self.vacated: asyncio.Task[None] | None = None
 
     def returned(self, value: Sealed | None) -> None:
-        """Rank 0's train function has returned this, or another rank's before rank 0's has."""
+        """Store a train function's return value."""
         self.return_value = value
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """Record the job's end; the outcome waits until everything that belongs to it is known (``complete``)."""
+        """Record the job's end; unless ``complete`` is True, its outcome waits for :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)
@@ -54,7 +118,7 @@ class JobShutdown:
         self._metrics.end()
 
     def record_again(self) -> None:
-        """Complete what :meth:`record` has left open."""
+        """Record and write the outcome that :meth:`record` left open."""
         phase, message, error = self._record.phase, self._record.message, self._error
         if error is None and phase is JobPhase.FAILED:
             error = RuntimeError(message)
@@ -62,21 +126,21 @@ class JobShutdown:
         self.write()
 
     def write(self) -> None:
-        """Write what is left, and keep but the last automatic checkpoint of a job that has finished."""
+        """Write the remaining records, and delete all but the last automatic checkpoint of a finished job."""
         if self._record.phase is JobPhase.FINISHED and self._spec.states_kept:
             self._writer.finish_states()
         if self._record.outcome() is not None:
             self._written = self._background.start(self._finish())
 
     async def _finish(self) -> None:
-        """Finish the records: notices, then storage, then trackers, which read what is written."""
+        """Finish the records: first notices, then storage, then trackers, which read the stored files."""
         await self._remember()
         await self._notifier.tell(self._record.phase.value, self._record.message)
         await self._writer.finish()
         await self._trackers.finish(self._record.phase, self._error)
 
     async def _remember(self) -> None:
-        """Record how the job has ended, for those that ask within the hour."""
+        """Store a note on how the job ended, which can be read for an hour."""
         outcome, events = self._record.outcome(), self._record.events
         if outcome is None or not events:
             return
@@ -94,7 +158,7 @@ class JobShutdown:
             await asyncio.wait([self._written])
 
     def give_back(self) -> None:
-        """Give the workers back: to the sweep, for another trial, or to the cluster."""
+        """Release the workers: to the sweep for another trial, or to the cluster."""
         trial = self._spec.trial
         if trial is not None and trial.keep_s and self._record.phase is not JobPhase.FAILED:
             self.vacated = self._background.start(self._vacate())

@@ -1,4 +1,4 @@
-"""SHELL: start of a job from what its storage has, at the beginning and after all workers were lost."""
+"""SHELL: start of a job from its stored state, at the beginning and after the loss of all workers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _LOOK_AGAIN_S = 10.0
 
 
 class JobStarter:
-    """Starter that looks at a run's storage before its workers start, and again before others do.
-
-    Args:
-        job: the job, which acts on what was found.
-    """
+    """Starter of a job from its stored state, at the beginning and after the loss of all workers."""
 
     def __init__(self, job: JobSupervisor, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
@@ -39,23 +35,23 @@ class JobStarter:
         self._later: Allocated | None = None
 
     def recall(self, first_report: int) -> None:
-        """Restore the number of the first report that an earlier controller knew of; 0 for none."""
+        """Restore the number of the run's first report, as the earlier controller knew it; 0 if it knew none."""
         self._first_report = first_report
 
     @property
     def knows_reports(self) -> bool:
-        """True if all reports are here that an earlier controller has received."""
+        """True if all reports that an earlier controller received have been read."""
         return self._first_report is None or self._caught_up
 
     def hold_back(self, target: Allocated) -> None:
-        """Hold back the allocator's decision until the job starts again."""
+        """Keep the allocator's decision until the job restarts."""
         self._later = target
 
     async def open(self) -> None:
-        """Find the state of an earlier run of this name and prepare for workers; called before the first tick.
+        """Find the stored state of an earlier run of this name and prepare for workers; called before the first tick.
 
-        A job whose storage does not say does not start anew, which would lose what was trained; it fails. One whose
-        workers train on needs nothing of what is stored before it restarts.
+        If storage cannot be read, the job fails, because a start from scratch would lose earlier training. A job whose
+        workers are still training continues, because it needs no stored state until it restarts.
         """
         if self._opened:
             return
@@ -82,13 +78,13 @@ class JobStarter:
             self._group.machine.reset(first_most=self._record.workers_at_most)
 
     def start_again(self, reason: str) -> None:
-        """Search for stored state and start other workers, because all were lost or are of no use."""
+        """Restart with new workers from stored state, because all workers were lost or are of no use."""
         if not self.looking and not self._record.phase.ended:
             self.looking = True
             self._background.start(self._start_again(reason))
 
     async def _start_again(self, reason: str) -> None:
-        """Start from the last saved state, known here or not, without later training."""
+        """Restart from the last saved state; any later training is lost."""
         timeout_s = self._spec.elastic.storage_timeout_s
         knows = self._record.looked or self._record.resume_point is not None
         try:
@@ -116,7 +112,7 @@ class JobStarter:
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:
-        """Read what storage has of the run. Raises OSError: it could not be read within ``timeout_s``."""
+        """Read the run's stored state. Raises OSError: it cannot be read within ``timeout_s``."""
         stored = await self._writer.look(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None

@@ -1,14 +1,74 @@
-"""SHELL: a job as the controller after this one has to know it, gathered from its parts."""
+"""SHELL: state of a job for a replacement controller, gathered from the job's parts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from elastic_ray.job.context import JobContext
-from elastic_ray.job.preemption import Preemption
+from elastic_ray.membership.signals import Allocated
 from elastic_ray.record.controller_state import ControllerState, as_text, run_of
 from elastic_ray.record.losses import Losses
 from elastic_ray.sealed import Sealed
+
+_REMIND_S = 1.0  # a message may be lost with a rerun; the same one again changes nothing
+
+
+class Preemption:
+    """Preemption of a job: lasts from an allocation without nodes until rank 0 has saved the job or no rank can.
+
+    Args:
+        timeout_s: Maximum time for all ranks to finish a step and save (``join_timeout_s``) [s].
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._then: Allocated | None = None
+        self._since_s = self._reminded_s = 0.0
+        self.reason = ""
+
+    @property
+    def active(self) -> bool:
+        """True if the job is being preempted."""
+        return self._then is not None
+
+    def begin(self, then: Allocated, now_s: float) -> None:
+        """Start to preempt the job; ``then`` is the allocation to apply afterwards."""
+        self._then, self.reason = then, then.reason
+        self._since_s, self._reminded_s = now_s, float("-inf")
+
+    def follow(self, then: Allocated) -> None:
+        """Replace the allocation to apply afterwards; it cannot apply sooner, as ranks may already have stopped."""
+        self._then = then
+
+    def remind(self, now_s: float) -> bool:
+        """True if the workers must be asked (again) to save."""
+        due = self.active and now_s - self._reminded_s >= _REMIND_S
+        if due:
+            self._reminded_s = now_s
+        return due
+
+    def failed(self, now_s: float, training: Collection[str]) -> str:
+        """Return the reason why no rank will save the job; empty while one still may.
+
+        Args:
+            training: Members that have not stopped yet; includes rank 0 until it has saved.
+        """
+        if not self.active:
+            return ""
+        if not training:
+            return "the worker that was to save it was lost"
+        if now_s - self._since_s > self._timeout_s:
+            return f"no step ended, or it was not saved, within join_timeout_s={self._timeout_s:g}"
+        return ""
+
+    def lasted_s(self, now_s: float) -> float:
+        """Return the duration of the preemption so far [s]."""
+        return now_s - self._since_s
+
+    def end(self) -> Allocated | None:
+        """End the preemption and return the allocation to apply; None if there was no preemption."""
+        then, self._then = self._then, None
+        return then
 
 
 def controller_state(
@@ -26,7 +86,7 @@ def controller_state(
     claimed: Collection[int],
     return_value: Sealed | None,
 ) -> ControllerState:
-    """Gather it; the arguments are as the fields of ``ControllerState``."""
+    """Return the job's state for the journal; the arguments are as the fields of ``ControllerState``."""
     spec, record, group = parts.spec, parts.record, parts.group
     machine, history, goal = group.machine, group.history, group.goal
     return ControllerState(

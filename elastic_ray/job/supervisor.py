@@ -1,4 +1,4 @@
-"""SHELL: one job under its controller: gathers what happens to it, asks the pure parts, carries out the answer."""
+"""SHELL: one job under its controller: passes events to the pure components and carries out their decisions."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ray.background import Background
+from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.tuner import TunerSnapshot, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.allocator_client import AllocatorClient
-from elastic_ray.job.batch_changes import BatchChanges
-from elastic_ray.job.context import JobContext
+from elastic_ray.job.context import JobContext, ReportIntake
 from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.notifier import Notifier
-from elastic_ray.job.preemption import Preemption
-from elastic_ray.job.report_intake import ReportIntake
-from elastic_ray.job.shutdown import JobShutdown
+from elastic_ray.job.shutdown import JobShutdown, Notifier
 from elastic_ray.job.starter import JobStarter
-from elastic_ray.job.state_note import controller_state
+from elastic_ray.job.state_note import Preemption, controller_state
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
-from elastic_ray.membership.messages import StopJob, StrategiesKnown
+from elastic_ray.membership.messages import BatchProposal, StopJob, StrategiesKnown
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
@@ -45,6 +43,7 @@ from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, Wo
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.instructions import HeartbeatReply
 from placement.cluster.jobs import JobView
+from placement.knowledge.knowledge import Prior
 from placement.ray_cluster.metric_writer import MetricWriter
 
 logger = logging.getLogger("elastic_ray.job")
@@ -57,14 +56,14 @@ _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
 
 
 class JobSupervisor:
-    """Supervisor of a job from its submission to its end.
+    """Supervisor of a job, from its submission to its end.
 
-    All of it runs in the controller's event loop, so nothing here needs a lock.
+    All of it runs in the controller's event loop, so no locks are needed.
 
     Args:
-        controller: handle of its controller, for workers and the allocator.
-        background: what runs beside the loop, and may outlast the job.
-        journal: for the controller that Ray starts in this one's place when its process dies.
+        controller: Handle of the job's controller, for workers and the allocator.
+        background: Runner of tasks beside the event loop, some of which may outlast the job.
+        journal: State for the controller that Ray starts as a replacement if this process dies.
     """
 
     def __init__(self, spec: JobSpec, controller: Any, background: Background, journal: Journal) -> None:
@@ -108,28 +107,28 @@ class JobSupervisor:
 
     @property
     def vacated(self) -> asyncio.Task[None] | None:
-        """The task that makes processes ready for another trial; None for a job whose processes end with it."""
+        """Task that prepares the job's processes for another trial; None if the processes end with the job."""
         return self._shutdown.vacated
 
     def _keep(self, event: JobEvent) -> None:
-        """Pass an event on, to the controller after this one and to trackers."""
+        """Pass an event to the journal and the trackers."""
         self._journal.add(event)
         self._trackers.event(event, self.group.machine.current)
 
     def status(self) -> JobStatus:
-        """Return the job's present status."""
+        """Return the job's current status."""
         known, started_for_s = (self._spec, self._planner, self.record), self.group.history.starting_s(time.monotonic())
         return views.job_status(*known, self.group.machine, self._submitted_s, time.time(), started_for_s)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return members of the present generation, by rank."""
+        """Return the members of the current generation, in rank order."""
         seen = self.group.actors.process_infos, self.group.silence_s, self._messages.stragglers.ratios
         return views.members(self.group.machine, self.record, *seen)
 
     def hold(self, workers: int | None) -> None:
-        """Hold the job at this many workers; None leaves its size to the allocator.
+        """Hold the job at this number of workers; None leaves its size to the allocator.
 
-        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the number is outside the job's range, or the loader's limits have no use for so many.
         """
         if workers is not None:
             views.check_size(workers, self._spec, self._planner)
@@ -137,17 +136,17 @@ class JobSupervisor:
         self._allocator.soon()
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of the job's speed beside that of others."""
+        """Set the weight of this job's speed relative to other jobs."""
         self._weight = weight
         self._allocator.soon()
 
     def pause(self, reason: str) -> None:
-        """Save the job after the step in progress, and give its slots back until :meth:`resume`.
+        """Save the job after the current step and give its slots back until :meth:`resume`.
 
         Args:
-            reason: why, for its message and its events.
+            reason: Reason to show in the job's message and events.
 
-        Raises ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: the job cannot be paused, or is already paused.
         """
         if why_not := self._why_not_paused():
             raise ValueError(f"job {self._spec.job!r} cannot be paused: {why_not}")
@@ -156,7 +155,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def _why_not_paused(self) -> str:
-        """Return what prevents a pause, and the way out; empty if nothing does."""
+        """Return the reason why the job cannot be paused, with a remedy; empty if it can be."""
         if self.record.phase.ended:
             return f"it has ended ({self.record.phase.value})"
         if self._stopping_since is not None:
@@ -177,7 +176,7 @@ class JobSupervisor:
         return ""
 
     def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
+        """Let a paused job continue once the allocator has slots for it. Raises ValueError: the job is not paused."""
         if not self._paused or self.record.phase.ended:
             raise ValueError(
                 f"job {self._spec.job!r} cannot be resumed: it is not paused, it is {self.record.phase.value}"
@@ -188,10 +187,10 @@ class JobSupervisor:
         self._allocator.soon()
 
     def stop(self, reason: str = _ASKED) -> None:
-        """Save the job after the step in progress, and end it there.
+        """Stop the job after the current step, and save it if possible.
 
         Args:
-            reason: why, for its message and its last event.
+            reason: Reason to show in the job's message and its last event.
         """
         if self._stopping_since is None:
             self._stopping_since, self._stop_reason = time.monotonic(), reason
@@ -204,17 +203,17 @@ class JobSupervisor:
                 self.group.post_to_members(StopJob())
 
     def end_now(self, reason: str = _ASKED) -> None:
-        """End the job in the middle of a step."""
+        """End the job at once, in the middle of a step."""
         self._stop_reason = f"{reason}, now"
         self.finish(JobPhase.STOPPED)
 
     def _can_be_saved(self) -> bool:
-        """True if it trains, no rank is at the end of its train function, and storage answers."""
+        """True if the job trains, no rank is at the end of its train function, and no rank waits for storage."""
         trains = self.group.machine.current is not None and not self.group.machine.in_phase(WorkerPhase.FINISHED)
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
     def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Receive the allocator's decision for this job."""
+        """Apply the allocator's decision for this job."""
         if self.record.phase.ended or self._stopping_since is not None:
             return
         if self._paused:  # the allocator may not have heard of it yet
@@ -233,20 +232,20 @@ class JobSupervisor:
             self._note_paused()
 
     def _note_paused(self) -> None:
-        """Record the pause that was asked for, once the job has no group."""
+        """Record a requested pause once the job has no group any more."""
         if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
             self.record.paused(self._paused)
 
     async def hear(self, message: WorkerMessage) -> None:
-        """Handle a worker's message; a trial's report is answered when training may continue."""
+        """Handle a worker's message; for a trial's report, return only when training may continue."""
         await self._messages.hear(message)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        """Return the report after number ``after`` (already handled); None if none arrives within ``wait_s``."""
         return await self._reports.next(after, wait_s)
 
     def saved(self, message: StateSaved) -> float:
-        """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
+        """Record rank 0's automatic checkpoint and return the job's mean time between losses of workers [s]."""
         self.record.saved(message.state)
         if not self._saved:
             self._saved = True
@@ -254,23 +253,23 @@ class JobSupervisor:
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def claim_fault(self, index: int) -> bool:
-        """Claim fault ``index`` of the script; True if it has not struck yet."""
+        """Claim fault ``index`` of the fault script; True if it has not been claimed before."""
         fresh = index not in self._claimed
         self._claimed.add(index)
         return fresh
 
     def came_back(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a run of the train function."""
+        """Handle the end of a worker's run of the train function."""
         self._messages.run_ended(worker, result)
 
     def returned(self, worker: str, value: Sealed | None) -> None:
-        """Store a train function's return value; rank 0's counts, or another's while there is none."""
+        """Store a train function's return value; another rank's value counts only until rank 0 returns."""
         current = self.group.machine.current
         if current is None or current.rank_of(worker) == 0 or self._shutdown.return_value is None:
             self._shutdown.returned(value)
 
     def happened(self, note: Note) -> None:
-        """Handle a note that a group trains, or has failed."""
+        """Handle a note that a group has started to train, has changed or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner, "metric": self._spec.metric}
@@ -293,7 +292,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def all_lost(self, reason: str) -> None:
-        """Handle the loss of all workers that held the state."""
+        """Handle the loss of all workers that held the training state: restart the job, or fail it."""
         if self._starter.looking:
             return
         if self._stopping_since is not None:
@@ -315,11 +314,11 @@ class JobSupervisor:
         self._starter.start_again(reason)
 
     def cannot_begin(self, error: Exception) -> None:
-        """Fail the job, because no worker can have a process."""
+        """Fail the job, because no worker process can be started."""
         self.finish(JobPhase.FAILED, error=error)
 
     def complete(self) -> None:
-        """Complete the job once all ranks have left the train function."""
+        """Finish the job, because all ranks have left the train function."""
         last, latest = self.record.last_state, self._planner.latest
         keeps = self._spec.states_kept and self._spec.elastic.keep_last_state
         if keeps and latest is not None and (last is None or last.steps < latest.total_steps):
@@ -328,11 +327,11 @@ class JobSupervisor:
         self.finish(JobPhase.FINISHED)
 
     def released(self) -> None:
-        """Notify the allocator that resources were released."""
+        """Send the allocator a heartbeat soon, because resources were released."""
         self._allocator.soon()
 
     def _may_be_preempted(self) -> bool:
-        """True if the job trains, no rank is at the end of its train function, and it can be saved, as far as known."""
+        """True if the job trains, no rank is at the end of its train function, and a save exists or is due soon."""
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
@@ -342,7 +341,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """Suspend the job, whose ranks have stopped at the same step; rank 0 has saved it, or could not."""
+        """Handle that all ranks stopped at the same step; ``why_not_saved`` is empty if rank 0 saved the job."""
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -364,7 +363,7 @@ class JobSupervisor:
             self.begin_again()
 
     def begin_again(self) -> None:
-        """Start with other workers once the allocator says where."""
+        """Prepare to start with new workers once the allocator assigns nodes."""
         self.record.clear_waiters()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
@@ -376,11 +375,11 @@ class JobSupervisor:
         self._allocator.soon()
 
     def journal_state(self) -> None:
-        """Record the state for the controller after this one."""
+        """Record the job's state in the journal, for a replacement controller."""
         self._journal.note(self._state())
 
     def _state(self) -> ControllerState:
-        """Return the job as a controller after this one has to know it."""
+        """Return the state of the job that a replacement controller needs."""
         return controller_state(
             self._parts,
             losses=self._losses,
@@ -397,7 +396,7 @@ class JobSupervisor:
         )
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
-        """Restore the notes of the controller before this one."""
+        """Restore the state recorded by the previous controller."""
         now_s = time.time()
         self.record.recall(JobPhase(state.phase), state.message, events)
         self._submitted_s = state.submitted_s
@@ -422,15 +421,15 @@ class JobSupervisor:
         self._shutdown.returned(from_text(state.return_value))
 
     def journal_revival(self, state: ControllerState) -> None:
-        """Record the restart before any message that might end this controller like the one before."""
+        """Record this restart of the controller before it handles a message that might crash it again."""
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def end_again(self) -> None:
-        """Record again the end of a job that ended before this controller knew everything."""
+        """Complete the record of a job that ended before this controller had recovered everything."""
         self._shutdown.record_again()
 
     def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Continue with the workers that the controller before this one had, as far as they live."""
+        """Continue with the previous controller's surviving workers; fail a job whose controller dies too often."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:
@@ -448,9 +447,9 @@ class JobSupervisor:
         self._allocator.soon()
 
     async def open(self) -> None:
-        """Find the state of an earlier run of this name and prepare for workers; called before the first tick.
+        """Find the stored state of an earlier run of this name and prepare for workers; called before the first tick.
 
-        Raises ValueError: a setting of the controller's node is not understood.
+        Raises ValueError: a setting on the controller's node is invalid.
         """
         read_config(os.environ)
         await self._starter.open()
@@ -490,7 +489,7 @@ class JobSupervisor:
             self.group.actors.post(self.group.training(), StrategiesKnown(strategies=answer.strategies))
 
     def _view(self) -> JobView:
-        """Return the job's view for the allocator."""
+        """Return the job as the allocator sees it."""
         return views.allocator_view(
             self._spec,
             self._planner,
@@ -507,7 +506,7 @@ class JobSupervisor:
         )
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
-        """Finish the job; does nothing if it has ended before."""
+        """End the job and write its records; does nothing if it has already ended."""
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase, self._stop_reason)
@@ -520,3 +519,36 @@ class JobSupervisor:
         self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
         self._shutdown.write()
         self._shutdown.give_back()
+
+
+class BatchChanges:
+    """Component that fits the batch planner's model and sends the batches that it chooses to rank 0."""
+
+    def __init__(self, parts: JobContext) -> None:
+        self._planner, self._group = parts.planner, parts.group
+        self._record, self._background, self._events = parts.record, parts.background, parts.events
+
+    def tick(self, now_s: float) -> None:
+        """Start a fit if one is due; called about ten times a second [s, monotonic]."""
+        snapshot = self._planner.due(now_s)
+        if snapshot is not None:
+            self._background.start(self._fit(snapshot))
+
+    async def _fit(self, snapshot: TunerSnapshot) -> None:
+        self._carry_out(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
+        if notice := self._planner.take_notice():
+            self._events.note(EventKind.BATCH_KEPT, notice)
+
+    def advise(self, priors: Mapping[str, Prior]) -> None:
+        """Pass measurements of other jobs, keyed by GPU type, to the planner."""
+        self._carry_out(self._planner.advise(priors))
+
+    def _carry_out(self, change: tuple[BatchChoice, str] | None) -> None:
+        """Send the chosen batch to rank 0, unless the generation is about to change, which also chooses the batch."""
+        current = self._group.machine.current
+        if change is not None and current is not None and self._group.machine.in_flight is None:
+            choice, reason = change
+            self._record.batch_chosen(reason)
+            self._group.actors.post(
+                [current.members[0].worker], BatchProposal(generation=current.generation, batch=choice)
+            )

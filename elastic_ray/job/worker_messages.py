@@ -1,23 +1,24 @@
-"""SHELL: messages of a job's workers, passed on to the component that each concerns."""
+"""SHELL: dispatch of workers' messages to the components that handle them."""
 
 from __future__ import annotations
 
 import collections
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.context import JobContext
-from elastic_ray.job.straggler_replacement import StragglerReplacement
+from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import WorkerPhase
-from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
+from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, Replace, StepFailed, Switched
 from elastic_ray.record.outlook import steps_to_reach
 from elastic_ray.record.worker_errors import WorkerError, WorkerErrors
 from elastic_ray.sealed import Raised
+from elastic_ray.stragglers.detection import SlowWorker
 from elastic_ray.worker.messages import (
     GroupLost,
     RunFailed,
@@ -40,6 +41,74 @@ from placement.text import printable, printable_lines
 if TYPE_CHECKING:
     from elastic_ray.job.supervisor import JobSupervisor
 
+_ALLOCATOR_S = 3.0  # in which the allocator may find another node
+_REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long after the job has left it
+
+
+class StragglerReplacement:
+    """Replacement of a job's stragglers, and memory of its slow nodes.
+
+    The allocator is informed of slow nodes and may move their workers. If it does not, a worker is replaced on the same
+    node, once, since its process or GPU may be the cause.
+
+    Attributes:
+        ratios: Time for equal work relative to the group's median, keyed by worker, from rank 0's last report.
+    """
+
+    def __init__(self, parts: JobContext) -> None:
+        self._group = parts.group
+        self.ratios: Mapping[str, float] = {}
+        self._since_s: dict[str, float] = {}  # by worker: when its replacement was asked for
+        self._wanted: dict[str, SlowWorker] = {}
+        self._tried: dict[str, float] = {}  # by node: when a worker on it was replaced
+        self._slow: dict[str, tuple[float, float]] = {}  # by node: ratio, and when it was slow last
+
+    def slow_nodes(self, now_s: float) -> dict[str, float]:
+        """Return the slowness (ratio to the usual step time) of current and recent slow nodes, keyed by node id.
+
+        A node counts only if all of the job's workers on it are to be replaced, or were when the job left it.
+        """
+        return {node: ratio for node, (ratio, last_s) in self._slow.items() if now_s - last_s < _REMEMBER_S}
+
+    def hear(self, report: StepReport, now_s: float) -> None:
+        """Handle rank 0's report on the current stragglers, and replace workers if necessary [s, monotonic]."""
+        current = self._group.machine.current
+        if current is None or report.generation != current.generation:
+            return
+        self.ratios = {member.worker: ratio for member, ratio in zip(current.members, report.ratios, strict=False)}
+        self._note_replaced(current, now_s)
+        self._wanted = {each.worker: each for each in report.stragglers if each.replace}
+        self._since_s = {worker: self._since_s.get(worker, now_s) for worker in self._wanted}
+        self._note_nodes(current, report.stragglers, now_s)
+        chosen = [each for worker, each in self._wanted.items() if self._may_replace(worker, current, now_s)]
+        reason = "; ".join(f"in place of worker {each.worker}: {each}" for each in chosen)
+        self._group.take(Replace(workers=frozenset(each.worker for each in chosen), reason=reason))
+
+    def _note_replaced(self, current: GenerationSpec, now_s: float) -> None:
+        """Record the nodes of replaced workers that have left."""
+        for worker, each in self._wanted.items():
+            if current.rank_of(worker) is None:
+                self._tried[each.node] = now_s
+
+    def _note_nodes(self, current: GenerationSpec, slow: Sequence[SlowWorker], now_s: float) -> None:
+        ratios = {each.worker: each.ratio for each in slow if each.replace}
+        for node in {each.node for each in self._wanted.values()}:
+            here = [ratios.get(member.worker, 1.0) for member in current.members if member.node == node]
+            if here and min(here) > 1.0:
+                self._slow[node] = min(here), now_s
+
+    def _may_replace(self, worker: str, current: GenerationSpec, now_s: float) -> bool:
+        """True if a worker may be replaced now: on another node, or on the same node for the first time."""
+        node = self._wanted[worker].node
+        goal: Mapping[str, int] = self._group.goal.nodes
+        here = sum(1 for member in current.members if member.node == node)
+        if goal.get(node, 0) < here:
+            return True
+        tried_s = self._tried.get(node)
+        fresh = tried_s is None or now_s - tried_s > _REMEMBER_S
+        return fresh and now_s - self._since_s[worker] > _ALLOCATOR_S
+
+
 logger = logging.getLogger("elastic_ray.job")
 
 _CAUSE = 300  # characters
@@ -48,10 +117,10 @@ _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
 class WorkerMessages:
-    """Dispatcher of workers' messages, the only place where they are told apart.
+    """Dispatcher of workers' messages by type.
 
     Args:
-        errors: judges the exceptions of its workers.
+        errors: Component that judges the exceptions of workers.
     """
 
     def __init__(self, job: JobSupervisor, parts: JobContext, errors: WorkerErrors) -> None:
@@ -66,7 +135,7 @@ class WorkerMessages:
         self.stragglers = StragglerReplacement(parts)  # workers that are slow
 
     async def hear(self, message: WorkerMessage) -> None:
-        """Handle a worker's message; a trial's report is answered when training may continue."""
+        """Handle a worker's message; for a trial's report, return only when training may continue."""
         if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
         match message:
@@ -91,7 +160,7 @@ class WorkerMessages:
                 await self._reports.hear(message, self._group.machine.world_size)
 
     def _pause(self, reason: str) -> None:
-        """Pause the job for one of its policies; where that cannot be, its user is told."""
+        """Pause the job at the request of an adaptation policy; if that is not possible, inform the user."""
         try:
             self._job.pause(reason)
         except ValueError as error:
@@ -99,7 +168,7 @@ class WorkerMessages:
             self._events.warn(str(error))
 
     def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:
-        """True if a numbered notice came before: after a failure a new rank 0 repeats its predecessor's last one."""
+        """True if a numbered notice is a repeat: a new rank 0 sends its predecessor's last notice after a failure."""
         notice = detail.get("number"), text
         known = notice[0] is not None and notice in self._notices
         self._notices.append(notice)
@@ -114,7 +183,7 @@ class WorkerMessages:
             self._observe(message.report)
 
     def _observe(self, report: StepReport) -> None:
-        """Rank 0's account of its steps; the allocator hears at once of a wish that has changed."""
+        """Handle rank 0's report on its steps; a changed number of wanted workers is sent to the allocator at once."""
         wish = self._planner.wish
         before = self._planner.observe(report)
         if self._planner.wish != wish:
@@ -129,14 +198,14 @@ class WorkerMessages:
         self.stragglers.hear(report, time.monotonic())
 
     def _look_whether_caught_up(self, report: StepReport) -> None:
-        """Record that a job with lost steps has caught up, if it has."""
+        """Add an event if a job that lost steps has reached its former step again."""
         goal = steps_to_reach(self._record.events)
         current = self._group.machine.current
         if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:
             self._events.note(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
 
     def _ready(self, message: WorkerReady) -> None:
-        """Handle a worker that has built its model; a loader whose batches cannot be shared as asked ends the job."""
+        """Handle a worker that has built its model; the job fails if its loader cannot divide batches as configured."""
         resumed = message.resumed
         if resumed and resumed != self._resumed and self._group.machine.current is None:
             self._resumed = resumed
@@ -156,12 +225,12 @@ class WorkerMessages:
         self._group.take(message)
 
     def _memory_advice(self) -> str:
-        """Return what the declared need says of a failure, as a clause."""
+        """Return a clause on the declared memory need for a failure message; empty if none is declared."""
         need = self._spec.scheduling.memory
         return "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
 
     def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
-        """A worker starts over, and all take smaller batches or equal shares; ends the job where nothing is smaller."""
+        """Restart the worker with smaller batches or equal shares for all; fail the job if the batch cannot shrink."""
         advice = self._memory_advice()
         try:
             reason = self._planner.out_of_memory(message.atomic_bsz, more_than_equal=message.more_than_equal)
@@ -174,7 +243,7 @@ class WorkerMessages:
         self.torn = False
 
     def run_ended(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a run of the train function."""
+        """Handle the end of a worker's run of the train function."""
         trains = self._group.machine.current is not None
         match result:
             case RunFinished(steps=steps) if (error := self._errors.at_end(steps)) is not None:
@@ -200,7 +269,7 @@ class WorkerMessages:
                 self._raised(worker, result)
 
     def _raised(self, worker: str, result: RunFailed) -> None:
-        """Handle a train function's error: only that worker is lost, unless the error is the program's."""
+        """Handle an error of the train function: lose only that worker, unless the error must end the job."""
         machine, now_s = self._group.machine, time.monotonic()
         record = machine.workers.get(worker)
         if record is None:
@@ -246,14 +315,14 @@ class WorkerMessages:
         of_device: bool = False,
         blames: bool = True,
     ) -> None:
-        """Continue without a worker that has raised.
+        """Continue without a worker whose train function raised.
 
         Args:
-            newcomer: it had come to others: the next one waits, the longer the more of them failed.
-            trained: it had trained a step.
-            reused: its process had run the train function before, which its node is not to blame for.
-            of_device: the error names a disk or a GPU of its node.
-            blames: its node may be the cause.
+            newcomer: True if the worker was joining a group; each such failure delays the next joiner longer.
+            trained: True if the worker had trained a step.
+            reused: True if its process had run the train function before, which is not the node's fault.
+            of_device: True if the error names a disk or a GPU of the node.
+            blames: True if the node may be the cause.
         """
         record = self._group.machine.workers.get(worker)
         node = record.node if record is not None else ""

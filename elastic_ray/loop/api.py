@@ -222,7 +222,7 @@ def register_state(name: str, target: Any) -> None:
         ValueError: the name is empty, or taken.
         RuntimeError: training has begun.
     """
-    from elastic_ray.state.registered import RegisteredState
+    from elastic_ray.state.shared_state import RegisteredState
 
     if not isinstance(name, str):
         raise TypeError(f"name must be text, but got {name!r}")

@@ -46,7 +46,6 @@ class GenerationChanges(Roster):
     """Base of :class:`elastic_ray.membership.machine.JobMembership`: all except where workers are wanted.
 
     Args:
-        config: times.
         named: number of the last worker of a job that the same controller ran before.
     """
 

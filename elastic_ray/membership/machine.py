@@ -40,7 +40,6 @@ class JobMembership(GenerationChanges):
         """Start without workers.
 
         Args:
-            config: times.
             first_most: most workers that the first generation can have where its loader stands; 0 for no limit.
             named: number of the last worker of a job that the same controller ran before: names are not used twice.
         """
@@ -104,8 +103,6 @@ class JobMembership(GenerationChanges):
         """Continue after the controller's process was restarted, with the workers that live.
 
         Args:
-            survivors: the workers that live.
-            target: where the job was heading.
             issued: the latest generation that was noted down; later ones are known from the workers.
             world_size: workers of the generation in effect, as noted down.
             announced: members of the latest generation that was announced since the last start, as noted down; without
@@ -392,9 +389,6 @@ def next_group(
     until it is not, whether or not its size is allowed.
 
     Args:
-        roster: the workers.
-        leavers: members that are to leave.
-        min_workers: fewest workers to wait for.
         sizes: how many are to train together.
         patient: whether to wait for an allowed size; the resources of those on their way may never come free.
         hurry: whether a leaver's node is about to go, so that nothing is waited for.
@@ -425,7 +419,6 @@ def first_group(
     One that has loaded an automatic checkpoint is no holder: all that start can load it, and begin with it together.
 
     Args:
-        roster: the workers.
         wanted: fewest workers to begin with.
         most: most workers that can begin, 0 for no limit.
         patient: whether to wait for workers that are starting.

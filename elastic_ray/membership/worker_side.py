@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.communication.retired_communicators import RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.membership.messages import (
     BatchProposal,
     Cancel,
@@ -46,7 +45,6 @@ class WorkerMembership:
     """Membership of a worker: its present group, the one that forms ahead, and the controller's messages.
 
     Args:
-        worker: id of this worker.
         form: makes the communicator of a generation.
         on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
         retired: broken groups out of use; one for all runs in a process, for it must outlive each of them.

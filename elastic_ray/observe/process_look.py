@@ -1,4 +1,4 @@
-"""SHELL: what one worker's process prints, and where its threads are, read on its node by a task of Ray's."""
+"""SHELL: output and thread stacks of a worker's process, read by a Ray task on the worker's node."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LOOK_S = 40.0  # a process may have to start for it
 
 
 class LookRefusedError(Exception):
-    """A process cannot be looked at; the message says why, and the way out."""
+    """Error raised if a process cannot be inspected; the message gives the reason and a remedy."""
 
 
 def look_at(worker: WorkerInfo, what: str) -> str:
-    """Return the last lines that a worker's process has printed (``logs``), or the stacks of its threads (``stack``).
+    """Return the last output of a worker's process (``logs``) or the stacks of its threads (``stack``).
 
-    Raises LookRefusedError: its node does not answer in time, or does not allow it.
+    Raises LookRefusedError: the worker's node does not answer in time, or does not permit the inspection.
     """
     look = {"logs": _logs, "stack": read_stack}[what]
     there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
@@ -49,13 +49,13 @@ def look_at(worker: WorkerInfo, what: str) -> str:
 
 
 def _logs(pid: int) -> tuple[str, str]:
-    """The ends of the files that a process of this node prints into, and why there are none."""
+    """Return the last output of a process on this node, and the reason if there is none."""
     node: Any = ray_worker._global_node
     return read_logs(Path(node.get_session_dir_path()) / "logs", pid)
 
 
 def read_logs(folder: Path, pid: int) -> tuple[str, str]:
-    """Read the last output of a worker's process."""
+    """Return the last output of a worker's process from its log files in ``folder``, and the reason if none exist."""
     found: Mapping[str, list[Path]] = {end: sorted(folder.glob(f"worker-*-{pid}.{end}")) for end in ("out", "err")}
     parts = []
     for end, paths in found.items():
@@ -72,7 +72,7 @@ def read_logs(folder: Path, pid: int) -> tuple[str, str]:
 
 
 def read_stack(pid: int) -> tuple[str, str]:
-    """Stacks of a process of this node by py-spy, which Ray brings, and why there are none."""
+    """Return the thread stacks of a local process, read with py-spy, and the reason if reading fails."""
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}") or shutil.which("py-spy")
     if spy is None:
         return "", "py-spy is not installed there; `pip install 'ray[default]'` brings it"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.batch.device_numbers import Number, added
+from elastic_ray.batch.device_numbers import added
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 
@@ -22,9 +22,6 @@ class FiniteWatch:
 
     What AMP's scaler finds it leaves out by itself, and none of it comes by here. With a fused optimizer it does: that
     leaves it out in its own kernels.
-
-    Args:
-        nonfinite: what to do, one of ``NONFINITE``.
 
     Attributes:
         looks: whether anybody wants to know.
@@ -141,10 +138,7 @@ def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())
-    found: Number = 0.0
-    for mine in by_device.values():
-        found = added(found, torch.stack(mine).sum())
-    return torch.as_tensor(found)
+    return torch.as_tensor(added(torch.stack(mine).sum() for mine in by_device.values()))
 
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor:

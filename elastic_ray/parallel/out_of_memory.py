@@ -8,7 +8,6 @@ smaller micro-batches. What user code computes itself between these (a loss) rai
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,35 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from elastic_ray.run.current import session_of_thread
-from elastic_ray.run.registry import HookPoint
-from elastic_ray.steps.out_of_memory import free_caches, is_out_of_memory, let_go
-
-_installed = False
-
-
-def watch_backward() -> None:
-    """Have a backward pass of a wrapped model that runs out of memory lose its step, instead of raising."""
-    global _installed
-    if _installed:
-        return
-    _installed, original = True, torch.autograd.backward
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        try:
-            original(*args, **kwargs)
-        except (MemoryError, RuntimeError) as error:
-            session = session_of_thread() if is_out_of_memory(error) else None
-            if session is None or not session.run.run_out_of_memory():
-                raise
-            error.__traceback__ = None
-        else:
-            return
-        free_caches()
-        session.registry.call(HookPoint.BACKWARD_LOST)
-
-    setattr(torch.autograd, "backward", backward)  # noqa: B010
+from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
@@ -146,12 +117,7 @@ def give_zero_gradients(params: Sequence[Tensor]) -> None:
 
 
 class Untouched:
-    """Check whether a failed optimizer has changed anything.
-
-    Args:
-        optimizer: it is about to step.
-        params: that it steps.
-    """
+    """Check whether a failed optimizer has changed anything."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
         self._optimizer, self._had = optimizer, set(optimizer.state)

@@ -1,4 +1,4 @@
-"""Methods of the user's optimizer, scheduler and scaler, routed through ours (torch)."""
+"""Methods of the user's optimizer, scheduler and scaler, and the backward pass, routed through ours (torch)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic_ray.batch.device_numbers import local
+from elastic_ray.run.current import session_of_thread
+from elastic_ray.run.registry import HookPoint
+from elastic_ray.steps.out_of_memory import free_caches, is_out_of_memory
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
@@ -29,8 +32,33 @@ class DividedOptimizer(Protocol):
         """Accept the whole states that were loaded into the optimizer."""
 
 
+_installed = False  # the watch of backward passes
 SEESAW = "seesaw"
 SCHEDULES = ("progress", "steps", SEESAW)
+
+
+def watch_backward() -> None:
+    """Have a backward pass of a wrapped model that runs out of memory lose its step, instead of raising."""
+    global _installed
+    if _installed:
+        return
+    _installed, original = True, torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            session = session_of_thread() if is_out_of_memory(error) else None
+            if session is None or not session.run.run_out_of_memory():
+                raise
+            error.__traceback__ = None
+        else:
+            return
+        free_caches()
+        session.registry.call(HookPoint.BACKWARD_LOST)
+
+    setattr(torch.autograd, "backward", backward)  # noqa: B010
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:

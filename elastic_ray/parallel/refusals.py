@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.stragglers.slow_workers import RESPONSES, StragglerConfig
+from elastic_ray.stragglers.detection import RESPONSES, StragglerConfig
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded_parameters.model_checks import ALONE
 

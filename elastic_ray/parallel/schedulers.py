@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from elastic_ray.batch.scaling_rules import (
     adam_options,
     bias_correction,
     held_back,
+    remembered,
     resolve,
 )
 from elastic_ray.batch.statistics import is_adam_like
@@ -44,9 +46,7 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        optimizer: the model's.
         name: tells the optimizer apart from others of the run.
-        given: those that were passed.
         schedule: what those count that step with every batch.
     """
 
@@ -133,6 +133,7 @@ def _with_inner(scheduler: Any) -> list[Any]:
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
 _BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Adam, Linear, Sqrt, Unscaled)
 _SETTLED = 1e-6  # of a bias correction: what is left of the first steps
+_CAUGHT_UP = 1e-3  # of the rate, by which second moments are behind the batch
 
 
 class LearningRates:
@@ -142,8 +143,6 @@ class LearningRates:
         optimizer: whose rates user code and schedulers set.
         rule: as of ``AdaptiveDataParallel(scaling_rule=...)``.
         noise: gives the noise of each parameter group, as far as it is known.
-        epochs_done: epochs of data trained on.
-        policies: what they multiply all rates by.
         held: factors of the step before where they follow the noise, which all ranks share; changed in place.
         adam_steps: as of ``NoiseTracker``, likewise.
 
@@ -199,7 +198,10 @@ class LearningRates:
         if self._by_noise:
             factors = held_back(factors, self._held)
             self._held[:] = factors
-        self.factor = by_policy * sum(factors) / max(1, len(factors))
+        mean = sum(factors) / max(1, len(factors))
+        if self._adam is not None:
+            self._remember(self._adam, scale, mean)
+        self.factor = by_policy * mean
         before: list[dict[str, Any]] = []
         try:
             for group, factor in zip(groups, factors, strict=True):
@@ -223,8 +225,13 @@ class LearningRates:
         """The optimizer is about to step at this scale; steps that it came with were at the initial batch."""
         if not steps[0]:
             made = next((float(s["step"]) for s in self._optimizer.state.values() if "step" in s), 0.0)
-            steps[:] = made, made
-        steps[:] = steps[0] + 1.0, steps[1] + scale
+            steps[:] = made, made, 1.0
+        steps[:] = steps[0] + 1.0, steps[1] + scale, steps[2]
+
+    def _remember(self, steps: list[float], scale: float, factor: float) -> None:
+        """Add this step to the noise that second moments hold."""
+        beta2 = next(float(each["betas"][1]) for each in self._optimizer.param_groups if is_adam_group(each))
+        steps[2] = remembered(steps[2], beta2, steps[1], scale, factor)
 
     def _rule_factors(self, scale: float) -> Sequence[float]:
         noise, progress = self._noise(), self._epochs_done()
@@ -297,8 +304,11 @@ def is_adam_group(group: dict[str, Any]) -> bool:
 
 def _scaled_options(group: dict[str, Any], scale: float, factor: float, steps: Sequence[float]) -> dict[str, Any]:
     """Return a group's options for this scale, the learning rate among them."""
-    made, initial = steps
+    made, initial, held = steps
     correction = bias_correction(float(group["betas"][1]), made, initial, scale)
     if abs(correction - 1.0) < _SETTLED:
         correction = 1.0
+    lag = factor * math.sqrt(held)
+    if abs(lag - 1.0) > _CAUGHT_UP:
+        correction *= lag
     return {"lr": group["lr"] * factor * correction, **adam_options(group, scale, factor, correction)}

@@ -19,11 +19,10 @@ from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers, WrittenTensors
 from elastic_ray.parallel.finite_watch import FiniteWatch
-from elastic_ray.parallel.flops import ForwardFlops, peak_of
-from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
-from elastic_ray.parallel.model_parts import KeptModel, ModelParts
+from elastic_ray.parallel.model_copy import ForwardFlops, ModelCopy, copied, describe_model, peak_of
+from elastic_ray.parallel.model_parts import KeptModel, ModelParts, joined, joint_noise, schedulers_of
 from elastic_ray.parallel.nonfinite import check_choice
-from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output, watch_backward
+from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output
 from elastic_ray.parallel.patches import (
     after_step,
     check_scaler,
@@ -36,6 +35,7 @@ from elastic_ray.parallel.patches import (
     patch_zero_grad,
     refuse_several_evaluations,
     scale_rollback,
+    watch_backward,
 )
 from elastic_ray.parallel.refusals import (
     NO_COMMUNICATION_HOOK,
@@ -53,10 +53,9 @@ from elastic_ray.parallel.refusals import (
     warn_of_no_effect,
 )
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
-from elastic_ray.parallel.several_optimizers import joined, joint_noise, schedulers_of
 from elastic_ray.parallel.torch_state_dicts import follow_in_torch
 from elastic_ray.run.registry import HookPoint
-from elastic_ray.state.registered import ModuleExtras
+from elastic_ray.state.shared_state import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.sync.builders import StrategyBuilder

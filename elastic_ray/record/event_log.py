@@ -19,7 +19,6 @@ class EventLog:
     """Log of a job's events.
 
     Args:
-        machine: who is a member.
         keep: takes every event as well, for the controller after this one.
     """
 
@@ -32,8 +31,6 @@ class EventLog:
         """Add an event.
 
         Args:
-            before: size of the job before it.
-            reason: a sentence.
             **facts: further fields of ``JobEvent``.
         """
         facts = {"generation": self._machine.generation} | facts

@@ -28,7 +28,6 @@ class Losses:
 
     Attributes:
         lost: losses so far, in whole jobs.
-        failures: losses of all workers.
         raised: workers that were lost to an exception of their own.
         fruitless: restarts since a checkpoint was newer than at the one before.
         saved_steps: steps of the newest checkpoint at the last restart.
@@ -90,7 +89,6 @@ class SizeHistory:
     """History of a job's sizes; times are monotonic [s].
 
     Attributes:
-        most_workers: the largest group that it has had.
         resizes: how often it has changed size.
         resize_cost_s: pause of a change of size, the latest counting most [s].
         start_s: from the last start of processes to the group that they formed [s].

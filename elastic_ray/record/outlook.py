@@ -108,8 +108,6 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
     """Return the last pause that a job's events tell of; None before the first.
 
     Args:
-        events: in their order.
-        generation: that of the latest steps.
         first_step_s: what its first step took [s].
     """
     for event in reversed(events):
@@ -243,8 +241,6 @@ def waits_for(
     """Return what a job waits for: storage, else slots or a node, a placement group, processes; empty if it trains.
 
     Args:
-        phase: where it is in its life.
-        target_workers: what the allocator has given it.
         storage: what it waits for storage for; empty where storage answers.
         needs_node: whether no node that there is could ever hold one of its workers.
     """
@@ -264,7 +260,7 @@ def waits_for(
 
 def _slots(spec: JobSpec) -> str:
     """Return text such as ``2 slots (CPU 1, GPU 1) on T4``."""
-    needs = ", ".join(f"{name} {amount:g}" for name, amount in sorted(spec.bundle.items()) if amount)
+    needs = ", ".join(f"{name} {amount:g}" for name, amount in sorted(spec.bundle.items()))
     kind = spec.label_selector.get(GPU_TYPE_LABEL, "")
     number = "1 slot" if spec.min_workers == 1 else f"{spec.min_workers} slots"
     return f"{number} ({needs})" + (f" on {kind}" if kind else "")

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ray.checkpoints.automatic import StateFile
+from elastic_ray.checkpoints.interval import CheckpointRetention
 from elastic_ray.checkpoints.resumable import StoredProgress
-from elastic_ray.checkpoints.retention import CheckpointRetention
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.bounded_log import Backlog, BoundedLog
+from elastic_ray.record.report_queue import Backlog, BoundedLog
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
@@ -241,7 +241,6 @@ class JobRecord:
 
         Args:
             lines: that ``events.jsonl`` lacks.
-            first_report: number of the first report of the run.
             reports: the last ones of ``reports.jsonl``.
         """
         for line in lines:

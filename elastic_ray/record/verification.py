@@ -1,6 +1,6 @@
 """Verification of a run's events: equal starts of groups, each sample once in an epoch, steps repeated (pure).
 
-Each proof is a link of a chain (``elastic_ray.state.proof``). A line that is missing, added or changed breaks it.
+Each proof is a link of a chain (``elastic_ray.state.progress``). A line that is missing, added or changed breaks it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.state.proof import BITS, Link, hash_of_all
+from elastic_ray.state.progress import BITS, Link, hash_of_all
 from placement.text import printable
 
 _KINDS = (EventKind.STARTED, EventKind.RESIZE, EventKind.FAILURE, EventKind.PASS)
@@ -53,9 +53,6 @@ class _Proof:
 
 def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
     """Inspect all lines of a run's ``events.jsonl``.
-
-    Args:
-        lines: as they are in the file.
 
     Returns what was found, in the order of the lines.
     """

@@ -33,7 +33,7 @@ from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
-from placement.goodput.forecast import BatchForecast
+from placement.goodput.forecast import HOLDS_S, BatchForecast
 
 _NO_GPU = None, None
 
@@ -97,6 +97,7 @@ def allocator_view(
         max_batch_size=limits.max_batch_size if limits else None,
         held_batch=planner.held_batch,
         forecast=_forecast(planner),
+        noise_growth=planner.trend.growth(HOLDS_S),
         atomic_bsz_range=_atomic_bsz_range(planner),
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, history.resize_cost_s),
@@ -184,8 +185,6 @@ def job_status(
     """Return the job as its driver sees it.
 
     Args:
-        planner: its speed and its batch.
-        machine: its workers.
         submitted_s: when it was submitted [s since the epoch].
         now_s: the present [s since the epoch].
         started_for_s: for how long its processes have been starting, where no group trains [s].
@@ -316,7 +315,6 @@ def members(
     """Return members of the present generation by rank, as far as their processes are known.
 
     Args:
-        processes: by worker.
         silence_s: by worker, for how long it has been silent [s].
         ratios: by worker, its time for equal work over the group's median.
     """

@@ -130,7 +130,6 @@ class WorkerErrors:
         Args:
             beside: workers that the job has, all started before this exception.
             nodes: how many nodes there are that could run a worker of the job.
-            wanted: workers that the job is to have.
         """
         origin = error.origin
         if origin is None or origin.refusal:
@@ -162,7 +161,6 @@ class WorkerErrors:
         """Record a worker that failed for the allocator.
 
         Args:
-            starting: it had trained nothing.
             now_s: the time [s, monotonic].
             of_device: the error names a disk or a GPU of the node.
         """

@@ -14,8 +14,8 @@ from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import Report
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.bounded_log import MOST, Backlog
 from elastic_ray.record.record import JobRecord
+from elastic_ray.record.report_queue import MOST, Backlog
 from placement.storage.storage_calls import StorageCalls, StorageTimeoutError
 
 logger = logging.getLogger("elastic_ray.job")
@@ -74,7 +74,6 @@ class RecordWriter:
     """Writer of a record's backlogs, which also reads what is stored and deletes what is not kept.
 
     Args:
-        record: what is known of the job.
         background: what runs beside the controller's loop.
         tell: takes what the job's user is to know of its storage, a sentence, once.
     """

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.events import Pause
-from elastic_ray.state.proof import Link
+from elastic_ray.state.progress import Link
 from elastic_ray.state.resume_point import ResumePoint
 
 

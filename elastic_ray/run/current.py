@@ -1,4 +1,4 @@
-"""The session of the train loop that runs in this thread."""
+"""The session of the train loop that runs in this thread, and the end of a worker's part in a job."""
 
 from __future__ import annotations
 
@@ -72,3 +72,11 @@ def check_thread() -> None:
             "call it in the train function's own thread, or start the other one with "
             "threading.Thread(target=contextvars.copy_context().run, args=(function,))"
         )
+
+
+class WorkerDismissed(BaseException):
+    """Exception that ends a worker's train function; ``stopped`` if the whole job ends."""
+
+    def __init__(self, *, stopped: bool) -> None:
+        super().__init__("stopped" if stopped else "left")
+        self.stopped = stopped

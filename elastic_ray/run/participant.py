@@ -187,7 +187,6 @@ class Participant:
         """Make models one in a new group, before its ranks exchange state, among those that hold a trained one.
 
         Args:
-            marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.
         """

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from elastic_ray.batch.limits import BatchChoice, bounded
 from elastic_ray.batch.reports import ModelInfo
+from elastic_ray.communication.connections import NoGroup
+from elastic_ray.communication.ended_work import BACKEND
 from elastic_ray.communication.round_shares import RoundShares
-from elastic_ray.consensus.agreed_changes import AgreedChanges
-from elastic_ray.consensus.consensus import RAN_OUT, RankConsensus
+from elastic_ray.consensus.consensus import RAN_OUT, AgreedChanges, RankConsensus
 from elastic_ray.consensus.unit_wishes import UnitWishes
 from elastic_ray.events import EventKind
 from elastic_ray.faults import FaultInjector
-from elastic_ray.membership.messages import RankInfo
+from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo, Returned
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.controller_client import ControllerClient
-from elastic_ray.run.group import Group
-from elastic_ray.run.optimizers import OptimizerWatch
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.run.registry import HookPoint, Noise, Registry
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
-from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import SampleTally, StepLedger, StepSums
+from elastic_ray.steps.step import StepClock
+from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.stragglers.gpu_types import TypeShares
-from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
-    import torch
-
+    from elastic_ray.communication.communicator import Communicator
     from elastic_ray.communication.unit_group import UnitGroup
     from elastic_ray.steps.step import LoaderStep
 
@@ -43,7 +48,6 @@ class Run:
         worker: id of this worker, unique in the job.
         membership: this worker's side of the membership protocol.
         controller: whom it tells of itself.
-        progress: where to start.
         elastic: whether the group may change.
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
         faults: scripted faults, None outside tests.
@@ -55,7 +59,6 @@ class Run:
     Attributes:
         states: what all ranks share.
         registry: what the train function has built.
-        ledger: which step this rank is in.
         sums: what accumulators were given in steps that are not committed yet.
         tally: which samples a step has used.
         shares: which steps of a round this rank makes.
@@ -63,11 +66,9 @@ class Run:
         agreed: what the ranks have agreed on and not yet carried out.
         replicas: compares the wrapped models of the ranks.
         consensus: this rank's announcements and votes.
-        clock: times of steps.
         meter: what all ranks know of each other's.
         stragglers: which workers are slow, and what share of a step's samples each takes.
         gpu_types: what share each takes of them because of its GPU's type.
-        optimizers: optimizers and schedulers of the process.
         synced: whether this worker has become part of the job, with the first epoch.
         shape_changes: how often the group or the batch shape has changed.
         models: how many models the loop has wrapped.
@@ -248,11 +249,6 @@ class Run:
     ) -> int:
         """Participate in the training of a newly wrapped model; returns its number, in the order of wrapping.
 
-        Args:
-            optimizer: steps its parameters.
-            info: what it tells the job.
-            noise: gives its noise scale.
-
         Raises RuntimeError: training has begun. ValueError: the model shares parameters with another one.
         """
         if self.synced:
@@ -268,3 +264,181 @@ class Run:
         self.replicas.add(module, optimizer)
         self.optimizers.add(optimizer)
         return number
+
+
+class Group:
+    """Present group of a worker. Its attributes are read many times in a step, and change with :meth:`follow` alone.
+
+    Args:
+        expected: where this worker will stand in the first one, as far as that is known.
+        most_workers: that there may ever be; None in a group of fixed size.
+
+    Attributes:
+        generation_spec: the present generation as announced, None before the first.
+        generation: how often the group has changed, 0 before the first.
+        rank: rank of this worker in the present generation; 0 before the first.
+        world_size: number of ranks of the present generation; 1 before the first, and for who has left.
+        communicator: the present generation's; where there is none, all that is asked of it raises RuntimeError.
+        returned: workers that belong to the group no more, for their train functions have returned.
+        members: the members of the present generation by rank; none before the first.
+        nodes: the node of each rank of the present generation; before the first, of this worker alone.
+        domains: the network's domain of each rank's node, likewise; empty where its label does not say.
+        rank_info: where this worker stands in the present generation; before the first, where it is expected to.
+        mixed: whether the present generation is on several types of GPU.
+    """
+
+    def __init__(
+        self, worker: str, membership: WorkerMembership, expected: RankInfo, most_workers: int | None = None
+    ) -> None:
+        self._worker, self._membership, self._expected = worker, membership, expected
+        self._most_workers = most_workers
+        self.follow()
+
+    def follow(self) -> None:
+        """Enter, as the membership does, another group; a worker without one is alone."""
+        spec, communicator = self._membership.current, self._membership.communicator
+        self.generation_spec: GenerationSpec | None = spec
+        self.generation = spec.generation if spec is not None else 0
+        self.returned: tuple[Returned, ...] = spec.returned if spec is not None else ()
+        if spec is None or communicator is None:
+            self.communicator: Communicator = NoGroup()  # type: ignore[assignment]
+            self.rank, self.world_size = 0, 1
+            self.members: tuple[Member, ...] = ()
+            self.nodes: tuple[str, ...] = ("",)
+            self.domains: tuple[str, ...] = ("",)
+            self.rank_info, self.mixed = self._expected, False
+            return
+        self.communicator = communicator
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+        self.members, self.nodes = spec.members, tuple(member.node for member in spec.members)
+        self.domains = tuple(member.domain for member in spec.members)
+        self.rank_info = spec.place_of(self._worker)
+        self.mixed = len({member.gpu_type for member in spec.members}) > 1
+
+    @property
+    def replaces_broken(self) -> bool:
+        """True if the present generation was announced because the one before had broken."""
+        spec = self.generation_spec
+        return spec is not None and 1 < spec.generation <= spec.void_below
+
+    @property
+    def equal_shares(self) -> bool:
+        """True if the ranks must have equal shares of each step."""
+        return self.generation_spec is not None and self.generation_spec.equal_shares
+
+    @property
+    def most_workers(self) -> int:
+        """Largest number of ranks that the group may ever have: the same on all of them, also before they join."""
+        return self.rank_info.world_size if self._most_workers is None else self._most_workers
+
+    @property
+    def traffic(self) -> Mapping[str, int]:
+        """Bytes given to the group's collectives, by operation; empty before the first generation."""
+        return self.communicator.traffic if self.members else {}
+
+    @property
+    def sending_s(self) -> float:
+        """Time in which the group's connections were sending [s]; 0 before the first generation."""
+        return self.communicator.connections.sending_s() if self.members else 0.0
+
+
+_installed = False
+
+
+def watch_optimizers() -> None:
+    """Inspect every step of any optimizer in this process, as the session of its thread wants it.
+
+    The hook stays: torch walks through its hooks in a step, and does not bear that one is taken out meanwhile.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_on_step)
+        for kind in (LRScheduler, ReduceLROnPlateau):
+            _note_made(kind)
+
+
+def _note_made(kind: Any) -> None:
+    """Have the session of the thread hear of each scheduler that is made."""
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        session = session_of_thread()
+        optimizer = getattr(self, "optimizer", None)
+        if session is not None and optimizer is not None:
+            session.optimizers.made(self, optimizer, late=session.synced and session.elastic)
+
+    setattr(kind, "__init__", __init__)  # noqa: B010
+
+
+def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    session = session_of_thread()
+    if session is not None:
+        session.optimizers.look_at(optimizer)
+
+
+class OptimizerWatch:
+    """Watch of optimizers that step in a group of several workers without having been wrapped.
+
+    Each worker has its own samples, so that a model that is not synchronised becomes another one on each of them.
+    """
+
+    def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:
+        self._group, self._tell = group, tell
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._schedulers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]
+        self._schedulers = weakref.WeakKeyDictionary()
+
+    def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
+        """Check a scheduler that was made; ``late`` if training has begun in a group that may change.
+
+        Raises RuntimeError: so late, and for the optimizer of a wrapped model.
+        """
+        if late and optimizer in self._known:
+            raise RuntimeError(
+                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the first epoch had "
+                "begun: workers that join later, and the job when it starts again, would continue with another "
+                "schedule. Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages "
+                "that follow each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is "
+                "one LambdaLR over all steps"
+            )
+        self._schedulers[optimizer] = [*map(weakref.ref, self.schedulers_of(optimizer)), weakref.ref(scheduler)]
+
+    def schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Return schedulers of an optimizer that were made in this run and are still there."""
+        return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record an optimizer that was wrapped."""
+        self._known.add(optimizer)
+
+    def look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to step. Raises RuntimeError: no model was wrapped at all."""
+        world_size = self._group.world_size
+        if world_size == 1 or optimizer in self._known or optimizer in self._warned:
+            return
+        self._warned.add(optimizer)
+        wrapped = list(self._known)
+        if any(optimizer in vars(each).values() for each in wrapped):
+            return  # as SAM's, whose state the run knows of
+        known = {id(p) for each in wrapped for group in each.param_groups for p in group["params"]}
+        if all(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            self._tell(
+                "warning",
+                f"{type(optimizer).__name__} steps parameters of a wrapped model, which is wrapped with another "
+                "optimizer: workers that join later get nothing of its state (momentum). Before the model is wrapped, "
+                "keep it as an attribute of that optimizer, or elastic_ray.register_state() it",
+            )
+            return
+        text = (
+            f"{type(optimizer).__name__} steps parameters that AdaptiveDataParallel does not know, in a group of "
+            f"{world_size} workers: each trains a copy of its own on its own share of the samples, and workers "
+            "that join later get none. Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer)"
+        )
+        initialized = torch.distributed.is_initialized() and torch.distributed.get_backend() != BACKEND
+        if not self._known and not initialized:  # else it may be torch's own DDP, under torchrun
+            raise RuntimeError(text)
+        self._tell("warning", text)

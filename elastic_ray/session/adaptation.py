@@ -18,8 +18,7 @@ from elastic_ray.adaptation.requests import (
     SetTopology,
     Stop,
 )
-from elastic_ray.adaptation.runner import PolicyRunner
-from elastic_ray.adaptation.shared_values import SharedValues
+from elastic_ray.adaptation.runner import PolicyRunner, SharedValues
 from elastic_ray.adaptation.view import PolicyView
 from elastic_ray.batch.limits import BatchChoice, cut_within
 from elastic_ray.run.registry import HookPoint

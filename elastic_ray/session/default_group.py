@@ -360,7 +360,6 @@ def _call(
     Args:
         detail: what all ranks must have in common.
         perform: carries it out in a group of several, with tensors on a device.
-        alone: its result for this rank alone.
     """
     session = session_of_thread()
     if session is None:

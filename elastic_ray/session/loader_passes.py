@@ -33,7 +33,6 @@ class LoaderPasses:
     """Passes of a run's loaders, and their steps.
 
     Args:
-        changes: of group and batch.
         adaptation: policies of the user's, asked between steps.
     """
 
@@ -398,7 +397,6 @@ class LoaderPasses:
         """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
-            total: its samples.
             put_off: the user's code after the loop has run already. What happens between two steps waits until the
                 progress says so; a joiner, or the job when it continues later, does not run that code again.
             abandoned: its loop was left before its end.
@@ -419,7 +417,9 @@ class LoaderPasses:
                 plan = described[2] if described is not None and described[0] is loader_pass else None
                 self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
                 self._run.states.progress.end_pass()
+                loader_pass.end()  # now, for a joiner that is sent this state: it would wait at the end that is over
                 self._prove(loader_pass, total, rest)
+                run.moment("end_of_pass")
                 run.registry.sync_buffers(run.group.communicator)
                 if self._run.ledger.depth == 0:
                     run.registry.collapse()

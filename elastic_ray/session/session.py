@@ -14,7 +14,7 @@ from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.agreed_changes import UNRECORDED
+from elastic_ray.consensus.consensus import UNRECORDED
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
@@ -23,15 +23,13 @@ from elastic_ray.run.controller_client import ControllerClient
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
-from elastic_ray.session.group_changes import GroupChanges
+from elastic_ray.session.group_changes import CollectiveResults, GroupChanges, UserCollectives
 from elastic_ray.session.loader_passes import LoaderPasses
-from elastic_ray.session.user_collectives import CollectiveResults, UserCollectives
 from elastic_ray.state.layout import check_ends
 from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.state.starting_point import SavedState, StartingPoint
+from elastic_ray.state.resume_point import ResumePoint, SavedState, StartingPoint
 from elastic_ray.steps.random_numbers import fold_generators
-from elastic_ray.stragglers.slow_workers import StragglerConfig
+from elastic_ray.stragglers.detection import StragglerConfig
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
@@ -103,7 +101,6 @@ class Session:
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         unit: of which this worker is one; None where each is a rank by itself.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
-        start: what it finds when it begins.
         sizes: fewest and most workers of the job; None where the group cannot change.
         stragglers: what is done about slow workers.
 

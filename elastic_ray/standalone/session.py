@@ -29,9 +29,9 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import BatchProposal, ControllerMessage, GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
-from elastic_ray.run.optimizers import watch_optimizers
+from elastic_ray.run.run import watch_optimizers
 from elastic_ray.session.session import Session
-from elastic_ray.state.proof import Link
+from elastic_ray.state.progress import Link
 from elastic_ray.state.resume_point import ResumePoint
 from placement.text import printable
 
@@ -49,7 +49,6 @@ def env_store(rank: int, timeout_s: float) -> Any:
     like no agent does, so rank 0 does it, at that address alone.
 
     Args:
-        rank: rank of this process.
         timeout_s: how long to wait for it, and for whatever is asked of it [s].
 
     Raises RuntimeError: it cannot be reached or held; the message says where.
@@ -265,7 +264,6 @@ def own_gpu(local_rank: int, chosen: int, count: int) -> int:
     """Return the GPU of this process.
 
     Args:
-        local_rank: of the process on its node.
         chosen: the present GPU, which is the first one unless user code has chosen another.
         count: GPUs that the process sees.
     """

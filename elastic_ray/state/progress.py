@@ -1,16 +1,62 @@
-"""Progress of a training run, as plain values that travel to joiners and into checkpoints (pure)."""
+"""Progress of a training run and its chain of proofs: plain values for joiners and checkpoints (pure)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from elastic_ray.batch.tokens import MOVED
-from elastic_ray.state.proof import BITS, Link
+from elastic_ray.json_numbers import dump
 from elastic_ray.state.resume_point import ResumePoint
 from placement.cluster.progress import Progress
+
+_LINK_BYTES = 6  # exact in a float64, as JavaScript reads it
+_CHUNK = 1 << 20
+BITS = (1 << 32) - 1
+"""Sums of samples' hashes are taken modulo 2^32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Link of a run's chain of proofs: a changed, added or missing line breaks it."""
+
+    before: int  # the link that it follows; 0 for the first of a run, and after a checkpoint that does not know it
+    link: int  # its own number, from that and its facts; never 0
+    facts: Mapping[str, Any]  # what it proves, as plain values
+
+    @classmethod
+    def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
+        """Return the link with these facts that follows another one."""
+        told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
+        number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
+        return cls(before=before, link=number, facts=facts)
+
+    @property
+    def detail(self) -> dict[str, Any]:
+        """Fields of the link for an event's ``detail``."""
+        return {"proof": {**self.facts, "before": self.before, "link": self.link}}
+
+
+def sample_hashes(indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return 64 bits for each index, that look random (the finalizer of SplitMix64, Steele et al. 2014)."""
+    values = indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def hash_of_all(samples: int) -> int:
+    """Return the sum of the hashes of indices 0 to ``samples`` - 1, modulo 2^32."""
+    total = 0
+    for begin in range(0, samples, _CHUNK):
+        hashes = sample_hashes(np.arange(begin, min(begin + _CHUNK, samples), dtype=np.int64))
+        total += int(hashes.sum(dtype=np.uint64)) & BITS
+    return total & BITS
 
 
 @dataclasses.dataclass(slots=True)
@@ -209,8 +255,6 @@ class RunProgress:
 
         Args:
             ordinal: loader passes of the epoch that had begun when the step did.
-            count: samples of the step.
-            gain: its statistical progress.
         """
         done = copy.deepcopy(self)
         done.forget_passes(ordinal)
@@ -227,9 +271,6 @@ class RunProgress:
         """Return the resume point of a checkpoint of this state.
 
         A checkpoint taken when every loader pass of the epoch has ended resumes at the next epoch.
-
-        Args:
-            samples_left: of the pass that it is taken in.
         """
         point = self
         if self.passes and all(each.done for each in self.passes):

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.state.proof import BITS
+from elastic_ray.state.progress import BITS, PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
@@ -25,7 +24,6 @@ class Replay:
     """Replay of user code up to where the others are; its effects on the received state are undone.
 
     Args:
-        state: it, fresh.
         between_epochs: the code comes by passes of earlier epochs first.
     """
 

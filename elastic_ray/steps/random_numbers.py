@@ -43,7 +43,6 @@ def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> 
     Args:
         rank: of this worker in the first group that it enters.
         steps: of all loaders that are committed; more than 0 for a run that continues.
-        joined: the group was there before.
     """
     if rank or joined or steps:
         text = f"{torch.initial_seed()} {generation} {rank} {steps}"

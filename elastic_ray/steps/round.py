@@ -6,8 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from elastic_ray.state.progress import PassProgress
-from elastic_ray.state.proof import BITS
+from elastic_ray.state.progress import BITS, PassProgress
 from elastic_ray.steps.step import LoaderStep
 
 

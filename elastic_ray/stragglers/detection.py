@@ -7,8 +7,10 @@ on machines of different kinds come to the same verdict.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 THRESHOLD = 0.8
 """Speed of a straggler over the median's (Or, Zhang and Freedman, MLSys 2020)."""
@@ -133,3 +135,163 @@ class SpeedTrace:
 
 def _moved(before: Sequence[float], now: Sequence[float], part: float) -> tuple[float, ...]:
     return tuple(old + part * (new - old) for old, new in zip(before, now, strict=True))
+
+
+_LOOK_S = 1.0  # shorter steps are taken together
+_LOOKS = 10
+_RECENT_LOOKS = (1 << _LOOKS) - 1
+_SLOW_LOOKS = 7
+_WORTH = 0.2  # part of the steps' time that it sends longer than the others; half of it ends a verdict
+_TIMES = 2.0  # as long as the others for as many bytes; the root of it ends a verdict
+_MOST_RATIO = 100.0
+_LEAST_PART = 1e-3  # of the time of a look: what sends for less is not told apart from one that sends at once
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SendTrace:
+    """Sending times of a group's ranks, in looks of one step or a second.
+
+    In a ring each rank sends as many bytes as any other, and all of them wait for the slowest connection: only the
+    sender's kernel knows which one that is. It cannot tell a slow sender from a slow receiver at its other end.
+    """
+
+    seconds: float = 0.0  # of the look in progress [s]
+    sending_s: tuple[float, ...] = ()  # in which each rank was sending, in the look in progress [s]
+    mib: tuple[float, ...] = ()  # that each rank has handed to collectives, in the look in progress [MiB]
+    looks: int = 0
+    recent: tuple[int, ...] = ()  # for each rank, which of the last ten looks were slow, one bit a look
+    ratios: tuple[float, ...] = ()  # how many times as long as the others each took for as many bytes, in the last look
+    slow: tuple[int, ...] = ()  # the present verdict, ranks in order
+
+    def add(self, *, sending_s: Sequence[float], mib: Sequence[float], seconds: float) -> SendTrace:
+        """Return the trace after one more step of all ranks.
+
+        Args:
+            sending_s: time in which each was sending [s].
+            mib: what each handed to collectives [MiB].
+            seconds: time of the step [s].
+        """
+        sums = dataclasses.replace(
+            self, seconds=self.seconds + seconds, sending_s=_plus(self.sending_s, sending_s), mib=_plus(self.mib, mib)
+        )
+        return sums._looked() if sums.seconds >= _LOOK_S else sums
+
+    def _looked(self) -> SendTrace:
+        """Return the trace after the look in progress."""
+        ranks = range(len(self.sending_s))
+        excess_s = [self.sending_s[rank] - self._of_others(rank, self.sending_s) for rank in ranks]
+        least_s = _LEAST_PART * self.seconds
+        sent = zip(self.sending_s, self.mib, strict=True)
+        by_mib = [max(least_s, time_s) / mib if mib > 0 else 0.0 for time_s, mib in sent]
+        usual = [self._of_others(rank, by_mib) for rank in ranks]
+        ratios = [min(_MOST_RATIO, own / of) if of > 0 else 1.0 for own, of in zip(by_mib, usual, strict=True)]
+        slow = [int(excess_s[rank] > _WORTH * self.seconds and ratios[rank] > _TIMES) for rank in ranks]
+        lasts = [2 * excess_s[rank] > _WORTH * self.seconds and ratios[rank] ** 2 > _TIMES for rank in ranks]
+        before = self.recent or (0,) * len(slow)
+        recent = tuple((old << 1 | new) & _RECENT_LOOKS for old, new in zip(before, slow, strict=True))
+        found = [
+            rank for rank in ranks if recent[rank].bit_count() >= _SLOW_LOOKS or (rank in self.slow and lasts[rank])
+        ]
+        return SendTrace(looks=self.looks + 1, recent=recent, ratios=tuple(ratios), slow=tuple(found))
+
+    @staticmethod
+    def _of_others(rank: int, values: Sequence[float]) -> float:
+        return lower_median([value for other, value in enumerate(values) if other != rank])
+
+    def to_state(self) -> dict[str, Any]:
+        """Return plain values, for :meth:`from_state`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state(cls, tree: Mapping[str, Any]) -> SendTrace:
+        """Restore a trace from :meth:`to_state`, of which tuples may have become lists."""
+        lists = {name: tuple(tree[name]) for name in ("sending_s", "mib", "recent", "ratios", "slow")}
+        return cls(seconds=tree["seconds"], looks=tree["looks"], **lists)
+
+
+def _plus(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
+    return tuple(now) if not before else tuple(old + new for old, new in zip(before, now, strict=True))
+
+
+Response = Literal["ignore", "tell", "share", "replace"]
+"""What is done about a straggler; each includes what stands before it."""
+
+RESPONSES: tuple[str, ...] = get_args(Response)
+
+
+class StragglerCause(str, enum.Enum):
+    """Cause of a worker's slowness, as far as measures of it and the others show."""
+
+    WORKER = "worker"
+    NODE = "node"
+    DATA = "data"
+    MEMORY = "memory"
+    NETWORK = "network"
+
+    @property
+    def sentence(self) -> str:
+        """The cause in words."""
+        return {
+            StragglerCause.WORKER: "the others on its node, if any, are not slow",
+            StragglerCause.NODE: "all workers on its node are slow",
+            StragglerCause.DATA: "it waits for its data",
+            StragglerCause.MEMORY: "its memory is full, or it fetches pages from a disk",
+            StragglerCause.NETWORK: "its network, or that of the worker that it sends to",
+        }[self]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerConfig:
+    """Configuration of the response to stragglers.
+
+    Raises ValueError: no such response, or a time that is not above 0.
+    """
+
+    response: Response = "ignore"  # see :data:`Response`
+    patience_s: float = 60.0  # how long a worker must have been slow before it is replaced [s]
+
+    def __post_init__(self) -> None:
+        if self.response not in RESPONSES:
+            raise ValueError(f"stragglers must be one of {', '.join(RESPONSES)}, but got {self.response!r}")
+        if not (self.patience_s > 0 and math.isfinite(self.patience_s)):
+            raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
+
+    def goes_beyond(self, other: StragglerConfig) -> bool:
+        """True if this response does more than `other`."""
+        return RESPONSES.index(self.response) > RESPONSES.index(other.response)
+
+    @property
+    def watches(self) -> bool:
+        """True if stragglers are watched for."""
+        return self.response != "ignore"
+
+    @property
+    def shares(self) -> bool:
+        """True if slow workers get fewer samples."""
+        return self.response in ("share", "replace")
+
+    @property
+    def replaces(self) -> bool:
+        """True if workers that stay slow are replaced."""
+        return self.response == "replace"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlowWorker:
+    """A worker that holds up its group."""
+
+    worker: str
+    node: str
+    # how many times as long as the others it takes for the same work, above 1; of a slow network, to send as many bytes
+    ratio: float
+    cause: StragglerCause  # why, as far as that can be told
+    weight: float = 1.0  # its share of a step's samples, that of a worker that is not slow being 1
+    # part of its time at weight 1 that did not shrink with its samples, from 0 to 1; None before its first steps at
+    # another weight
+    fixed: float | None = None
+    slow_s: float = 0.0  # for how long it has been slow [s]
+    replace: bool = False  # whether it is to be replaced
+
+    def __str__(self) -> str:
+        what = " to send as much" if self.cause is StragglerCause.NETWORK else ""
+        return f"worker {self.worker} takes {self.ratio:.1f} times as long as the others{what}: {self.cause.sentence}"

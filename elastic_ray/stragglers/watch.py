@@ -6,9 +6,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace, lower_median
-from elastic_ray.stragglers.network import SendTrace
-from elastic_ray.stragglers.slow_workers import SlowWorker, StragglerCause, StragglerConfig
+from elastic_ray.stragglers.detection import (
+    MIN_STEPS,
+    RECOVERED,
+    SendTrace,
+    SlowWorker,
+    SpeedTrace,
+    StragglerCause,
+    StragglerConfig,
+    lower_median,
+)
 
 if TYPE_CHECKING:
     from elastic_ray.membership.messages import Member

@@ -10,7 +10,7 @@ import re
 from typing import ClassVar, Protocol
 
 from elastic_ray.sync.checks import StrategyError, check_count, check_flag
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import ModelProfile, Topology
 from elastic_ray.sync.spec import NATIVE, Average, Owner, Reduce, Rows, Rule, Strategy, Wire
 from placement.checks import check_whole
 

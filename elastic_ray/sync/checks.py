@@ -12,24 +12,24 @@ _MOST_TEXT = 1 << 20
 
 
 class StrategyError(ValueError):
-    """Error raised if a strategy cannot be used as it is, or not with this model, optimizer or group."""
+    """Error raised if a strategy is invalid, or cannot be used with this model, optimizer or group."""
 
 
 def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse what is not among the known."""
+    """Raise StrategyError if the value is not among the known values."""
     if value not in known:
         raise StrategyError(f"{field} must be one of {', '.join(known)}, but got {value!r}")
 
 
 def check_count(field: str, value: object, *, least: int, most: int) -> None:
-    """Refuse what is no whole number, or outside its range."""
+    """Raise StrategyError if the value is not a whole number in its range."""
     check_whole(field, value, least=least, error=StrategyError)
     if isinstance(value, int) and value > most:
         raise StrategyError(f"{field} must be a whole number, {most} or less, but got {value!r:.40}")
 
 
 def check_range(field: str, value: object, *, above: float, up_to: float) -> None:
-    """Refuse what is no number, or outside its range."""
+    """Raise StrategyError if the value is not a number in its range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= up_to:
         raise StrategyError(
             f"{field} must be a number above {max(0.0, above):g} and up to {up_to:g}, but got {value!r}"
@@ -37,20 +37,20 @@ def check_range(field: str, value: object, *, above: float, up_to: float) -> Non
 
 
 def check_flag(field: str, value: object) -> None:
-    """Refuse what is no truth value."""
+    """Raise StrategyError if the value is not a bool."""
     if not isinstance(value, bool):
         raise StrategyError(f"{field} must be True or False, but got {value!r}")
 
 
 def check_type(field: str, value: object, kind: Any) -> None:
-    """Refuse what is of another type."""
+    """Raise StrategyError if the value has the wrong type."""
     if not isinstance(value, kind):
         names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise StrategyError(f"{field} must be a {names}, but got {value!r}")
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of a file that may be anybody's: short, without depth, and with each field once."""
+    """Return the value of untrusted JSON text; raise StrategyError if it is too long or deep, or repeats a field."""
     if len(text) > _MOST_TEXT:
         raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from elastic_ray.sync import builders
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import ModelProfile, Topology
 from elastic_ray.sync.spec import Owner, Reduce, Strategy, Wire
 
 NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
@@ -42,7 +42,7 @@ NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Ready:
-    """A strategy that needs no building."""
+    """Builder that returns a given strategy."""
 
     strategy: Strategy
 
@@ -58,20 +58,20 @@ class _Everywhere:
     sync: Reduce | Owner
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; parameters with sparse gradients are excepted."""
+        """Return the strategy; parameters with sparse gradients are excluded."""
         return builders.dense(self.sync, profile, "")
 
 
 def resolve_strategy(given: object) -> StrategyBuilder:
-    """Return the builder that a user means.
+    """Return the strategy builder for a user's ``strategy=`` argument.
 
     Args:
-        given: a name of :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters, or the
-            path of a strategy's JSON.
+        given: A name in :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters,
+            or the path of a strategy's JSON file.
 
     Raises:
-        StrategyError: there is no such name or file, or the file holds no strategy.
-        TypeError: it is none of these.
+        StrategyError: the name or file does not exist, or the file does not contain a valid strategy.
+        TypeError: `given` has none of these types.
     """
     if isinstance(given, Strategy):
         return _Ready(given)
@@ -94,7 +94,7 @@ def resolve_strategy(given: object) -> StrategyBuilder:
 
 
 def _read(path: Path) -> Strategy:
-    """Return the strategy in a file; an error names the file."""
+    """Return the strategy in a file; errors name the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:

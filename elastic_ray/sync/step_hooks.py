@@ -1,9 +1,9 @@
-"""Hooks around an optimizer's step, where the step is made of parts of parameters, as of tiles (torch).
+"""User hooks around an optimizer step that consists of steps on parts of parameters, such as tiles (torch).
 
-A hook of the user's that comes before the step sees the parameters that its optimizer was given, with all gradients; it
-is called before the ranks vote on the update, also where that is then left out, for its gradients are not finite.
-Behind a step of tiles it sees them as they are on all ranks. Behind one of a sharded model's rows see
-``elastic_ray.sync.change_parameters``.
+A pre-step hook sees the parameters that its optimizer was given, with all gradients. It is called before
+the ranks vote on the update, even if the update is then skipped because gradients are not finite. A
+post-step hook sees the parameters as they are on all ranks if tiles were stepped. For a model whose rows
+are sharded, see ``elastic_ray.sync.change_parameters``.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import torch
 
 
 class InnerHook:
-    """Hook that belongs to the step itself, whatever parts the step has."""
+    """Hook that is part of the optimizer step itself, and not one of the user's."""
 
     def __init__(self, call: Callable[[torch.optim.Optimizer, Any, Any], None]) -> None:
         self._call = call
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Call it."""
+        """Call the wrapped function."""
         self._call(optimizer, args, kwargs)
 
 
 class StepHooks:
-    """Calls the user's hooks once per step, however many inner optimizer steps it takes."""
+    """Calls the user's hooks once per step, regardless of the number of inner optimizer steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the hooks before a step; return the step's arguments.
+        """Call the user's pre-step hooks and return the keyword arguments for the step.
 
-        Raises RuntimeError: a hook has returned something else than None or new arguments.
+        Raises RuntimeError: a hook returned something other than None or new arguments, or added positional
+        arguments.
         """
         args: tuple[Any, ...] = (self._optimizer,)
         given = dict(kwargs)
@@ -57,7 +58,7 @@ class StepHooks:
 
     @contextmanager
     def left_out(self, *, after: bool = True) -> Iterator[None]:
-        """Have the optimizer's step call inner hooks only within; ``after``: after it as well, not only before."""
+        """Within the context, disable the user's pre-step hooks and, with ``after``, the user's post-step hooks."""
         found: list[dict[int, Any]] = [self._optimizer._optimizer_step_pre_hooks]
         found += [self._optimizer._optimizer_step_post_hooks] if after else []
         kept = [dict(hooks) for hooks in found]
@@ -70,13 +71,13 @@ class StepHooks:
                 _become(hooks, all_of_them)
 
     def after(self, kwargs: Mapping[str, Any]) -> None:
-        """Call those that come after a step; ``kwargs`` is what it was called with."""
+        """Call the user's post-step hooks with the keyword arguments of the step."""
         for hook in list(self._optimizer._optimizer_step_post_hooks.values()):
             if not isinstance(hook, InnerHook):
                 hook(self._optimizer, (self._optimizer,), dict(kwargs))
 
 
 def _become(hooks: dict[int, Any], others: Mapping[int, Any]) -> None:
-    """Replace the hooks in place, because the handles that remove them refer to the dictionary."""
+    """Replace the hooks in place, because the handles that remove hooks refer to the dictionary."""
     hooks.clear()
     hooks.update(others)

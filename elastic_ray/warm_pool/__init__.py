@@ -1,1 +1,1 @@
-"""Warm processes, which have imported everything before a job needs them."""
+"""Warm processes, which have imported torch and other modules before a job needs them."""

@@ -1,4 +1,4 @@
-"""SHELL: client of a controller (or a sweep) for the cluster's pool of warm worker processes."""
+"""SHELL: client through which a controller (or a sweep) uses the cluster's pool of warm worker processes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Client that takes processes from the pool, and starts those that the pool wants.
+    """Client that claims processes from the pool, and starts new ones that the pool requests.
 
     Args:
-        owner: in whose name processes are taken.
-        environment: Ray's runtime environment of the processes, beside what all actors of this Ray job have.
-        start: starts a process without an owner, on a node and under a name.
+        owner: Owner on whose behalf processes are claimed.
+        environment: Ray runtime environment of the processes, on top of that of this Ray job.
+        start: Starts a process without an owner; called with a node and a name.
     """
 
     def __init__(self, owner: ProcessOwner, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
@@ -45,11 +45,11 @@ class PoolClient:
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """Return a process on the node that belongs to the owner from now on, and its name; None if there is none.
+        """Claim a process on the node for the owner; return it with its name, or None if none is available.
 
         Args:
-            node: where.
-            starting: whether to wait for one that is only starting.
+            node: Node id of the process.
+            starting: Whether to wait for a process that is still starting.
         """
         while self.on:
             try:
@@ -69,7 +69,7 @@ class PoolClient:
         return None
 
     async def _claim(self, actor: Any, *, ready: bool) -> bool:
-        """Claim a process for the owner; True if it succeeded."""
+        """Claim a process for the owner; return True on success."""
         claim = actor.claim.remote(self._owner)
         try:
             return bool(await (asyncio.wait_for(claim, _CLAIM_S) if ready else claim))
@@ -82,7 +82,7 @@ class PoolClient:
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Report the number of processes that the owner would use by node; start what the pool says, and the pool."""
+        """Report processes wanted per node, and start those the pool requests; ``over``: the owner has ended."""
         if not self.on or not (nodes or over):
             return
         try:
@@ -98,14 +98,14 @@ class PoolClient:
             logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
-        """Return a process on the node that can look at others."""
+        """Return a pool process on the node that can check other processes there, or None."""
         return self._witnesses.get(node)
 
 
 def environment_key(environment: Mapping[str, Any]) -> str:
-    """Return a key of processes that can replace each other: runtime environment, and code of this package.
+    """Return a key shared by interchangeable processes, from their runtime environment and this package's code.
 
-    Local directories have been uploaded by now, under names that tell their contents.
+    Local directories have already been uploaded under names derived from their contents.
     """
     inherited = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
     text = json.dumps([json.loads(inherited or "{}"), environment, _code()], sort_keys=True, default=str)
@@ -114,7 +114,7 @@ def environment_key(environment: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _code() -> tuple[str, int]:
-    """Return the path and last change of this package, which may change on a developer's cluster."""
+    """Return this package's path and last modification time, since developers may edit it on a live cluster."""
     folders = [Path(str(package.__file__)).parent for package in (elastic_ray, placement)]
     changed = max(path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*.py"))
     return str(folders[0]), changed

@@ -1,9 +1,9 @@
 """SHELL: the cluster's pool of warm worker processes, as one named, detached, restartable actor.
 
-Importing torch takes a new process seconds; a process of the pool has done so, has never run anything, and goes to one
-job (or one sweep), which ends it. The pool only decides and keeps: processes are started by jobs' controllers, since
-an actor has the Ray job and the runtime environment of its starter. They are detached actors whose names tell
-what they are, so that a pool that Ray has made anew finds those without an owner.
+Importing torch takes a new process seconds. A process of the pool has already imported it and has never run anything;
+it is given to one job (or one sweep), which ends it. The pool only decides and keeps track. Jobs' controllers start
+the processes, since an actor inherits the Ray job and the runtime environment of its starter. The processes are
+detached actors with descriptive names, so that a pool restarted by Ray finds those without an owner.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ _CLOSING_S = 5.0
 
 
 def find_pool() -> Any | None:
-    """Return the cluster's pool; None if there is none. Blocks for a moment."""
+    """Return the cluster's pool, or None if there is none. Blocks briefly."""
     return find_actor(NAME)
 
 
 def get_or_create_pool() -> Any:
-    """Return the cluster's pool, made on first use on the head node. Blocks for a moment."""
+    """Return the cluster's pool, creating it on the head node if necessary. Blocks briefly."""
     return create_on_head(WarmPool, NAME, get_if_exists=True, max_restarts=-1)
 
 
 def close_pool(timeout_s: float = _CLOSE_S) -> None:
-    """End the cluster's pool and all processes that no job has; running jobs keep theirs, and may make a new pool.
+    """End the cluster's pool and all unclaimed processes; running jobs keep theirs, and may create a new pool.
 
-    Raises TimeoutError: it has not ended in time.
+    Raises TimeoutError if the pool has not ended in time.
     """
     deadline_s = time.monotonic() + timeout_s
     for _, controller in actors_named(CONTROLLERS):
@@ -87,18 +87,18 @@ def process_name(environment: str, node: str) -> str:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _PoolEntry:
-    """Entry of a free process: its actor, None until its controller has started it, and the deadline for that."""
+    """Entry of an unclaimed process; ``actor`` is None until a controller starts it, at the latest at ``until_s``."""
 
     process: PooledProcess
     actor: Any = None
     until_s: float = 0.0
 
     def start(self, actor: Any) -> None:
-        """Store the process that its controller has started."""
+        """Store the actor that a controller has started."""
         self.actor = actor
 
     def is_ready(self) -> None:
-        """Mark the process as ready: it has imported everything."""
+        """Mark the process as ready, with all modules imported."""
         self.process = dataclasses.replace(self.process, ready=True)
 
     def measure(self, memory_bytes: int) -> None:
@@ -107,7 +107,7 @@ class _PoolEntry:
 
 
 class WarmPool:
-    """Actor class; use :func:`get_or_create_pool`."""
+    """Actor class of the pool; use :func:`get_or_create_pool`."""
 
     def __init__(self) -> None:
         log_plainly(logging.WARNING)
@@ -124,15 +124,15 @@ class WarmPool:
         self._main = asyncio.get_event_loop().create_task(self._watch())
 
     async def hand_out(self, job: str, environment: str, node: str, *, starting: bool) -> tuple[Any, bool, str] | None:
-        """Return a process for good, whether it is ready, and its name; None if there is none.
+        """Remove a process from the pool; return it, whether it is ready, and its name, or None if there is none.
 
-        It is to be claimed first.
+        The caller must claim the process before using it.
 
         Args:
-            job: whose controller (or sweep) asks; the node is left alone while this job begins.
-            environment: key of the runtime environment.
-            node: where it is to run.
-            starting: whether one that is only starting will do.
+            job: Job (or sweep) of the caller; no process is started on the node for a while when a new job begins.
+            environment: Key of the runtime environment.
+            node: Node id of the process.
+            starting: Whether a process that is still starting is acceptable.
         """
         await self._found
         if job not in self._requests:
@@ -149,16 +149,16 @@ class WarmPool:
     async def order(
         self, job: str, environment: str, nodes: Mapping[str, int], *, first: bool = False, over: bool = False
     ) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
-        """Receive the number of processes that a training job would use, by node.
+        """Record how many processes a training job would use on each node, and decide which to start.
 
         Args:
-            environment: key of its runtime environment.
-            nodes: how many processes it has and may want again, by node.
-            first: it has just begun to train.
-            over: it has ended, and asks for the last time.
+            environment: Key of the job's runtime environment.
+            nodes: Number of processes the job has and may want again, keyed by node.
+            first: True if the job has just started training.
+            over: True if the job has ended; this is its last call.
 
-        Returns names and nodes of processes that the caller is to start now; and, by node, a process that can look at
-        others.
+        Returns names and nodes of processes that the caller must start now and, keyed by node, a process that can check
+        others there.
         """
         await self._found
         now_s = time.monotonic()
@@ -180,7 +180,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """Receive a process that a controller has started as planned."""
+        """Record a process that a controller has started as requested."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)
@@ -189,7 +189,7 @@ class WarmPool:
         self._background.start(self._await_ready(entry))
 
     async def close(self) -> None:
-        """End everything that no job has, and the pool."""
+        """End all unclaimed processes and the pool itself."""
         await self._found
         self._closing = True
         until_s = time.monotonic() + _CLOSING_S
@@ -200,12 +200,12 @@ class WarmPool:
         ray.kill(self._handle)
 
     async def processes(self) -> tuple[PooledProcess, ...]:
-        """Return the present processes."""
+        """Return the processes currently in the pool."""
         await self._found
         return tuple(each.process for each in self._entries.values())
 
     def _decide(self, environment: str = "", *, one_by_one: bool = True) -> list[tuple[str, str]]:
-        """Carry out what is to end; note and return what the asking controller is to start."""
+        """End surplus processes; record and return the processes that the calling controller must start."""
         now_s = time.monotonic()
         busy: dict[str, float] = {}
         for (node, _), until_s in self._busy.items():
@@ -238,7 +238,7 @@ class WarmPool:
                 ray.kill(entry.actor)
 
     async def _watch(self) -> None:
-        """Check and decide round by round, until no job is left."""
+        """Check nodes and processes regularly, and end the pool when no job and no process is left."""
         await self._found
         rounds = 0
         while True:
@@ -260,7 +260,7 @@ class WarmPool:
                 ray.kill(self._handle)
 
     async def _look(self) -> None:
-        """Inspect the nodes, and what controllers have not started."""
+        """Update the list of nodes, and drop processes that their controllers have not started in time."""
         nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), _ANSWER_S)
         self._nodes = tuple(
             PoolNode(node=node.node_id, memory_bytes=node.total.get("memory"), draining=node.draining) for node in nodes
@@ -275,7 +275,7 @@ class WarmPool:
             entry.is_ready()
 
     async def _ask(self, entry: _PoolEntry, timeout_s: float) -> bool:
-        """True if a process is well; an unwell or claimed process is dropped."""
+        """True if a process answers and is unclaimed; any other process is dropped from the pool."""
         name = entry.process.name
         try:
             memory = await asyncio.wait_for(entry.actor.memory_bytes.remote(), timeout_s)
@@ -291,7 +291,7 @@ class WarmPool:
         return True
 
     async def _find_again(self) -> None:
-        """Find the processes of an earlier pool."""
+        """Recover the processes of an earlier pool."""
         try:
             earlier = await asyncio.to_thread(lambda: list(actors_named(f"{NAME}/")))
         except Exception as error:  # those that are not found end themselves before long

@@ -1,4 +1,4 @@
-"""SHELL: worker processes of a job: its own, those of its sweep, and those of the cluster's warm pool."""
+"""SHELL: worker processes available to a job: its own, its sweep's, and those of the cluster's warm pool."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _COLD_S = 30.0  # no other warm process on a node for so long after one could no
 
 
 def end_strays(job: str, keep: Collection[str]) -> None:
-    """End the job's processes that no controller knows any more, but for those with these names. Blocks.
+    """Kill the job's processes that no controller knows any more, except those named in ``keep``. Blocks.
 
-    Some may only be starting: a controller that has died was waiting for them.
+    Some may still be starting, for a controller that has died.
     """
     for name, actor in actors_named(_prefix(job)):
         if name not in keep:
@@ -50,7 +50,7 @@ def _prefix(job: str) -> str:
 
 
 def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> WorkerSetup:
-    """Return the setup of the job's processes; ``controller`` and ``token`` are for one of the job's own."""
+    """Return the setup of a job's processes; ``controller`` and ``token`` are set only for the job's own processes."""
     return WorkerSetup(
         use_gpu=spec.use_gpu,
         cpus=spec.bundle.get("CPU", 1.0) / spec.scheduling.unit_size,
@@ -65,7 +65,7 @@ def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> Worke
 
 
 def environment_of(spec: JobSpec) -> dict[str, Any]:
-    """Return Ray's runtime environment of the job's worker processes."""
+    """Return the Ray runtime environment of the job's worker processes."""
     environment: dict[str, Any] = dict(spec.runtime_env)
     if spec.use_gpu:
         # The process asks for no GPU itself and would see none; it takes those of its reservation.
@@ -75,16 +75,16 @@ def environment_of(spec: JobSpec) -> dict[str, Any]:
 
 
 def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: str) -> Any:
-    """Start a worker process on the node; the caller ends it, and it ends itself when its owner is gone.
+    """Start a worker process on the node; the caller ends it, and it exits itself when its owner is gone.
 
-    It asks for no resources: Ray could not move a process that is warm into the placement group that reserves a
-    worker's, but it can run where the group has reserved the room.
+    The process requests no resources. Ray cannot move a warm process into the placement group that reserves a worker's
+    resources, but the process can run on the node where the group has reserved them.
 
     Args:
-        spec: what environment it is to have.
-        node: where it is to run.
-        owner: for whom it works; None for one of the cluster's pool, which has no owner yet.
-        name: its actor's name.
+        spec: Job that determines the runtime environment.
+        node: Node id on which to start.
+        owner: Owner of the process; None for a process of the cluster's pool, which has no owner yet.
+        name: Name of the actor.
     """
     return (
         actor_class(WorkerProcess)
@@ -103,12 +103,12 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
 
 
 def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:
-    """Return the owner's way to the cluster's pool."""
+    """Return the owner's client for the cluster's pool."""
     return PoolClient(owner, environment_of(spec), lambda node, name: start_process(spec, node, None, name))
 
 
 class _Lent(enum.Enum):
-    """State of a borrowed process: starting, asked, or known to answer."""
+    """State of a borrowed process: starting, contacted, or known to answer."""
 
     STARTING = enum.auto()
     ASKED = enum.auto()
@@ -116,16 +116,12 @@ class _Lent(enum.Enum):
 
 
 class Processes:
-    """A job's worker processes while no worker of the job runs in them.
+    """Worker processes of a job that currently run no worker.
 
-    One that a worker has left may serve the job's next one. Others come from the cluster's pool of warm processes,
-    which the job asks to keep some on its nodes, or, where that is off, from a warm pool of the job's own.
+    A process that a worker has left may serve the job's next worker. Others come from the cluster's pool of warm
+    processes, in which the job requests some on its nodes; if the pool is off, the job keeps its own warm processes.
 
-    A trial's belong to its sweep: one trial gives them back and another one continues in them, within milliseconds.
-
-    Args:
-        controller: handle of its controller.
-        token: of the controller's workers.
+    Processes of a trial belong to its sweep: a trial returns them, and another continues in them within milliseconds.
     """
 
     def __init__(self, spec: JobSpec, controller: Any, token: str) -> None:
@@ -154,13 +150,13 @@ class Processes:
 
     @property
     def _wanted(self) -> int:
-        """Idle processes beside those in use, by node; those of a unit start together."""
+        """Number of idle processes to keep per node; the processes of a unit start together."""
         return self._spec.elastic.warm_workers_per_node * self._spec.scheduling.unit_size
 
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
-        """Return a process on the node that is ready.
+        """Return a ready process on the node.
 
-        A warm one, one that the sweep lends, one of the pool, or a new one.
+        Tries the job's own warm processes first, then the sweep, then the pool, and finally starts a new one.
         """
         warm = self._warm.get(node, [])
         while warm:
@@ -187,7 +183,7 @@ class Processes:
         return await self._start(node)
 
     async def _start(self, node: str) -> tuple[Any, ProcessInfo]:
-        """Start a new process of the job's own and return it once it is ready."""
+        """Start a new process owned by the job, and return it once it is ready."""
         name = f"{_prefix(self._spec.job)}{secrets.token_hex(8)}"
         actor = start_process(self._spec, node, self._owner, name)
         self._names[actor] = name
@@ -198,7 +194,7 @@ class Processes:
             raise
 
     async def _answer(self, actor: Any) -> ProcessInfo | None:
-        """Prepare a process and return its answer; None if it does not answer."""
+        """Prepare a process and return its answer, or None if it does not answer."""
         try:
             setup = self._setup_of_lent if actor in self._lent else self._setup
             process_info: ProcessInfo = await asyncio.wait_for(actor.prepare.remote(setup), _ANSWER_S)
@@ -211,11 +207,11 @@ class Processes:
         return process_info
 
     def name_of(self, actor: Any) -> str:
-        """Name of a process of this job's own; empty for one that a sweep lends."""
+        """Return the name of one of the job's own processes; empty for a process lent by a sweep."""
         return self._names.get(actor, "")
 
     async def _borrow(self, node: str) -> tuple[Any, bool] | None:
-        """Borrow a process of the sweep, and tell whether it is ready; None if it lends none."""
+        """Borrow a process from the sweep; return it and whether it is ready, or None if the sweep lends none."""
         if self._sweep is None:
             return None
         try:
@@ -226,7 +222,7 @@ class Processes:
         return lent
 
     async def _started(self, actor: Any) -> ProcessInfo:
-        """Wait for a borrowed process that is only starting; a start takes as long as it takes."""
+        """Wait, without a timeout, for a borrowed process that is still starting."""
         self._lent[actor] = _Lent.STARTING
         try:
             process_info: ProcessInfo = await actor.prepare.remote(self._setup_of_lent)
@@ -237,14 +233,14 @@ class Processes:
         return process_info
 
     def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
-        """Adopt a process that an earlier controller has started, or borrowed."""
+        """Adopt a process that an earlier controller started or borrowed."""
         if lent:
             self._lent[actor] = _Lent.READY
         else:
             self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
-        """Rest a process that is no longer used, and could be used again."""
+        """Return a reusable process: to its sweep if borrowed, else to the job's warm ones if they are too few."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
@@ -254,7 +250,7 @@ class Processes:
             self._kill(actor)
 
     def end(self, actor: Any) -> None:
-        """End a process that is not to be used again."""
+        """End a process that must not be reused."""
         if actor in self._lent:
             self._give_back(actor, fit=False)
         else:
@@ -274,14 +270,14 @@ class Processes:
         self._sweep.take_back.remote(self._run, actor, fit=fit)
 
     def witness(self, node: str) -> Any | None:
-        """Return a warm process of the node, which can look at others."""
+        """Return a warm process on the node that can check other processes there, or None."""
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Have warm processes at hand on these nodes, and none of the job's own elsewhere.
+        """Keep warm processes available on these nodes, and kill the job's own elsewhere.
 
         Args:
-            nodes: how many workers the job has, by node.
+            nodes: Number of the job's workers, keyed by node.
         """
         for node in set(self._warm) - set(nodes):
             for actor in self._warm.pop(node):
@@ -313,7 +309,7 @@ class Processes:
                 return
 
     async def _warm_up(self, node: str) -> None:
-        """Start a process for later; where that fails the node is left alone for a while."""
+        """Start a process for later use; if that fails, start none on this node for a while."""
         try:
             actor, _ = await asyncio.wait_for(self._start(node), self._spec.elastic.join_timeout_s)
             self.rest(node, actor)
@@ -324,11 +320,11 @@ class Processes:
             self._warming.discard(node)
 
     async def refilled(self) -> None:
-        """Wait until the pool has been told that the job is over: this process starts what the next job takes."""
+        """Wait until the pool knows that the job has ended, and this process has started what the pool requested."""
         await self._farewell.finish(_FAREWELL_S)
 
     def close(self, *, fit: bool) -> None:
-        """End warm processes and give back what is still borrowed; ``fit``: for others, but for what may hang."""
+        """End warm processes, and return borrowed ones; with ``fit``, those that do not hang remain usable."""
         self.keep_warm({})
         self._background.cancel()
         if self._used and self._spec.elastic.warm_workers_per_node and not self._closed:

@@ -1,4 +1,4 @@
-"""Sizing of the cluster's pool: which processes are kept warm, started next and ended (pure)."""
+"""Sizing of the cluster's pool: which warm processes to keep, start and end (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ESTIMATE_BYTES = 512 << 20  # of a process that has not told its size yet: Ray,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Bounds of the cluster's pool of warm processes, for all jobs together."""
+    """Limits of the cluster's pool of warm processes, for all jobs together."""
 
     per_node: int = 4  # most warm processes on one node; 0 turns the pool off
     total: int = 32  # most of them on the whole cluster
@@ -42,17 +42,17 @@ class PoolConfig:
 
     @property
     def on(self) -> bool:
-        """True if there is a pool at all."""
+        """True if the pool is enabled."""
         return self.per_node > 0 and self.total > 0
 
 
 def read_config(environment: Mapping[str, str]) -> PoolConfig:
-    """Return the pool's bounds as the cluster's nodes were started with them.
+    """Return the pool's limits from the environment variable with which the cluster's nodes were started.
 
     ``ELASTIC_RAY_POOL=off`` turns the pool off; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets
-    fields of :class:`PoolConfig`. Without the variable all of them have their defaults.
+    fields of :class:`PoolConfig`. Without the variable, all fields have their defaults.
 
-    Raises ValueError: the variable names no field, or gives one a value that it cannot have.
+    Raises ValueError if the variable contains an unknown field or an invalid value.
     """
     text = environment.get(VARIABLE, "").strip()
     if text.lower() in _OFF:
@@ -75,7 +75,7 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNode:
-    """A node of the cluster, and its memory [bytes]; None where Ray does not tell it."""
+    """A node of the cluster and its memory [bytes]; None if Ray does not report it."""
 
     node: str
     memory_bytes: float | None = None
@@ -84,7 +84,7 @@ class PoolNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledProcess:
-    """Process of the pool that no job has."""
+    """Unclaimed process of the pool."""
 
     name: str  # its actor's
     node: str  # where it runs
@@ -95,7 +95,7 @@ class PooledProcess:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRequest:
-    """Request of one job for processes."""
+    """Request by one job for warm processes."""
 
     job: str
     environment: str  # key of the runtime environment of its processes
@@ -105,13 +105,13 @@ class ProcessRequest:
     over: bool = False  # whether it has said that it has ended
 
     def lives(self, now_s: float) -> bool:
-        """True if the job runs, as far as known."""
+        """True if the job has not ended and has sent a request recently."""
         return not self.over and now_s - self.asked_s <= _LIVES_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Instruction: start a process."""
+    """Instruction to start a process."""
 
     node: str
     environment: str
@@ -120,17 +120,17 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Instruction: end a process."""
+    """Instruction to end a process."""
 
     name: str
     reason: str
 
 
 def remember(config: PoolConfig, requests: Iterable[ProcessRequest], now_s: float) -> tuple[ProcessRequest, ...]:
-    """Return the demands that still count, the most pressing first.
+    """Return the requests that still count, most urgent first.
 
-    Jobs that run come first, in the order in which they began, so that they never take turns; then what jobs wanted
-    that have ended, the latest first, for the next one is most likely of its kind.
+    Running jobs come first, in order of their first request, so that they do not alternate. Then come jobs that have
+    ended, latest first, because the next job is most likely similar to the latest.
     """
     fresh = [request for request in requests if now_s - request.asked_s <= config.idle_s]
     living = sorted((each for each in fresh if each.lives(now_s)), key=lambda each: (each.since_s, each.job))
@@ -156,14 +156,14 @@ def plan(
     """Return which processes to start and to end now.
 
     Args:
-        config: the bounds.
-        processes: those that no job has, also those that are only starting.
-        demands: what jobs would use.
-        busy: until when jobs in their first epochs need a node's processors [s].
-        now_s: the time [s].
+        config: Limits of the pool.
+        processes: Unclaimed processes, including those that are still starting.
+        requests: Requests of jobs for processes.
+        busy: Time until which jobs in their first epochs need a node's CPUs, keyed by node [s].
+        now_s: Current time [s].
 
     Returns:
-        Ends first: what they free may be used by starts of a later call. At most one start for a node.
+        Ends come first; later calls may start processes in the space they free. At most one start per node.
     """
     living = {node.node: node for node in nodes if not node.draining}
     sizes = _sizes(processes)
@@ -187,7 +187,7 @@ def plan(
 
 
 def _sizes(processes: Sequence[PooledProcess]) -> dict[str, int]:
-    """Return memory of a process by environment [bytes]: the largest that has been seen, or an estimate."""
+    """Return the memory of a process, keyed by environment [bytes]: the largest observed so far."""
     sizes: dict[str, int] = {}
     for each in processes:
         if each.memory_bytes:
@@ -198,9 +198,9 @@ def _sizes(processes: Sequence[PooledProcess]) -> dict[str, int]:
 def _allot(
     config: PoolConfig, nodes: Mapping[str, PoolNode], sizes: Mapping[str, int], requests: Sequence[ProcessRequest]
 ) -> dict[tuple[str, str], int]:
-    """Return each node's number of processes by environment, within all bounds, the most pressing demand first.
+    """Return the number of processes per node and environment, within all limits, most urgent request first.
 
-    Demands for the same place are not added up: a process that one job takes is replaced before long.
+    Requests for the same node are not added up, because a process that one job claims is soon replaced.
     """
     wanted: dict[tuple[str, str], int] = {}
     on_node: collections.Counter[str] = collections.Counter()
@@ -231,7 +231,7 @@ def _memory(config: PoolConfig, node: PoolNode) -> float:
 def _fits(
     config: PoolConfig, node: PoolNode, processes: Sequence[PooledProcess], environment: str, sizes: Mapping[str, int]
 ) -> bool:
-    """True if a node has room for one more process, counting those that end."""
+    """True if a node has room for one more process, counting those about to end as still present."""
     used = sum(each.memory_bytes or sizes.get(each.environment, _ESTIMATE_BYTES) for each in processes)
     one_more = sizes.get(environment, _ESTIMATE_BYTES)
     return len(processes) < config.per_node and used + one_more <= _memory(config, node)
@@ -244,7 +244,7 @@ def _ends(
     processes: Sequence[PooledProcess],
     wanted: Mapping[tuple[str, str], int],
 ) -> Iterable[End]:
-    """Yield surplus processes, and those whose node goes."""
+    """Yield an end for each surplus process, and each process whose node is draining or gone."""
     kept: collections.Counter[tuple[str, str]] = collections.Counter()
     # What is ready stays before what is only starting.
     for each in sorted(processes, key=lambda process: (not process.ready, process.name)):

@@ -1,1 +1,1 @@
-"""A worker's process: the user's train function, and the way to the job's controller."""
+"""Worker processes, which run the user's train function, and their connection to the job's controller."""

@@ -1,4 +1,4 @@
-"""SHELL: client of a worker for its job's controller, which may be away while Ray restarts it."""
+"""SHELL: a worker's client for its job's controller, which may be unavailable while Ray restarts it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.tracker_files import TrackerFiles
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
-from elastic_ray.run.dismissal import WorkerDismissed
-from elastic_ray.state.proof import Link
+from elastic_ray.run.current import WorkerDismissed
+from elastic_ray.state.progress import Link
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.steps.out_of_memory import gpu_memory
 from elastic_ray.worker.messages import (
@@ -54,9 +54,7 @@ _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the late
 
 
 class ActorControllerClient:
-    """A session's link to its job controller. Calls return at once, but for those that must not be lost: they wait
-    where too many are under way, or the controller is away.
-    """
+    """Session's connection to its job's controller; calls return at once, except for some that must not be lost."""
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
@@ -90,23 +88,23 @@ class ActorControllerClient:
 
     @property
     def follows(self) -> bool:
-        """True if another process speaks for this one's unit."""
+        """True if another process of this process's unit (one worker of several processes) reports for it."""
         return bool(self._position)
 
     def leave_controller(self, why: str) -> None:
-        """Wait for the controller no more: it will never answer again, for this reason."""
+        """Stop waiting for the controller, because it will never answer again; ``why`` gives the reason."""
         self.gone = why
 
     def start_from(self, resumed: str) -> None:
-        """Set the automatic checkpoint that the run continues from, or why it cannot; sent with :meth:`ready`."""
+        """Set which automatic checkpoint the run resumes from, or why it cannot; sent with :meth:`ready`."""
         self._resumed = resumed
 
     def stop_when(self, is_stopping: Callable[[], bool]) -> None:
-        """Ask this, while a checkpoint is stored, whether the job is to end now."""
+        """Set the function that is polled while a checkpoint is stored; it returns True if the job must stop now."""
         self._is_stopping = is_stopping
 
     def saved(self, message: StateSaved) -> float:
-        """Report an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
+        """Report an automatic checkpoint, and return the job's mean time between worker losses [s]."""
         if not self.gone:
             try:
                 return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
@@ -115,15 +113,15 @@ class ActorControllerClient:
         return math.inf
 
     def push(self, message: WorkerMessage) -> Any:
-        """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
+        """Send a message; if it is lost with the controller, the worker's reregistration repeats its content."""
         return self._controller.push.remote(message)
 
     def _is_mute(self, message: WorkerMessage) -> bool:
-        """Return True if another process of the worker's unit says it for all."""
+        """Return True if another process of the worker's unit sends this message for all of them."""
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """Report that this worker starts over with less, and with its state if that is ``whole``."""
+        """Report that this worker restarts with fewer samples at once; it keeps its state if that is ``whole``."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(
@@ -139,7 +137,8 @@ class ActorControllerClient:
     def insist_on(self, message: WorkerMessage) -> None:
         """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived.
 
-        Returns at once while few are under way; a loop that reports faster than the controller hears waits for it.
+        Returns at once unless too many messages are in flight; then a loop that reports too fast waits for the
+        controller.
         """
         if self.gone or self._is_mute(message):
             return
@@ -152,16 +151,16 @@ class ActorControllerClient:
             self._unheard[self._sent] = (message, self.push(message))
 
     def report_again(self) -> None:
-        """Report again what an earlier controller had received and not written."""
+        """Resend recent reports, which an earlier controller may have received but not written."""
         now_s = time.monotonic()
         for told_s, report in tuple(self._reported):
             if now_s - told_s < _UNWRITTEN_S and not self._is_mute(report):
                 self.push(dataclasses.replace(report, checkpoint_ref=None, again=True))
 
     def repeat(self) -> bool:
-        """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
+        """Resend messages lost with a controller; return True if all have arrived. Thread-safe.
 
-        Raises RayError: the controller is gone for good.
+        Raises RayError if the controller is gone for good.
         """
         with self._lock:
             if not self._unheard:
@@ -185,9 +184,9 @@ class ActorControllerClient:
             return not self._unheard
 
     def flush(self) -> None:
-        """Wait until every report has arrived: the end of the run must not overtake them.
+        """Wait until every report has arrived, so that the end of the run cannot overtake them.
 
-        Raises RayError: the controller is gone for good. TimeoutError: it has not come back in time.
+        Raises RayError if the controller is gone for good, and TimeoutError if it does not come back in time.
         """
         deadline_s = time.monotonic() + self._patience_s
         while not self.gone and not self.repeat():
@@ -196,7 +195,7 @@ class ActorControllerClient:
             time.sleep(_POLL_S)
 
     def flush_if_there(self) -> None:
-        """Flush in a run that another rank has stopped; the controller may be gone already."""
+        """Flush at the end of a run that another rank stopped; the controller may already have ended."""
         try:
             self.flush()
         except ActorDiedError:
@@ -224,7 +223,7 @@ class ActorControllerClient:
         self.push(PrepareFailed(worker=self._worker, generation=generation, cause=cause))
 
     def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
-        """Send a sign of life."""
+        """Send a heartbeat."""
         waits = "" if ending else self.calls.waiting()
         beat = WorkerHeartbeat(
             worker=self._worker,
@@ -285,7 +284,7 @@ class ActorControllerClient:
 
 
 class HeartbeatThread:
-    """Beats to the controller from a thread of its own while a run lasts."""
+    """Thread that sends heartbeats to the controller for the duration of a run."""
 
     def __init__(self, link: ActorControllerClient, session: Session, *, interval_s: float, report_s: float) -> None:
         self._link, self._session, self._interval_s = link, session, interval_s
@@ -295,7 +294,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def _beat(self) -> None:
-        """Send heartbeats until the run is over, and at once when something must not wait."""
+        """Send heartbeats until the run ends, and immediately whenever a report is requested."""
         count = 0
         while True:
             wanted = self._link.wanted.wait(self._interval_s)
@@ -317,7 +316,7 @@ class HeartbeatThread:
                 logger.exception("a beat failed")
 
     def _report(self) -> StepReport | None:
-        """Rank 0's measurements; None of other ranks, and where measuring fails."""
+        """Return rank 0's measurements, or None on other ranks and if measuring fails."""
         session = self._session
         if session.rank != 0 or self._link.follows or not session.synced:
             return None
@@ -328,7 +327,7 @@ class HeartbeatThread:
             return None
 
     def stop(self) -> None:
-        """Stop and join; the last report shows how far the run has come."""
+        """Send a last report with the run's final progress, then stop and join the thread."""
         self._link.beat(report=self._report(), ending=True)
         self._stop.set()
         self._link.wanted.set()

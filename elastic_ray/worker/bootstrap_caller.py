@@ -1,4 +1,4 @@
-"""SHELL: calls of a worker to the job's controller, to reach the other members of a generation being formed."""
+"""SHELL: a worker's calls to the job's controller to exchange addresses with members of a new generation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _ON_THE_WAY_S = 2.0
 
 
 class ControllerCaller:
-    """Caller of the controller's bootstrap for one generation.
-
-    Args:
-        assignment: what the worker was started with.
-    """
+    """Caller of the controller's bootstrap method, through which a new generation's members exchange values."""
 
     def __init__(self, assignment: Assignment, generation: int) -> None:
         self._controller = assignment.controller
@@ -29,13 +25,13 @@ class ControllerCaller:
         self._told: list[Any] = []
 
     def tell(self, values: Mapping[str, bytes]) -> None:
-        """Let the others know; returns at once. A call that is refused shows in the next :meth:`ask`."""
+        """Publish values to the other members without waiting; a refusal raises in the next :meth:`ask`."""
         self._told.append(self._call(tells=values))
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
+        """Publish ``tells``, and return all known values once ``keys`` are known or ``wait_s`` has passed.
 
-        Raises RuntimeError: the controller does not answer, or refuses to.
+        Raises RuntimeError if the controller does not answer, or refuses the call.
         """
         try:
             call = self._call(tells=tells, wants=keys, wait_s=wait_s)

@@ -1,8 +1,8 @@
-"""SHELL: a worker process watches its job's controller, which may die and come back while the process trains on.
+"""SHELL: watchdog of a worker process for its job's controller, which may die and come back during training.
 
-The process asks every now and then whether it is still the controller's. A controller that Ray has restarted has it
-introduce itself; without a controller that knows it, the process gives its reservation back and ends. A run whose
-controller is gone for good saves itself before that, between two steps.
+The process regularly asks the controller whether it still belongs to it. A controller that Ray has restarted requests
+a new registration. If no controller knows the process, it releases its reservation and exits. If the controller is
+gone for good, the run first saves itself between two steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STRANGER = "its controller does not know it"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """Registration of a process: its controller, and its worker there (empty while it is idle)."""
+    """Registration of a process: its controller, and its worker id there (empty while the process is idle)."""
 
     controller: Any
     token: str
@@ -39,14 +39,14 @@ class Registration:
 
 
 class ControllerWatchdog:
-    """Watchdog that asks for the controller in a thread, for as long as the process lives.
+    """Watchdog thread that checks the controller for as long as the process lives.
 
     Args:
-        introduce: what to tell a controller that has lost its memory; None while no run is under way.
-        introduced: called when it knows.
-        give_back: releases the reservation of the run under way, before the process ends.
-        save: has the run under way save itself and end, where it can; takes the reason, returns once that is done.
-        timeout_s: longest time without an answer from a controller that may come back.
+        introduce: Returns the registration for a restarted controller, or None if no run is in progress.
+        introduced: Called after the controller has accepted the registration.
+        give_back: Releases the reservation of the current run before the process exits.
+        save: Called with the reason; makes the current run save itself and end if possible, and returns afterwards.
+        timeout_s: Longest time to wait for an answer from a controller that may come back.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class ControllerWatchdog:
         threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()
 
     def watch(self, watch: Registration | None) -> None:
-        """Watch this controller from now on; None for no controller, whose end would end this process."""
+        """Watch this controller from now on, or none if None. The process exits if its controller ends."""
         self._heard_s = time.monotonic()
         self._registration = watch
 
     def _run(self) -> None:
-        """Ask again and again; end the process once it belongs to no controller."""
+        """Poll the controller, and end the process once it belongs to no controller."""
         while True:
             time.sleep(_EVERY_S)
             watch = self._registration

@@ -1,4 +1,4 @@
-"""Origin of a train function's exception, so that those of two workers can be compared (pure)."""
+"""Origin of a train function's exception, used to compare the exceptions of two workers (pure)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NODE_TEXTS = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorOrigin:
-    """Type and place of an exception."""
+    """Type and source location of an exception."""
 
     kind: str  # module and name of its type
     place: str  # file and line of the innermost frame of the user's code
@@ -36,7 +36,7 @@ class ErrorOrigin:
 
 
 def origin_of(error: BaseException) -> ErrorOrigin:
-    """Return where an exception comes from, while its traceback is there."""
+    """Return the origin of an exception that still has its traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if _is_users(frame)]
     kind, places = type(error), own or frames
@@ -53,13 +53,13 @@ def origin_of(error: BaseException) -> ErrorOrigin:
 
 
 def _is_ours(kind: type[BaseException]) -> bool:
-    """True for classes of elastic_ray; a package of the user's may have the name of one of ours."""
+    """True for classes of elastic_ray, identified by file, because a user's package may have the same name."""
     module = sys.modules.get(kind.__module__)
     return str(getattr(module, "__file__", None) or "").startswith(_OURS)
 
 
 def _raised_by_us(trace: types.TracebackType | None) -> bool:
-    """True if a ``raise`` of elastic_ray's was executed; what torch raises has no frame of its own."""
+    """True if a ``raise`` statement of elastic_ray raised the error; errors of torch's C++ code have no own frame."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_OURS):
@@ -68,13 +68,13 @@ def _raised_by_us(trace: types.TracebackType | None) -> bool:
 
 
 def _is_users(frame: types.FrameType) -> bool:
-    """True unless a frame belongs to elastic_ray, to Python or to an installed library."""
+    """True unless the frame belongs to elastic_ray, to Python or to an installed library."""
     file = frame.f_code.co_filename
     return not (file.startswith(_OURS) or file.startswith("<") or file.startswith(_LIBRARIES))
 
 
 def _is_of_node(error: BaseException) -> bool:
-    """True if the exception, or one that it was raised from, names a device or a killed process."""
+    """True if the exception, or one in its chain of causes, names a device or a killed process."""
     seen: BaseException | None = error
     for _ in range(10):
         if seen is None:

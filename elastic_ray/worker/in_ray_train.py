@@ -1,4 +1,4 @@
-"""SHELL: functions of ``ray.train`` in a worker, which mean ``elastic_ray``'s there."""
+"""SHELL: makes the functions of ``ray.train`` call those of ``elastic_ray`` in a worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = {
 
 @contextlib.contextmanager
 def in_ray_train() -> Iterator[None]:
-    """Let ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and the others do what ours do in the block."""
+    """Redirect ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and others to elastic_ray in the block."""
     with (
         patched(_HOME, "_train_fn_utils", _TrainFnUtils()),
         patched(_TORCH_HOME, "DistributedDataParallel", _prepared_model),
@@ -46,9 +46,9 @@ def _prepared_loader(*args: Any) -> Any:
 
 
 def _delete_stored(checkpoint: Any) -> None:
-    """Delete the local files of the checkpoint that this process has reported last, if they are in the run's storage.
+    """Delete the local files of this process's last reported checkpoint if they have been copied to storage.
 
-    Rank 0's are. What storage has not taken stays, and so do files of other ranks, which may be the same directory.
+    Other files are kept, such as those of other ranks, which are not copied and may use the same directory.
     """
     import pyarrow.fs
 
@@ -61,7 +61,7 @@ def _delete_stored(checkpoint: Any) -> None:
 
 
 class _TrainFnUtils:
-    """Functions that ``ray.train`` calls (its ``TrainFnUtils``)."""
+    """Replacement for Ray Train's ``TrainFnUtils``, whose functions ``ray.train`` calls."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, **options: Any) -> None:
         import elastic_ray
@@ -107,7 +107,7 @@ class _TrainFnUtils:
         return elastic_ray.broadcast(data)
 
     def get_preemption_info(self) -> None:
-        """Return None: no preempted node interrupts the train function; its job moves or saves itself in time."""
+        """Return None, as preemptions do not interrupt the train function: the job moves or saves itself in time."""
 
     def is_distributed(self) -> bool:
         return False  # what asks this wants the device: the worker's own, cuda:0 of those that it sees
@@ -120,13 +120,13 @@ class _TrainFnUtils:
 
 
 class _Context:
-    """Context that ``ray.train.get_context()`` returns: values are current, as ``elastic_ray.get_context()``'s."""
+    """Context returned by ``ray.train.get_context()``, with current values as in ``elastic_ray.get_context()``."""
 
     def __init__(self, workers: int | None = None) -> None:
         self._workers = workers
 
     def get_world_size(self) -> int:
-        """Return the number of workers of the present group, or as many as Ray's function is to find."""
+        """Return the number of workers in the current group, or the number that one of Ray's functions must see."""
         import elastic_ray
 
         return self._workers or elastic_ray.get_context().get_world_size()

@@ -1,4 +1,4 @@
-"""SHELL: patches an object of one of Ray's modules without importing that module."""
+"""SHELL: patches an object in one of Ray's modules without importing the module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def patched(home: str, name: str, value: object) -> Iterator[None]:
-    """Patch ``home.name`` with ``value`` in the block, now or as soon as something imports the module.
+    """Patch ``home.name`` with ``value`` in the block, now or as soon as the module is imported.
 
     Args:
-        home: full name of a module.
-        name: of a variable in it.
-        value: what it is within the context.
+        home: Full name of a module.
+        name: Name of a variable in the module.
+        value: Value of the variable within the block.
     """
     before: list[object] = []
 
@@ -40,7 +40,7 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Hook that runs once a module has been imported."""
+    """Import hook that calls a function once a module has been imported."""
 
     def __init__(self, home: str, then: Callable[[ModuleType], None]) -> None:
         self._home, self.then = home, then

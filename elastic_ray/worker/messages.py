@@ -1,7 +1,8 @@
-"""Messages of workers to their controller: signals of the membership machine, further ones, and ends of runs.
+"""Messages from workers to their controller: membership signals, other messages, and results of runs.
 
-What a user's train function makes is told as plain data of bounded size (``elastic_ray.state.plain_metrics``), or
-closed (``elastic_ray.sealed``): Ray unpickles a message in the controller before any code of ours can look at it.
+Objects made by the user's train function are sent as plain data of bounded size
+(``elastic_ray.state.plain_metrics``) or sealed (``elastic_ray.sealed``), because Ray unpickles a message in the
+controller before any of our code can inspect it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from elastic_ray.worker.setup import ProcessInfo
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved:
-    """Message: an automatic checkpoint was written."""
+    """Message that an automatic checkpoint was written."""
 
     state: StateFile
     pause_s: float  # for how long training stood still [s]
@@ -35,7 +36,7 @@ class StateSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Ready):
-    """Signal: the worker waits for its first generation."""
+    """Signal that the worker is waiting for its first generation."""
 
     loader: LoaderInfo | None  # limits of the training loader
     resumed: str = ""  # which automatic checkpoint it continues from, or why it could not
@@ -43,10 +44,10 @@ class WorkerReady(Ready):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOutOfMemory(Rerun):
-    """Signal: the worker ran out of memory with ``atomic_bsz`` samples at once, and starts over.
+    """Signal that the worker ran out of memory with ``atomic_bsz`` samples at once, and starts over.
 
-    Without ``has_state`` it was inside ``optimizer.step()``, and what it holds is of no step. ``more_than_equal`` says
-    that an equal split of the step would have given it fewer samples.
+    Without ``has_state`` it was inside ``optimizer.step()``, so its state belongs to no step. ``more_than_equal`` is
+    True if an equal split of the step would have given the worker fewer samples.
     """
 
     atomic_bsz: int
@@ -56,7 +57,7 @@ class WorkerOutOfMemory(Rerun):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNotice(Signal):
-    """Message for the job's user, as an event: its kind, a sentence, and numbers."""
+    """Event message for the job's user: its kind, a sentence, and numbers."""
 
     kind: EventKind
     text: str
@@ -65,13 +66,13 @@ class WorkerNotice(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport(Signal):
-    """Rank 0's metrics, and the stored checkpoint's path; ``index`` counts the run's reports.
+    """Metrics of rank 0 and the path of the stored checkpoint; ``index`` counts the run's reports.
 
-    ``checkpoint_ref`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why
-    the checkpoint was given up.
+    ``checkpoint_ref`` refers to a copy of the checkpoint in the cluster's memory; None if there is none. ``problem``
+    says why the checkpoint was not stored.
 
-    Ray may deliver calls to an async actor out of order, hence the number. ``again``: a controller before this one has
-    heard it, and may not have written it.
+    The index is needed because Ray may deliver calls to an async actor out of order. ``again`` marks a report that an
+    earlier controller received but may not have written.
     """
 
     index: int
@@ -85,7 +86,7 @@ class WorkerReport(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHeartbeat(Signal):
-    """Sign of life of a worker."""
+    """Heartbeat of a worker."""
 
     report: StepReport | None = None  # rank 0's measurements
     # generation and number of committed edges that the worker has reached, None before its first generation
@@ -98,7 +99,7 @@ class WorkerHeartbeat(Signal):
 
 
 class ControllerAnswer(enum.Enum):
-    """Answer of a controller to a process that asks whether it belongs to it."""
+    """Answer of a controller to a process that asks whether it belongs to that controller."""
 
     KNOWN = "known"
     INTRODUCE = "introduce yourself"
@@ -107,7 +108,7 @@ class ControllerAnswer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReregistration:
-    """Registration of a worker with a restarted controller: all that the controller had known of it."""
+    """Registration of a worker with a restarted controller: everything the previous controller knew about it."""
 
     worker: str
     token: str  # what messages to its run carry
@@ -128,7 +129,7 @@ class WorkerReregistration:
 
     @property
     def name(self) -> str:
-        """Name of the process for the one who watches it."""
+        """Name of the process as shown to users."""
         return process_names(self.worker, self.position + 1)[self.position]
 
 
@@ -147,7 +148,7 @@ WorkerMessage = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """End of a run of the train function, with facts of the process."""
+    """End of a run of the train function, with the resources its process uses."""
 
     memory_bytes: int = 0  # resident memory of the process afterwards
     cuda_used: bool = False  # whether the process holds a CUDA context
@@ -155,7 +156,7 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """End of a run: the train function returned ``value``, as last ``rank`` after ``steps`` steps of all loaders."""
+    """End of a run whose train function returned ``value``, with its last ``rank`` and ``steps`` of all loaders."""
 
     value: Sealed | None = None
     rank: int = 0
@@ -163,27 +164,27 @@ class RunFinished(RunEnd):
 
 
 class RunLeft(RunEnd):
-    """End of a run: the worker has left its generation, as it was told to."""
+    """End of a run because the worker has left its generation as instructed."""
 
 
 class RunStopped(RunEnd):
-    """End of a run: the job was told to stop."""
+    """End of a run because the job was stopped."""
 
 
 class RunPreempted(RunEnd):
-    """End of a run: the job is preempted, and another rank saves it."""
+    """End of a run because the job is preempted; rank 0 reports the saved state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSaved(RunEnd):
-    """End of rank 0's run in a preempted job: it has saved the state, or ``problem`` says why it could not."""
+    """End of rank 0's run in a preempted job: the state was saved, or ``problem`` says why not."""
 
     problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFailed(RunEnd):
-    """End of a run: the train function has raised ``error``, or something failed beside it."""
+    """End of a run because the train function raised ``error``, or something outside it failed."""
 
     error: BaseException | Raised | None = None
     origin: ErrorOrigin | None = None  # where that comes from; None of what went wrong beside the train function
@@ -194,14 +195,14 @@ class RunFailed(RunEnd):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutOfMemory(RunFailed):
-    """End of a run that ran out of memory before its first generation; ``cause`` is a sentence on it."""
+    """End of a run that ran out of memory before its first generation; ``cause`` describes it in a sentence."""
 
     cause: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLost(RunEnd):
-    """End of a run: the group is broken and none followed; ``cause`` says why in a sentence."""
+    """End of a run because the group broke and no new one formed; ``cause`` gives the reason in a sentence."""
 
     cause: str
 

@@ -1,7 +1,7 @@
-"""SHELL: ownership of a worker process: by the pool at first, then by one job, or one sweep, until it ends.
+"""SHELL: ownership of a worker process, first by the pool, then by one job or sweep until the process ends.
 
-A process of the cluster's pool was started in the name of an earlier job. What Ray has set in it for that one is
-replaced: where modules are found, whose driver shows its output, and where names of actors are looked up.
+A process of the cluster's pool was started on behalf of an earlier job. For its owner, Ray's module search path,
+the driver that receives its output, and the namespace for actor names are replaced.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _UNWANTED_S = 180.0  # its pool asks every few seconds, and has given it up whil
 
 
 class Ownership:
-    """Owner of this process; the process ends when no possible owner is left.
+    """Tracker of this process's owner; the process exits when it has no possible owner left.
 
     Args:
-        owner: in whose name the process was started; None if it is for any job.
+        owner: The owner on whose behalf the process was started; None if any job may claim it.
     """
 
     def __init__(self, owner: ProcessOwner | None) -> None:
@@ -54,12 +54,12 @@ class Ownership:
         self._thread.start()
 
     def wanted(self) -> bool:
-        """Keep the process in a pool for later; True if it has no owner yet."""
+        """Record that a pool still wants the process; return True if it has no owner yet."""
         self._wanted_s = time.monotonic()
         return self._owner is None
 
     def stay_while(self, saves: Callable[[], bool]) -> None:
-        """Stay after the owner's end while a run saves itself."""
+        """Keep the process alive after its owner's end while ``saves()`` is True (a run saves itself)."""
         self._saves = saves
 
     def prepared(self) -> None:
@@ -67,19 +67,19 @@ class Ownership:
         self._prepared = True
 
     def claim(self, owner: ProcessOwner) -> bool:
-        """Claim the process for this owner; True if it succeeded."""
+        """Claim the process for this owner; return True on success."""
         if self._owner is None:
             adopt(owner)
             self._owner = owner
         return self._owner.holder == owner.holder
 
     def leave(self, holder: str) -> None:
-        """End the process, unless it belongs to another than this one."""
+        """Exit the process unless it belongs to a holder other than ``holder``."""
         if self._owner is None or self._owner.holder == holder:
             os._exit(0)
 
     def _watch(self) -> None:
-        """End the process once it is not wanted, or its owner is gone."""
+        """Exit the process once it is unwanted or its owner is gone."""
         while True:
             time.sleep(_LOOK_S)
             if self._owner is None:
@@ -108,7 +108,7 @@ def _is_gone(owner: Any) -> bool:
 
 
 def calling_owner(holder: str) -> ProcessOwner:
-    """Return the calling actor as an owner (or driver, which then ends its processes itself) and its Ray job."""
+    """Return the caller as a process owner: its Ray job and actor (None for a driver, which ends processes itself)."""
     context = ray.get_runtime_context()
     actor = context.current_actor if context.get_actor_id() is not None else None
     if _adopted:
@@ -123,16 +123,16 @@ def calling_owner(holder: str) -> ProcessOwner:
 
 
 def _search_path() -> tuple[str, ...]:
-    """Return what Ray adds to ``sys.path`` in workers of this Ray job.
+    """Return the entries that Ray adds to ``sys.path`` in workers of this Ray job.
 
-    Private, but nothing public tells it.
+    Uses a private API, because there is no public one.
     """
     worker: Any = _ray_worker.global_worker
     return tuple(worker.core_worker.get_job_config().py_driver_sys_path)
 
 
 def adopt(owner: ProcessOwner) -> None:
-    """Make this process one of another Ray job, as far as a train function can see."""
+    """Make this process appear to belong to the owner's Ray job, as seen from a train function."""
     if owner.ray_job == ray.get_runtime_context().get_job_id():
         return
     for path in _search_path():
@@ -149,7 +149,7 @@ def adopt(owner: ProcessOwner) -> None:
 
 
 def _look_up_in(namespace: str) -> None:
-    """Let names of actors, where no namespace is given, be those of this one."""
+    """Make ``namespace`` the default namespace for actor names in this process."""
     get_actor: Any = ray.get_actor
     actor_class: Any = ActorClass
     create = actor_class._remote

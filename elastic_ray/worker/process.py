@@ -1,6 +1,7 @@
-"""SHELL: a worker's process as its controller knows it: the actor class, without what the process itself imports.
+"""SHELL: actor class of a worker process, which a controller can import without torch.
 
-A controller only starts workers; torch, which :mod:`elastic_ray.worker.worker` needs, costs it two seconds of CPU.
+A controller only starts workers. Importing torch, which :mod:`elastic_ray.worker.worker` needs, would cost it two
+seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class WorkerProcess:
-    """Actor class; see :class:`elastic_ray.worker.worker.Worker`, which its methods call.
+    """Actor class of a worker process; its methods call :class:`elastic_ray.worker.worker.Worker`.
 
-    It comes to life warm and may wait for a job in the cluster's pool; the first one that claims it has it for good.
+    The process warms up at start and may wait in the cluster's pool; the first job that claims it keeps it for good.
 
     Args:
-        owner: for whom it works; None for a process of the pool.
-        theirs: what the one who starts it speaks.
+        owner: Owner of the process; None for a process of the pool.
+        theirs: Protocol version of the starting process, which must match.
     """
 
     def __init__(self, owner: ProcessOwner | None, theirs: Spoken) -> None:
@@ -40,22 +41,22 @@ class WorkerProcess:
         warm_up()
 
     def memory_bytes(self) -> int | None:
-        """Sign of life for a pool: its resident memory; None of a process that has a job."""
+        """Return this process's resident memory to its pool, as a sign of life; None once a job owns the process."""
         from elastic_ray.worker.warm_up import resident_bytes
 
         return resident_bytes() if self._ownership.wanted() else None
 
     def claim(self, owner: ProcessOwner) -> bool:
-        """Work for this one from now on; False of a process that works for another already."""
+        """Assign the process to this owner; return False if it already belongs to another."""
         with self._lock:
             return self._ownership.claim(owner)
 
     def leave(self, holder: str) -> None:
-        """End, unless the process works for another than this one."""
+        """Exit, unless the process belongs to a holder other than ``holder``."""
         self._ownership.leave(holder)
 
     def prepare(self, setup: WorkerSetup) -> ProcessInfo:
-        """Apply the job's settings, once; later calls only show that the process is well."""
+        """Create the job's worker on the first call; later calls only show that the process is alive."""
         from elastic_ray.worker.worker import Worker
 
         with self._lock:
@@ -66,27 +67,27 @@ class WorkerProcess:
         return self._worker.prepare()
 
     def run(self, assignment: Assignment) -> None:
-        """Run the train function to its end, which :meth:`outcome` tells."""
+        """Run the train function to its end; :meth:`outcome` returns the result."""
         assert self._worker is not None, "a process is prepared before it runs anything"
         self._worker.run(assignment)
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """Return how a run has ended; None if it has not within ``wait_s``."""
+        """Return how a run has ended, or None if it has not ended within ``wait_s``."""
         assert self._worker is not None, "a process is prepared before it runs anything"
         return self._worker.outcome(token, worker, wait_s)
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """Pass a message of the controller to one run."""
+        """Deliver a message from the controller to one run."""
         if self._worker is not None:
             self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
-        """True if a process of this node runs; see :func:`is_running`."""
+        """True if a process on this node is running (see :func:`is_running`)."""
         return is_running(pid)
 
 
 def is_running(pid: int) -> bool:
-    """True if a local process exists and is neither stopped nor a zombie, or if that cannot be told."""
+    """True if a local process exists and is neither stopped nor a zombie; also True without a ``/proc`` file system."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Setup of a worker's process, and what its controller must know of it: plain values."""
+"""Setup of a worker process, and the facts its controller needs about it (plain values)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from elastic_ray.unit import UnitPlace
 class WorkerSetup:
     """Setup of a worker process; ``paced`` jobs wait in ``report`` until they may continue.
 
-    ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none. ``controller`` and
-    ``token``: whose process it is from its start on, and the token of that controller's workers; None and empty for one
-    that a sweep owns.
+    ``states_kept`` is the number of automatic checkpoints to keep; 0 if the job makes none. ``controller`` and
+    ``token`` are the controller that owns the process from its start, and the token of that controller's workers. They
+    are None and empty for a process owned by a sweep.
     """
 
     use_gpu: bool
@@ -36,7 +36,7 @@ class WorkerSetup:
 class ProcessOwner:
     """Owner of a worker process.
 
-    One that was started before is made like a process of that owner's own.
+    A process that was started before it had an owner is made to look like one of the owner's own.
     """
 
     holder: str  # the job, or the sweep whose trials share the process; no other is ever given it
@@ -51,7 +51,7 @@ class ProcessOwner:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Assignment of one run of a train function to a worker process."""
+    """Assignment of a worker process to one run of a train function."""
 
     worker: str  # id of the worker for this run
     job: str
@@ -81,7 +81,7 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """A worker process, ready to be used, on a node with GPUs of this type (empty where the node does not say)."""
+    """Facts about a worker process that is ready for use; ``gpu_type`` and ``domain`` are empty if unknown."""
 
     pid: int
     cuda: bool

@@ -1,4 +1,4 @@
-"""SHELL: rank 0's automatic checkpoints: a copy between two steps, written by a thread while training continues."""
+"""SHELL: rank 0's automatic checkpoints: copied between two steps, written by a thread while training continues."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _UNSEEN = 2
 
 
 class StateSaver:
-    """Saves a checkpoint between two steps when one is due. Call :meth:`close` when the run is over.
+    """Saver of automatic checkpoints between steps, whenever one is due. Call :meth:`close` after the run.
 
-    All ranks hold the same state, so rank 0 saves it and asks no other rank. Where models differ between averages, it
-    lets the others know with the next step, after which all hold their mean. Where state lies with several ranks, they
-    all save together, each its part, at the edge of a step that they have agreed on.
+    If all ranks hold the same state, rank 0 saves it alone. If models differ between averages, rank 0 announces the
+    save with the next step, after which all ranks hold the mean. If the state is divided among ranks, each rank saves
+    its part at the edge of a step that all have agreed on.
 
     Args:
-        storage: where the run's files are.
-        told: is called with what was saved; returns the job's mean time between losses [s].
-        keep: how many checkpoints to keep.
-        interval_s: time between two checkpoints; None lets it follow from their cost and the losses seen.
-        calls: the run's calls on storage; None makes some.
-        timeout_s: longest silence of storage that a preempted job waits for, and of a rank whose part is missing [s].
-        saving: what the ranks agree on of checkpoints that all of them write; None where rank 0 writes all.
-        workers: gives those of the present group by rank; none while it changes.
+        storage: Storage of the run's files.
+        told: Called with each saved checkpoint; returns the job's mean time between worker losses [s].
+        keep: Number of checkpoints to keep.
+        interval_s: Time between two checkpoints; None chooses it from their cost and the observed losses.
+        calls: The run's storage calls; None creates new ones.
+        timeout_s: Longest silence to tolerate from storage in a preempted job, or from a rank with a missing part [s].
+        saving: Agreement between ranks on checkpoints that all of them write; None if rank 0 writes everything.
+        workers: Returns the current group's workers by rank; empty while the group changes.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class StateSaver:
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
     def ask(self) -> None:
-        """Ask for a checkpoint of this step, or of the first one after it that can be saved."""
+        """Request a checkpoint after this step, or after the first later step at which one is possible."""
         self._asked = True
 
     def between_steps(self) -> None:
-        """Start a checkpoint if one is due. Costs nothing otherwise."""
+        """Start a checkpoint if one is due; otherwise return at almost no cost."""
         order = self._saving.take_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
@@ -105,7 +105,7 @@ class StateSaver:
         self._begin(None)
 
     def _unit_order(self, *, ends: bool = False) -> SaveOrder | None:
-        """Return what the first rank's unit writes together, each worker its part; None where nothing is due."""
+        """Return the order for the first rank's unit to write a checkpoint together, or None if none is due."""
         run = self._session.run
         if run.wishes is None or run.unit is None or self._off or self._session.rank != 0:
             return None
@@ -116,12 +116,12 @@ class StateSaver:
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
     def is_due(self) -> bool:
-        """Return True if this worker has something to save, for its unit."""
+        """Return True if this worker has a checkpoint to save for its unit."""
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         return due and not self._busy()
 
     def _begin(self, order: SaveOrder | None) -> None:
-        """Write this rank's part, as all ranks have agreed; or, without an order, all of the state."""
+        """Write this rank's part as all ranks have agreed or, without an order, the whole state."""
         begin_s = self._since_s = time.monotonic()
         try:
             part = self._parts.capture(order, self._session.resume_point(), copy=True)
@@ -138,7 +138,7 @@ class StateSaver:
             self._give_up("it cannot be copied", exc_info=True)
 
     def _tell_of_refusals(self) -> None:
-        """Report that some ranks cannot write their parts, so that the whole state goes through rank 0."""
+        """Report that rank 0 gathers the whole state because some ranks cannot write their parts."""
         if self._saving.refusals and not self._refused and self._session.rank == 0:
             self._refused = True
             ranks = self._saving.refusals
@@ -150,10 +150,10 @@ class StateSaver:
             )
 
     def save_last(self, until: Callable[[], bool]) -> None:
-        """Save what the train function has ended with. A run whose storage does not take it has finished all the same.
+        """Save the final state of the train function; if storage fails, the run still counts as finished.
 
         Args:
-            until: asked meanwhile; once it says yes, the job does not wait any longer.
+            until: Polled while saving; once it returns True, the job stops waiting.
         """
         problem = self.save(until)
         if problem:
@@ -161,14 +161,14 @@ class StateSaver:
             self._session.tell("storage", f"the end of the run was not saved: {problem}")
 
     def save(self, until: Callable[[], bool] = lambda: False) -> str:
-        """Save what this rank holds, and wait until it is written. No rank trains any more.
+        """Save this rank's state and wait until it is written; no rank may be training any more.
 
-        On other ranks than the first, what it holds is a part, or nothing.
+        Ranks other than 0 save their part, or nothing.
 
         Args:
-            until: asked meanwhile; once it says yes, it is given up.
+            until: Polled while saving; once it returns True, saving is given up.
 
-        Returns why it could not be saved; empty if it was.
+        Returns why the state could not be saved; empty if it was saved.
         """
         begin_s = time.monotonic()
         units = self._session.run.wishes is not None
@@ -191,7 +191,7 @@ class StateSaver:
         return ""
 
     def _write_now(self, order: SaveOrder | None, point: ResumePoint, until: Callable[[], bool]) -> StateFile | None:
-        """Write while no rank trains; give up when storage has been silent for too long."""
+        """Write while no rank trains; give up if storage is silent for too long."""
         part = self._parts.capture(order, point, copy=False)
         assert part is not None, "nothing is copied"
         call = self._calls.start_long(
@@ -203,7 +203,7 @@ class StateSaver:
         return state
 
     def close(self) -> None:
-        """Stop a checkpoint that is being written, and wait a little for its thread."""
+        """Cancel a checkpoint that is being written, and wait briefly for its thread."""
         self._closed.set()
         with contextlib.suppress(StorageTimeoutError, concurrent.futures.CancelledError):
             if self._writing is not None:
@@ -215,7 +215,7 @@ class StateSaver:
     def _write(
         self, write: Callable[[Callable[[], bool]], StateFile | None], pause_s: float, go_on: Callable[[], bool]
     ) -> None:
-        """Write a copy, report it, and set when the next one is due."""
+        """Write a copied checkpoint, report it, and schedule the next one."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         try:
             state = write(lambda: go_on() and not self._closed.is_set())
@@ -240,7 +240,7 @@ class StateSaver:
         self._report(state, pause_s, begin_s, cpu_s)
 
     def _parts_missing(self, error: PartsMissingError) -> None:
-        """Warn of a checkpoint with missing parts; if parts stay invisible, each node has a disk of its own."""
+        """Warn that a checkpoint's parts are missing; if this repeats, let rank 0 gather and write everything."""
         logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
         self._unseen = self._unseen + 1 if error.unseen else 0
         if self._unseen >= _UNSEEN:
@@ -253,7 +253,7 @@ class StateSaver:
             )
 
     def _report(self, state: StateFile, pause_s: float, begin_s: float, cpu_s: float) -> None:
-        """Notify the controller of a checkpoint, and set when the next one is due."""
+        """Report a checkpoint to the controller, delete old ones, and schedule the next one."""
         self._failing, self._unseen = False, 0
         cost_s = pause_s + time.thread_time() - cpu_s
         saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)

@@ -1,4 +1,4 @@
-"""SHELL: train functions that are too large for a message, in Ray's control store, for workers that start."""
+"""SHELL: storage in Ray's control store for train functions too large for a message, read by new workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE_BYTES = 8
 
 
 def with_stored_train_loop(spec: JobSpec) -> JobSpec:
-    """The job, its train function and callbacks kept apart if they are too large for a message. Blocks briefly."""
+    """Move a job's train function and callbacks to Ray's control store if they are too large. Blocks briefly."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return spec
     key = store_train_loop(spec.train_loop, spec.callbacks)
@@ -26,10 +26,10 @@ def with_stored_train_loop(spec: JobSpec) -> JobSpec:
 
 
 def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
-    """Keep both, packed, until :func:`delete_train_loop`; returns their key. Blocks briefly.
+    """Store a train function and callbacks until :func:`delete_train_loop`; return their key. Blocks briefly.
 
-    What an actor is created with is lost with the driver once it is too large for a message, and Ray could not start
-    the actor again. Ray keeps functions that it sends to workers in the same place.
+    Large actor arguments are lost together with the driver, and Ray then cannot restart the actor. Ray stores the
+    functions that it sends to workers in the same place.
     """
     key = f"train_loop/{secrets.token_hex(8)}"
     packed = len(train_loop).to_bytes(_SIZE_BYTES) + train_loop + callbacks
@@ -38,9 +38,9 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 
 
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
-    """The train function and the callbacks that :func:`store_train_loop` has kept.
+    """Return the train function and callbacks stored by :func:`store_train_loop`.
 
-    Raises LookupError: it is not there (any more).
+    Raises LookupError if they are not, or no longer, stored.
     """
     packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:

@@ -1,4 +1,4 @@
-"""The user's train function, checked and pickled for its way to the workers."""
+"""Checks and pickling of the user's train function before it is sent to the workers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import io
 import logging
 import os
+import pickle
 import socket
 import sys
 import types
@@ -20,7 +21,48 @@ from ray.util import inspect_serializability
 from elastic_ray.adaptation.policy import Policy, name_of
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.worker.in_ray_train import in_ray_train
-from elastic_ray.worker.script_classes import load
+
+_MAIN = "__main__"
+_MAKERS = ("_make_skeleton_class", "_make_skeleton_enum", "_make_function")  # cloudpickle's
+_given: set[str] = set()
+
+
+def load(packed: bytes) -> Any:
+    """Unpickle like ``pickle.loads``, and add classes and functions of the script to this process's ``__main__``.
+
+    Names that already exist in this process's own ``__main__`` are not replaced.
+    """
+    unpickler = _Unpickler(io.BytesIO(packed))
+    loaded = unpickler.load()
+    main = sys.modules[_MAIN]
+    for each in unpickler.made:
+        name = getattr(each, "__qualname__", "")
+        of_the_script = getattr(each, "__module__", None) == _MAIN and name.isidentifier()
+        if of_the_script and (name in _given or not hasattr(main, name)):
+            _given.add(name)
+            setattr(main, name, each)
+    return loaded
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that records the classes and functions that cloudpickle recreates."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.made: list[Any] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find a class as ``pickle`` does, and wrap cloudpickle's constructors to record their results."""
+        found = super().find_class(module, name)
+        return self._noting(found) if name in _MAKERS and "cloudpickle" in module else found
+
+    def _noting(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            self.made.append(make(*args, **kwargs))
+            return self.made[-1]
+
+        return made
+
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +77,11 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
 
     Args:
-        config: what it is called with.
-        policies: what the run asks between steps, before those of its models.
+        config: Argument for the train function.
+        policies: Policies that the run consults between steps, before those of its models.
 
-    Raises TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message names
-    what it captures. ValueError: if there is a config that the function cannot take.
+    Raises TypeError if the function is not callable with no argument or one, or cannot be pickled; the message names
+    the captured objects. Raises ValueError if there is a config that the function does not accept.
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"train_loop_config must be a dict or None, but got {config!r}")
@@ -63,10 +105,10 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
 
 
 class _ByValue(ray.cloudpickle.CloudPickler):
-    """Pickler that stores what a script defines by value, and modules by name, whatever their class.
+    """Pickler that stores a script's definitions by value, and modules by name, whatever their class.
 
-    cloudpickle takes along each submodule whose name code mentions: ``torch`` and an attribute ``classes`` are
-    ``torch.classes`` to it, an object that is a module of a class of its own and cannot be pickled.
+    cloudpickle includes each submodule whose name appears in the code. For code that uses ``torch`` and any attribute
+    ``classes``, that is ``torch.classes``, a module object of a custom class that cannot be pickled.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -79,7 +121,7 @@ class _ByValue(ray.cloudpickle.CloudPickler):
 
 
 class AdaptedTrainLoop:
-    """A train function whose run asks policies between steps."""
+    """A train function whose run consults policies between steps."""
 
     def __init__(self, train_loop: Callable[..., Any], policies: Sequence[Policy]) -> None:
         self._train_loop = train_loop
@@ -93,7 +135,7 @@ class AdaptedTrainLoop:
 
 
 class PickledTrainLoop:
-    """A train function that is unpickled where it is called, with its config: no process on the way imports it."""
+    """A train function and its config, unpickled only when called, so that no process in between imports it."""
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
@@ -104,9 +146,9 @@ class PickledTrainLoop:
 
 
 def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
-    """Return a packed loop that is called with `config` in its config, over values of the same name.
+    """Return a packed train function with `config` merged over its own config.
 
-    Raises TypeError: a value cannot be pickled; the message names it.
+    Raises TypeError naming the value if one cannot be pickled.
     """
     try:
         return bytes(ray.cloudpickle.dumps((PickledTrainLoop(packed), dict(config))))  # type: ignore[no-untyped-call]
@@ -115,15 +157,15 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
 
 
 def with_policies(packed: bytes, policies: Sequence[Policy]) -> bytes:
-    """Return a packed loop whose run asks these policies as well, before its own."""
+    """Return a packed train function whose run also consults these policies, before its own."""
     loop = AdaptedTrainLoop(PickledTrainLoop(packed), policies)
     return bytes(ray.cloudpickle.dumps((loop, {})))  # type: ignore[no-untyped-call]
 
 
 def call(packed: bytes) -> Any:
-    """Run what :func:`pack` made; for workers. In it ``ray.train``'s own functions do what ours do.
+    """Run a packed train function in a worker, with the functions of ``ray.train`` redirected to elastic_ray.
 
-    The process's working directory is afterwards what it was: another run in it finds its relative paths.
+    Afterwards the working directory is restored, so that another run in this process finds its relative paths.
     """
     folder = os.open(".", os.O_RDONLY)
     try:
@@ -138,9 +180,9 @@ def call(packed: bytes) -> Any:
 
 
 def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error, with the node and Python that lack the package and how it gets there.
+    """Return the error extended with the node and Python that lack the package, and how to install it.
 
-    As it is where they have it.
+    An error about a package that is installed is returned unchanged.
     """
     package = (error.name or "").partition(".")[0]
     if not package or package in sys.modules or importlib.util.find_spec(package) is not None:
@@ -155,7 +197,7 @@ def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
 
 
 def _takes_config(train_loop: Any, has_config: bool) -> bool:
-    """True if the function takes the config; raises if it can be called neither way."""
+    """True if the function accepts the config; raise TypeError if it cannot be called with or without one."""
     if not callable(train_loop):
         raise TypeError(f"train_loop_per_worker must be a function, but got {train_loop!r}")
     body = getattr(train_loop, "func", train_loop)  # of a functools.partial
@@ -180,7 +222,7 @@ def _takes_config(train_loop: Any, has_config: bool) -> bool:
 
 
 def _check_policies(policies: Sequence[Policy]) -> None:
-    """Raise TypeError for one that cannot be sent to the workers."""
+    """Raise TypeError for a policy that cannot be sent to the workers."""
     for policy in policies:
         why = _pickling_error(policy)
         if why is not None:
@@ -193,7 +235,7 @@ def _name(train_loop: Any) -> str:
 
 
 def _large(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, size: int) -> str:
-    """Describe what takes most of a train function's room, and the way out."""
+    """Return a warning that names the largest object a train function carries, and how to avoid it."""
     captured = {repr(name): value for name, value in _captured(train_loop)}
     values = {**captured, **{f"train_loop_config[{name!r}]": value for name, value in (config or {}).items()}}
     largest = max(values, key=lambda name: _room(values[name]), default="its code")
@@ -212,7 +254,7 @@ def _captured(train_loop: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _room(value: Any) -> int:
-    """Size of an array or tensor, of what a container holds directly, or of anything else, roughly [bytes]."""
+    """Return the approximate size of a value [bytes]: an array or tensor, a container's direct contents, or other."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -221,7 +263,7 @@ def _room(value: Any) -> int:
 
 
 def _unpicklable(train_loop: Any, config: Mapping[str, Any] | None, error: Exception) -> str:
-    """Return what cannot be pickled, by name."""
+    """Return an error message that names the objects that cannot be pickled."""
     for key, value in (config or {}).items():
         if (why := _pickling_error(value)) is not None:
             return (

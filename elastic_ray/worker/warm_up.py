@@ -1,7 +1,7 @@
-"""SHELL: warm-up of a worker process before it belongs to a job, so that no first step waits for it.
+"""SHELL: warm-up of a worker process before it belongs to a job, so that no first step waits for imports.
 
-What it imports is work for a processor alone. Where more processes start on a machine than there are processors, they
-take turns: all of them would else be ready at the end only, and the first step would wait for the last import.
+Imports are limited by CPU. If more processes start on a machine than it has CPUs, they run one after another;
+otherwise all of them would be ready only at the end, and the first step would wait for the last import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WAIT_S = 30.0
 
 
 def warm_up() -> None:
-    """Import modules, and run torch once forward, backward and through an optimizer; CUDA stays untouched."""
+    """Import modules, and run one forward, backward and optimizer step in torch without initialising CUDA."""
     with start_slot():
         import torch
 
@@ -46,21 +46,21 @@ def warm_up() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process, at its peak."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextlib.contextmanager
 def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_s: float = _WAIT_S) -> Iterator[bool]:
-    """Hold one of the machine's slots for starts; a process that ends gives its own back.
+    """Hold one of the machine's start slots in the block; a process that dies releases its slot.
 
     Args:
-        folder: where the slots' files are, of this user alone; None for one in the Ray session's.
-        slots: how many there are; None for as many as this process may use processors.
-        timeout_s: longest wait [s]; then the start continues beside the others.
+        folder: Folder of the slot files, private to this user; None uses one in the Ray session's folder.
+        slots: Number of slots; None uses the number of CPUs available to this process.
+        timeout_s: Longest wait [s]; afterwards the start continues without a slot.
 
     Yields:
-        Whether it holds one.
+        True if a slot is held.
     """
     file = None
     deadline_s = time.monotonic() + timeout_s
@@ -77,13 +77,13 @@ def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_
 
 
 def _session_folder() -> Path:
-    """Return a folder of the Ray node that this process belongs to."""
+    """Return the folder for slot files in the session directory of this process's Ray node."""
     node: Any = _ray_worker._global_node
     return Path(node.get_session_dir_path()) / "elastic_ray_starts"
 
 
 def _take(folder: str, slots: int, deadline_s: float) -> int | None:
-    """Return the open file that holds a slot; None where no slot came free in time."""
+    """Return the open file that holds a slot, or None if no slot became free in time."""
     while True:
         for slot in range(slots):
             file = open_append(os.path.join(folder, str(slot)), private=True)

@@ -1,4 +1,4 @@
-"""SHELL: the worker actor: runs the user's train function, again and again, in one process."""
+"""SHELL: the worker actor, which runs the user's train function, repeatedly if necessary, in one process."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.communication.retired_communicators import RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.communication.unit_group import UnitCommunicator, UnitGroup, UnitLostError
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, StopJob
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
-from elastic_ray.run.current import set_worker_session
-from elastic_ray.run.dismissal import WorkerDismissed
-from elastic_ray.run.optimizers import watch_optimizers
+from elastic_ray.run.current import WorkerDismissed, set_worker_session
 from elastic_ray.run.registry import HookPoint
+from elastic_ray.run.run import watch_optimizers
 from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.default_group import install as install_default_group
 from elastic_ray.session.default_group import install_unit, uninstall_unit
 from elastic_ray.session.session import Session
 from elastic_ray.state.progress import RunProgress, in_no_generation
-from elastic_ray.state.starting_point import SavedState, StartingPoint
+from elastic_ray.state.resume_point import SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
-from elastic_ray.stragglers.slow_workers import StragglerConfig
+from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
@@ -73,10 +71,10 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """Worker behind a ``WorkerProcess``; methods other than ``run`` return at once and may be called while it runs.
+    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress.
 
     Args:
-        setup: what all workers of the job share.
+        setup: Settings shared by all workers of the job.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -106,12 +104,12 @@ class Worker:
 
     @property
     def _idle(self) -> Registration | None:
-        """Registration of the process between two runs; a sweep's process is lent, and the sweep ends it."""
+        """Registration of the process between two runs; None for a process lent by a sweep, which ends it itself."""
         setup = self._setup
         return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
     def prepare(self) -> ProcessInfo:
-        """Apply the job's settings; returns what its controller must know of the process."""
+        """Apply the job's settings; return the facts that the controller needs about the process."""
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()
@@ -120,13 +118,13 @@ class Worker:
         return self._process_info
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """Pass a message of the controller to one run; one that comes too late finds another, or none."""
+        """Deliver a message from the controller to one run; a message for a run that has ended is dropped."""
         membership = self._membership
         if membership is not None and (self._token, membership.worker) == (token, worker):
             membership.post(message)
 
     def run(self, assignment: Assignment) -> None:
-        """Run the train function until it returns, leaves, fails or its group is lost."""
+        """Run the train function until it returns, leaves, fails or loses its group."""
         self._assignment, self._link, self._result = assignment, None, None
         self._runs += 1
         # A sweep's process is registered only while it runs for the controller.
@@ -147,7 +145,7 @@ class Worker:
             self._ended.notify_all()
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """Return how a run has ended; None if it has not within ``wait_s``. A renewed controller may ask again."""
+        """Return how a run has ended, or None if it has not within ``wait_s``; may be called repeatedly."""
 
         def result() -> RunResult | None:
             found = self._result
@@ -161,7 +159,7 @@ class Worker:
         return found
 
     def _introduce(self) -> WorkerReregistration | None:
-        """Return this worker's registration for a restarted controller; None while no run is in progress."""
+        """Return this worker's registration for a restarted controller, or None if no run is in progress."""
         assignment, link, process_info, membership = self._assignment, self._link, self._process_info, self._membership
         if assignment is None or link is None or process_info is None:
             return None
@@ -189,7 +187,7 @@ class Worker:
             link.report_again()
 
     def _save_alone(self, why: str) -> None:
-        """Save the run after the step in progress, as far as possible, because the controller is gone for good."""
+        """Save the run after the current step if possible, because the controller is gone for good."""
         link, membership = self._link, self._membership
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return
@@ -208,7 +206,7 @@ class Worker:
             groups.release(groups.find(assignment.group))
 
     def _run(self, assignment: Assignment) -> RunResult:
-        """Run the train function, again where it ran out of memory: how that has ended."""
+        """Run the train function, and again after it runs out of memory; return how the last run ended."""
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         if assignment.gpu_ids:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
@@ -233,7 +231,7 @@ class Worker:
         return _end(RunFailed, error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
 
     def _unit_of(self, assignment: Assignment) -> UnitGroup | None:
-        """The workers of this one's unit, once all are there; None where a worker is one by itself."""
+        """Return the group of the worker's unit once all its processes have joined; None for a single process."""
         if assignment.unit is None:
             return None
         elastic = self._setup.elastic
@@ -244,7 +242,7 @@ class Worker:
         )
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
-        """Return the first good automatic checkpoint to continue from, and its path."""
+        """Return the first intact automatic checkpoint to resume from, and its path; None and "" if there is none."""
         unusable = ""
         for state in assignment.states:
             try:
@@ -262,7 +260,7 @@ class Worker:
     def _run_once(
         self, assignment: Assignment, session: Session, link: ActorControllerClient
     ) -> RunResult | tuple[dict[str, Any] | None, RunProgress | None]:
-        """Run the train function once; return the result, or what a rerun needs after it ran out of memory."""
+        """Run the train function once; return the result or, if it ran out of memory, the inputs for a rerun."""
         elastic = self._setup.elastic
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heartbeats = HeartbeatThread(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
@@ -324,7 +322,7 @@ class Worker:
             link.tracker_files.close(_TRACKER_S)
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ActorControllerClient) -> StateSaver | None:
-        """Return a saver of automatic checkpoints for a run; None if the job has none."""
+        """Return a saver of automatic checkpoints for a run, or None if the job makes none."""
         if not self._setup.states_kept:
             return None
         elastic = self._setup.elastic
@@ -352,7 +350,7 @@ class Worker:
         saved: SavedState | None,
         checkpoint: Any,
     ) -> Session:
-        """Return a session for one run: a membership of its own, and what it continues from."""
+        """Return a session for one run, with a new membership and the state to resume from."""
         elastic = self._setup.elastic
 
         def form(spec: GenerationSpec, rank: int) -> Communicator:
@@ -407,7 +405,7 @@ class Worker:
 
 
 def _stored_checkpoint(assignment: Assignment, link: ActorControllerClient) -> Any:
-    """Return the reported checkpoint to start from; None at the beginning."""
+    """Return the reported checkpoint to start from, or None at the beginning."""
     if assignment.checkpoint is None:
         return None
     from ray.train import Checkpoint
@@ -421,13 +419,13 @@ def _start_of(assignment: Assignment) -> RunProgress | None:
 
 
 def _end(kind: type[_End], **values: Any) -> _End:
-    """Return the end of a run, with the resources that its process uses now."""
+    """Return the end of a run, with the resources that its process currently uses."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
-    """Save a preempted run: rank 0 saves what all ranks hold, or each its part."""
+    """Save a preempted run: rank 0 saves the common state, or each rank its part."""
     if session.rank != 0 or not session.run.speaks:
         problem = saver.save() if saver is not None else ""
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
@@ -441,7 +439,7 @@ def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver 
 
 
 def _write_end(session: Session, link: ActorControllerClient, problem: str) -> None:
-    """Add the event that a controller which is gone cannot write."""
+    """Append the final event in place of the controller, which is gone."""
     saved = f"not saved: {problem}" if problem else f"saved at step {session.progress.steps}"
     event = JobEvent(
         time_s=time.time(),

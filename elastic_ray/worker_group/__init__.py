@@ -1,1 +1,1 @@
-"""A job's workers as one: started, watched, lost, found again."""
+"""Workers of a job as one group: starting, watching, losing and re-adopting them."""

@@ -1,4 +1,4 @@
-"""SHELL: a job's workers: their placement groups, and the processes that they run in (owned by the controller)."""
+"""SHELL: a job's workers: their placement groups and the processes they run in (owned by the controller)."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a secon
 
 
 class WorkerActors:
-    """Workers of a job: carries out the membership machine's instructions, and reports the results.
+    """Workers of a job as Ray actors; carries out the membership machine's instructions and reports the results.
 
-    A worker's resources are reserved by a placement group of its own; its process is an actor beside the group that
-    asks for nothing itself. Both are detached: they outlive a controller that Ray restarts, and the next one adopts
+    Each worker's resources are reserved by its own placement group. Its process is an actor outside the group that
+    requests no resources. Both are detached, so they outlive a controller that Ray restarts, and the next one adopts
     them.
 
     Args:
-        controller: handle of its controller.
-        tell: takes what happened to a worker.
-        on_result: takes how a run ended.
-        on_refusal: takes why no process could be had for a worker, and whether another try must end the same way.
+        controller: Handle of the job's controller.
+        tell: Called with each event of a worker, such as a reservation or a loss.
+        on_result: Called with a worker and how its run ended.
+        on_refusal: Called with a worker, the reason it got no process, and whether a retry is certain to fail.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class WorkerActors:
         self.process_infos: dict[str, ProcessInfo] = {}
 
     def reserve(self, worker: str, node: str) -> None:
-        """Ask for the worker's resources; ``Reserved`` follows when they are there."""
+        """Request the worker's resources on a node; a ``Reserved`` signal follows when they are available."""
         self._nodes[worker] = node
         self._background.start(self._await_reservation(worker))
 
     async def _await_reservation(self, worker: str) -> None:
-        """Wait for room, ask for it, and tell the membership machine of it.
+        """Wait for free resources, reserve them, and notify the membership machine.
 
-        Room that another worker is just giving back is had within 0.2 s; a group for which Ray has found none waits up
-        to a second for the next try.
+        Polling finds resources that another worker is releasing within about 0.2 s. A placement group requested too
+        early would wait up to a second for Ray's next attempt.
         """
         # The membership machine gives reservations up in its own time; this only bounds the wait.
         until_s = time.monotonic() + self._spec.elastic.reserve_timeout_s * 2
@@ -99,35 +99,35 @@ class WorkerActors:
             self._tell(Reserved(worker=worker))
 
     def _asking(self, worker: str) -> int:
-        """Return the number of other workers of its node whose groups are not fulfilled yet."""
+        """Return the number of workers on the same node whose placement groups are still pending."""
         unfulfilled = self._groups.keys() - self._fulfilled
         return sum(self._nodes.get(other) == self._nodes.get(worker) for other in unfulfilled)
 
     def reserved(self) -> dict[str, int]:
-        """Return fulfilled reservations by node."""
+        """Return the number of fulfilled reservations, keyed by node."""
         counts: dict[str, int] = {}
         for worker in self._fulfilled & self._groups.keys():
             counts[self._nodes[worker]] = counts.get(self._nodes[worker], 0) + 1
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Return names of the workers' processes, by worker.
+        """Return the name of each worker's process, keyed by worker.
 
-        Empty of those that a sweep lends and has started itself.
+        The name is empty for a process that a sweep started itself and has lent out.
         """
         return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
 
     def homes(self) -> dict[str, str]:
-        """Return nodes of the workers' processes, by worker."""
+        """Return the node of each worker's process, keyed by process name."""
         return {name: self._nodes[worker_of(name)] for name in self._actors if worker_of(name) in self._nodes}
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
-        """Return the GPU type of a generation's nodes, empty where they do not say; None if they differ."""
+        """Return the GPU type of a generation's nodes, empty if unknown; None if the types differ."""
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
     def with_domains(self, spec: GenerationSpec) -> GenerationSpec:
-        """Return the generation with the domains of its members' nodes."""
+        """Return the generation with each member's network domain filled in, if any is known."""
         known = {name: info.domain for name, info in self.process_infos.items() if info.domain}
         if not known:
             return spec
@@ -135,7 +135,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def with_gpu_types(self, spec: GenerationSpec, speeds: Mapping[str, float]) -> GenerationSpec:
-        """Return the generation with its members' GPU types, and how fast these are [samples/s] as far as is known."""
+        """Return the generation with each member's GPU type and its speed [samples/s] filled in (0 if unknown)."""
         members = []
         for member in spec.members:
             info = self.process_infos.get(member.worker)
@@ -144,11 +144,11 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function in a warm process of the node, or in a new one."""
+        """Run the train function in a warm process on the node, or in a new one."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
-        """Find a process, run the train function in it, and wait for its end."""
+        """Get a process, run the train function in it, and wait for the run to end."""
         worker, node = assignment.worker, assignment.node
         try:
             taken = await asyncio.gather(*(self._processes.take(node) for _ in range(self._unit)))
@@ -181,11 +181,11 @@ class WorkerActors:
             await self._watch(worker, taken[0][0], self._token, running[0])
 
     async def _watch(self, worker: str, actor: Any, token: str, running: Any = None) -> None:
-        """Wait for the end of a run, or of its process."""
+        """Wait for the end of a run or of its process, and report it."""
         self._tell_end(worker, await self._outcome(actor, token, worker, running))
 
     async def _outcome(self, actor: Any, token: str, worker: str, running: Any) -> RunResult | str:
-        """Return how a run has ended, or why its process is gone."""
+        """Return how a run has ended, or a string with the reason if its process is gone."""
         try:
             while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
@@ -198,7 +198,7 @@ class WorkerActors:
         return found
 
     def _in_unit(self, assignment: Assignment) -> list[Assignment]:
-        """Return the setup of each process of the worker."""
+        """Return the assignment for each process of the worker."""
         if self._unit == 1:
             return [assignment]
         store = f"{tempfile.gettempdir()}/elastic-ray-{secrets.token_hex(8)}/unit"
@@ -213,7 +213,7 @@ class WorkerActors:
         ]
 
     async def _watch_unit(self, worker: str, actors: Sequence[Any], token: str, running: Sequence[Any]) -> None:
-        """Wait for the end of a run in all processes of a unit, or for the first that is lost or raises."""
+        """Wait until the run has ended in all processes of a unit, or until the first of them is lost or raises."""
         outcomes = [
             asyncio.ensure_future(self._outcome(actor, token, worker, each))
             for actor, each in zip(actors, running, strict=True)
@@ -241,7 +241,7 @@ class WorkerActors:
                 each.cancel()
 
     def _tell_end(self, worker: str, end: RunResult | str) -> None:
-        """A run has ended, or its process is gone, for the reason that stands there."""
+        """Report how a run ended, or, if ``end`` is a string, that its process was lost for that reason."""
         if isinstance(end, str):
             self._tell(Lost(worker=worker, cause=end))
             return
@@ -249,7 +249,7 @@ class WorkerActors:
         self._on_result(worker, end)
 
     def adopt(self, unit: Sequence[WorkerReregistration]) -> None:
-        """Adopt a worker of a controller before this one: its processes, by position."""
+        """Adopt a worker of an earlier controller, given the registrations of its processes by position."""
         first, worker = unit[0], unit[0].worker
         self._groups[worker], self._nodes[worker] = groups.find(first.group), first.node
         self._fulfilled.add(worker)
@@ -264,11 +264,11 @@ class WorkerActors:
             self._background.start(self._watch(worker, first.actor, first.token))
 
     def knows(self, worker: str, token: str) -> bool:
-        """True if a process with this token serves these workers."""
+        """True if a process with this token belongs to the worker, under this controller or an earlier one."""
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
-        """Return the GPUs behind the reservation: a task inside the group sees which they are."""
+        """Return the assignment with the GPU ids of its reservation, which a task inside the group can see."""
         group = self._groups[assignment.worker]
         probe: Any = ray.remote(_gpu_ids)
         ids = await probe.options(
@@ -279,7 +279,7 @@ class WorkerActors:
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
     def release(self, worker: str, *, kill: bool) -> None:
-        """Give a worker's resources back; its process rests in the warm pool, or ends."""
+        """Release a worker's resources; its process returns to the warm pool if it is reusable, or ends."""
         node = self._nodes.pop(worker, "")
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
@@ -305,9 +305,9 @@ class WorkerActors:
                 self._processes.end(actor)
 
     async def is_running(self, worker: str, timeout_s: float) -> bool | None:
-        """Ask another process of the worker's node if it sees the worker's process running; None if none can tell.
+        """Return whether another process on the node sees the worker's process running; None if unknown.
 
-        A process that is stopped, a zombie or gone is not running; one that is starved or holds its own lock is.
+        A process that is stopped, a zombie or gone is not running. One that is starved or holds the GIL for long is.
         """
         node, process_info = self._nodes.get(worker_of(worker), ""), self.process_infos.get(worker)
         others = [
@@ -324,7 +324,7 @@ class WorkerActors:
             return None
 
     def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
-        """Send workers a message; one that is gone misses nothing."""
+        """Send a message to workers; those without a process are skipped."""
         for worker in workers:
             for name in process_names(worker, self._unit):
                 actor = self._actors.get(name)
@@ -332,20 +332,20 @@ class WorkerActors:
                     actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
-        """Keep warm processes on these nodes only, by the number of the job's workers there."""
+        """Keep warm processes on these nodes only, given the number of the job's workers on each."""
         self._processes.keep_warm(nodes)
 
     def disband(self) -> None:
-        """Give everything back."""
+        """Release all resources and end all processes."""
         for worker in list(self._nodes):
             self.release(worker, kill=True)
         self._background.cancel()
         self._processes.close(fit=False)
 
     async def vacate(self) -> None:
-        """Give everything back, processes in a state in which another trial can use them.
+        """Release all resources, leaving the processes in a state in which another trial can use them.
 
-        Those that are told to stop have half a second to come out of their train function.
+        Workers that were told to stop have half a second to leave their train function.
         """
         deadline_s = time.monotonic() + _VACATE_S
         while time.monotonic() < deadline_s and any(self._may_come_out(worker) for worker in self._actors):
@@ -357,11 +357,11 @@ class WorkerActors:
         await self.withdrawn()
 
     async def withdrawn(self) -> None:
-        """Wait until outstanding requests are withdrawn; a group would count for the next job of this name."""
+        """Wait until pending reservations are withdrawn; otherwise they would count for the next job of this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
 
     async def refilled(self) -> None:
-        """Wait until the pool knows that the job is over, and has what the next one takes."""
+        """Wait until the pool has been notified of the job's end and holds processes for the next job."""
         await self._processes.refilled()
 
     def _may_come_out(self, worker: str) -> bool:

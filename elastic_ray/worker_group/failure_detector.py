@@ -1,4 +1,4 @@
-"""Failure detector for silent workers (pure except for the arguments)."""
+"""Detector of silent workers, and expected ranks of starting workers (pure; times are arguments)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LONGEST_GAP_S = 0.3
 
 
 class FailureDetector:
-    """Failure detector by silence of workers (or the driver), whose clock stops while the controller is held up.
+    """Detector of silent workers (or drivers), whose clock stops while the controller itself is held up.
 
     Args:
-        timeout_s: silence after which a member of a group counts as hung.
-        alone_s: the same for one that no other waits for, or that was seen to be alive; ``timeout_s`` if not given.
+        timeout_s: Silence after which a member of a group counts as hung [s].
+        alone_s: The same for a sole member, or one whose process was seen running [s]; defaults to ``timeout_s``.
     """
 
     def __init__(self, timeout_s: float, *, alone_s: float | None = None) -> None:
@@ -29,41 +29,41 @@ class FailureDetector:
         self._excused: set[str] = set()
 
     def heard(self, *workers: str) -> None:
-        """Record a sign of life."""
+        """Record a sign of life from these workers."""
         self._heard_s.update(dict.fromkeys(workers, self._clock_s))
         self._questioned.difference_update(workers)
         self._excused.difference_update(workers)
 
     def forget(self, *workers: str) -> None:
-        """Expect nothing from these any more."""
+        """Stop watching these workers."""
         for worker in workers:
             self._heard_s.pop(worker, None)
         self._questioned.difference_update(workers)
         self._excused.difference_update(workers)
 
     def excuse(self, worker: str) -> None:
-        """Grant a longer wait to a worker whose process was seen alive: it may be busy or starved."""
+        """Grant a longer timeout to a worker whose process was seen running: it may be busy or starved."""
         if worker in self._questioned:  # not heard of since the question
             self._excused.add(worker)
 
     def questioned(self, worker: str) -> bool:
-        """True if the worker has been silent since it became questionable."""
+        """True if the worker has stayed silent since :meth:`questionable` returned it."""
         return worker in self._questioned
 
     def questionable(self) -> list[str]:
-        """Return the workers silent for a third of the timeout, once each: their processes are worth a look."""
+        """Return workers that have become silent for a third of the timeout, each once, so that they can be checked."""
         soon_s = self._timeout_s / 3
         found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > soon_s and w not in self._questioned]
         self._questioned.update(found)
         return found
 
     def silence_s(self, worker: str) -> float | None:
-        """Return for how long the worker has been silent [s]; None if it has not been heard of."""
+        """Return how long the worker has been silent [s], or None if it is not being watched."""
         heard_s = self._heard_s.get(worker)
         return None if heard_s is None else self._clock_s - heard_s
 
     def silent(self, now_s: float, members: Iterable[str]) -> list[tuple[str, float]]:
-        """Return members that have been silent for longer than the timeout, and for how long [s]."""
+        """Return the members that have been silent for longer than their timeout, and for how long [s]."""
         if self._looked_s is not None:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s
@@ -75,22 +75,22 @@ class FailureDetector:
 
 
 class ExpectedRanks:
-    """Expected ranks of workers that start, each a different one.
+    """Distinct expected ranks for workers that are starting.
 
-    Before the first generation exactly one living worker is told rank 0, so that ``if rank == 0: download()`` runs
-    once; a worker that joins a group that trains is never told 0. The ranks that they get in the end may be others.
+    Before the first generation exactly one living worker is given rank 0, so that ``if rank == 0: download()`` runs
+    once. A worker joining a group that already trains is never given rank 0. Final ranks may differ.
     """
 
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
 
     def of(self, worker: str, nodes: Mapping[str, str], spec: GenerationSpec | None, target: int) -> RankInfo:
-        """Return the expected place of a worker that starts now.
+        """Return the expected rank information of a worker that starts now.
 
         Args:
-            nodes: of every living worker, this one included, by id; oldest first.
-            spec: the present generation, None before the first.
-            target: size that the job is heading for.
+            nodes: Node of every living worker, this one included, keyed by worker id; oldest first.
+            spec: The current generation; None before the first.
+            target: Intended number of workers of the job.
         """
         self._told = {each: rank for each, rank in self._told.items() if each in nodes and each != worker}
         # Members that have died are not members of the generation that the worker will join.

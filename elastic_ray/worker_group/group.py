@@ -1,4 +1,4 @@
-"""SHELL: the workers of a job as one: carries out what the membership machine decides, and sees who is lost."""
+"""SHELL: a job's workers as one group: carries out the membership machine's decisions and detects lost workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
@@ -37,6 +37,9 @@ from elastic_ray.worker.setup import Assignment
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
 
+if TYPE_CHECKING:
+    from elastic_ray.job.supervisor import JobSupervisor
+
 logger = logging.getLogger("elastic_ray.job")
 
 # No other waits for the only member of a group, so that a busy machine is no reason to give it up.
@@ -46,36 +49,15 @@ _MOST_REFUSALS = 3  # of a runtime environment that could not be set up, once pe
 _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
-class GroupObserver(Protocol):
-    """Protocol of the job as the group reports to it what is not the workers' own business."""
-
-    def came_back(self, worker: str, result: RunResult) -> None:
-        """Handle the end of a run of the train function."""
-
-    def happened(self, note: Note) -> None:
-        """Handle a note that a group trains, or has failed."""
-
-    def all_lost(self, reason: str) -> None:
-        """Handle the loss of all workers that held the state."""
-
-    def cannot_begin(self, error: Exception) -> None:
-        """Handle that no worker can have a process."""
-
-    def complete(self) -> None:
-        """Complete the job: all ranks have ended the train function."""
-
-    def released(self) -> None:
-        """Handle the release of resources."""
-
-
 class WorkerGroup:
-    """Members of the present and of the planned generation.
+    """Workers of a job, including the members of the current and the planned generation.
 
     Args:
-        controller: handle of its controller.
-        record: what is known of the job.
-        background: what runs beside the controller's loop.
-        named: workers of the trial that the controller ran before; their messages come too late.
+        controller: Handle of the job's controller.
+        record: Record of the job.
+        planner: Planner of batch sizes.
+        background: Runner of background tasks beside the controller's loop.
+        observer: Receiver of everything that concerns the job as a whole.
     """
 
     def __init__(
@@ -85,7 +67,7 @@ class WorkerGroup:
         record: JobRecord,
         planner: BatchPlanner,
         background: Background,
-        observer: GroupObserver,
+        observer: JobSupervisor,
     ) -> None:
         elastic = spec.elastic
         self._spec, self._controller, self._record, self._planner = spec, controller, record, planner
@@ -116,28 +98,28 @@ class WorkerGroup:
 
     @property
     def silence_s(self) -> Mapping[str, float]:
-        """Silence of each member of the group [s]."""
+        """Time since the last sign of life from each member of the group [s]."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if the worker belongs to this generation, which is the present one or the next."""
+        """True if ``generation`` is the current or the next one, and the worker is a member of it."""
         flight = self.machine.in_flight
         specs = (self.machine.current, flight.spec if flight is not None else None)
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
 
     def training(self) -> set[str]:
-        """Return members, and those that are about to be, whose train function runs."""
+        """Return current and entering members whose train function has not returned."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
 
     def others_train(self, worker: str) -> bool:
-        """True if other workers hold the state, and none has returned from the train function."""
+        """True if other workers hold the training state, and no worker has returned from the train function."""
         others = {each.worker for each in (*self.machine.holders(), *self.machine.entering())}
         return bool(others - self.returned - {worker}) and not self.machine.returned
 
     def take(self, stimulus: Stimulus) -> None:
-        """Let the membership machine decide, and do what it says."""
+        """Pass an event to the membership machine, and carry out its instructions."""
         if self._record.phase.ended:
             return
         if isinstance(stimulus, Allocated):
@@ -148,18 +130,18 @@ class WorkerGroup:
             self._perform(instruction)
 
     def post_to_members(self, message: ControllerMessage) -> None:
-        """Send all members a message."""
+        """Send a message to all members."""
         self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
-        """Give all workers back and start with others; ``waits``: not before the allocator says so."""
+        """Release all workers and start again with new ones; with ``waits``, only after the allocator says so."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
             self.actors.keep_warm({})
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Continue with the workers of a controller before this one, which are all that live."""
+        """Continue with the surviving workers of an earlier controller; ``told`` lists all that are alive."""
         speakers = [each for each in told if not each.position]
         for each in speakers:
             unit = sorted((other for other in told if other.worker == each.worker), key=lambda other: other.position)
@@ -185,21 +167,21 @@ class WorkerGroup:
             self._perform(instruction)
 
     async def vacate(self) -> None:
-        """Vacate the group: the job is over, and its processes are for others."""
+        """Release the workers after the job's end, so that others can use their processes."""
         await self.actors.vacate()
 
     async def withdrawn(self) -> None:
-        """Wait until outstanding requests are withdrawn."""
+        """Wait until pending reservations are withdrawn."""
         await self.actors.withdrawn()
 
     async def refilled(self) -> None:
-        """Wait until the cluster's pool has what the next job takes."""
+        """Wait until the cluster's pool holds processes for the next job."""
         await self.actors.refilled()
 
     def heard(self, worker: str, position: int = 0) -> bool:
-        """Record a message of a worker; True if it matters.
+        """Record a message from a worker; return False if the message must be ignored.
 
-        It does not of one that was declared lost, or served the trial before: the job continues without it.
+        Messages from workers that were killed, for example because they were declared lost, are ignored.
         """
         if worker in self._given_up:
             return False
@@ -207,7 +189,7 @@ class WorkerGroup:
         return True
 
     def beat(self, beat: WorkerHeartbeat) -> None:
-        """Handle a heartbeat."""
+        """Handle a worker's heartbeat."""
         if beat.ending:
             self._detector.forget(process_names(beat.worker, beat.position + 1)[beat.position])
         elif beat.at is not None and beat.at > self._furthest:
@@ -221,7 +203,7 @@ class WorkerGroup:
         return {name for worker in workers for name in process_names(worker, unit)}
 
     def tick(self, now_s: float) -> None:
-        """Advance the group; called about ten times a second [s, monotonic]."""
+        """Advance the group's timers to the monotonic time ``now_s`` [s]; called about ten times a second."""
         members = self._processes_of(self.machine.watched())
         for process, silence_s in self._detector.silent(now_s, members):
             self.take(
@@ -235,7 +217,7 @@ class WorkerGroup:
             self.actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
 
     async def _look_at(self, worker: str) -> None:
-        """Ask the node of a silent worker if its process is stopped or starved."""
+        """Check through its node whether a silent worker's process is stopped or only starved."""
         running = await self.actors.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
         if running:
             self._detector.excuse(worker)
@@ -249,7 +231,7 @@ class WorkerGroup:
             self._observer.came_back(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
-        """Handle a refused process: a job that trains continues without it, another one cannot begin."""
+        """Handle a refused process: a training job continues without it; any other job may fail to start."""
         self._refused += 1
         if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
             self._observer.cannot_begin(error)
@@ -329,7 +311,7 @@ class WorkerGroup:
 
 
 def _survivor(told: WorkerReregistration) -> SurvivingWorker:
-    """Return a living worker as the membership machine needs it."""
+    """Return a surviving worker in the form that the membership machine expects."""
     ready, failed = told.ready, told.failed
     return SurvivingWorker(
         worker=told.worker,

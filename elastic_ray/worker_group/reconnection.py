@@ -1,4 +1,4 @@
-"""SHELL: restart of a controller, which waits until the workers of the one before have registered."""
+"""SHELL: restart of a controller, which waits until the workers of its predecessor have registered."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Introductions so far; the latest of each worker counts, for training continues meanwhile.
+    """Registrations received so far; a worker's latest one counts, because training continues meanwhile.
 
     Args:
-        state: what the controller before has noted down.
-        unit: processes of a worker.
+        state: State that the previous controller saved.
+        unit: Number of processes per worker.
     """
 
     def __init__(self, state: ControllerState, unit: int) -> None:
@@ -45,7 +45,7 @@ class Reconnection:
         self._told: dict[str, WorkerReregistration] = {}
 
     def hear(self, told: WorkerReregistration) -> None:
-        """Receive the registration of a worker."""
+        """Record the registration of a worker."""
         self._told[told.name] = told
         for member in told.spec.members if told.spec is not None else ():
             for name in process_names(member.worker, self._unit):
@@ -56,9 +56,9 @@ class Reconnection:
         return sorted(self._processes.keys() - self._told.keys() - self._struck)
 
     async def complete(self) -> tuple[WorkerReregistration, ...]:
-        """Return everybody who lives, except those that are stopped: they hang, as far as a job is concerned.
+        """Wait for the living workers to register, and return their registrations.
 
-        Those whose unit has lost another one are of no use.
+        Workers that are dead or stopped are not waited for. Incomplete units, which lack a process, are left out.
         """
         begin_s = time.monotonic()
         looking = asyncio.get_running_loop().create_task(self._look())
@@ -75,7 +75,7 @@ class Reconnection:
         return self._told.keys() >= set(process_names(worker, self._unit))
 
     async def _look(self) -> None:
-        """Search for workers that are gone or stopped, of which nothing is expected any more."""
+        """Search repeatedly for workers that are dead or stopped, and stop waiting for them."""
         begin_s = time.monotonic()
         while True:
             self._strike(await asyncio.to_thread(self._dead, self._missing))
@@ -91,11 +91,11 @@ class Reconnection:
         self._struck.update(workers)
 
     def _dead(self, workers: list[str]) -> list[str]:
-        """Return the workers whose process Ray knows to be dead."""
+        """Return the workers whose process Ray reports as dead."""
         return [worker for worker in workers if (name := self._processes[worker]) and not _lives(name)]
 
     async def _runs(self, worker: str) -> bool | None:
-        """Return whether the worker's node sees its process running; None if that cannot be told."""
+        """Return whether the worker's node sees its process running; None if unknown."""
         node, pid = self._homes.get(worker), self._pids.get(worker)
         if node is None or pid is None:
             return None

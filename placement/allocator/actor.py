@@ -1,6 +1,6 @@
 """SHELL: the allocator as one named, detached, restartable actor per Ray cluster.
 
-It keeps the clock, reads Ray's nodes, feeds ``AllocatorCore``, logs its decisions and carries its
+It keeps the clock, reads Ray's nodes, feeds ``AllocatorCore``, logs its decisions and sends its
 instructions to the jobs' controllers. It owns no resources: groups and workers belong to the controllers.
 """
 
@@ -39,8 +39,7 @@ from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.recording import Recorder, SteadyClock
 from placement.allocator.settings import OperatorSettings, check_quotas, in_force
-from placement.allocator.snapshot import AllocatorLook, CoreSnapshot
-from placement.allocator.waiting import StartTimes
+from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
@@ -52,15 +51,14 @@ from placement.planning.plan import possible_nodes
 from placement.ray_cluster import notes
 from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.cluster_scaler import ClusterScaler
-from placement.ray_cluster.dashboard_process import DashboardProcess
-from placement.ray_cluster.grafana import cluster_writer
+from placement.ray_cluster.dashboard_process import DashboardProcess, resume_jobs
+from placement.ray_cluster.metric_writer import cluster_writer
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
-from placement.ray_cluster.resume_process import resume_jobs
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
 from placement.ray_cluster.waiting_demand import WaitingDemand, demand
-from placement.storage.line_file import LineFile
+from placement.storage.private_files import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
 
@@ -82,25 +80,26 @@ logger = logging.getLogger("placement.allocator")
 
 
 class PolicyConflictError(ValueError):
-    """Error raised if the allocator runs another policy, and has jobs."""
+    """Error raised if the allocator runs another policy for existing jobs."""
 
 
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
-    """Return the cluster's allocator, created on first use on the head node (if it is there).
+    """Return the cluster's allocator, created on first use, on the head node if Ray reveals it.
 
-    A cluster has one policy and one configuration at a time. What is asked for here takes effect if there is no
-    allocator yet, or one without jobs, which is then replaced and leaves its successor what is not asked for.
+    A cluster has one policy and one configuration at a time. The arguments take effect if there is no allocator yet,
+    or if it has no jobs. It is then replaced, and arguments that are None keep their current values.
 
     Args:
-        policy: whatever ``make_policy`` accepts (a registered name, ``module:name``, a function, class or object);
-            None for the one that there is, or else ``"goodput"``.
-        config: times, tenants, node types; None for the one that there is. While jobs run it stays, with a warning.
+        policy: Any policy that ``make_policy`` accepts (a registered name, ``module:name``, a function, class or
+            object); None for the current one, or else ``"goodput"``.
+        config: Times, tenants and node types; None for the current one. While jobs run, it is not changed and a
+            warning is logged.
 
     Raises:
-        PolicyConflictError: jobs are running under another policy.
-        ValueError: unknown policy name.
-        TypeError: an object that is no policy.
-        VersionError: the allocator is of another release.
+        PolicyConflictError: Jobs are running under another policy.
+        ValueError: The policy name is unknown.
+        TypeError: The object is not a policy.
+        VersionError: The allocator is of another release.
     """
     packed = pack_policy(
         _DEFAULT_POLICY if policy is None else policy
@@ -128,7 +127,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
-    """Report to a client that running jobs keep their allocator, or raise if it wants another policy."""
+    """Warn that running jobs keep their allocator's configuration, or raise if another policy is wanted."""
     running = ", ".join(rule.running)
     if wanted is not None and wanted.identity != rule.packed.identity:
         raise PolicyConflictError(
@@ -154,7 +153,7 @@ def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """Policy, configuration and jobs of a running allocator, for a client that wants others."""
+    """Policy, configuration and jobs of a running allocator, for a client that wants different ones."""
 
     packed: PackedPolicy
     config: AllocatorConfig | None
@@ -162,13 +161,13 @@ class AllocatorSettings:
 
 
 def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
-    """True if two configurations have the same values; a user's objective may be a copy that is not comparable."""
+    """True if two configurations print alike; a user's objective may be a copy that does not compare equal."""
     said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
     return said[0] == said[1]
 
 
 def _kept_settings() -> OperatorSettings:
-    """Return the stored operator settings; empty if they are unreadable, which must not stop the cluster."""
+    """Return the stored operator settings; empty if unreadable, since that must not stop the cluster."""
     try:
         return OperatorSettings.from_plain(notes.settings(), where="the operator's settings")
     except InputError as error:
@@ -177,7 +176,7 @@ def _kept_settings() -> OperatorSettings:
 
 
 class Allocator:
-    """The actor's class; use ``get_or_create_allocator``."""
+    """Actor class of the allocator; use ``get_or_create_allocator`` to get its handle."""
 
     def __init__(self, packed: PackedPolicy, config: AllocatorConfig | None = None) -> None:
         log_plainly(logging.INFO)
@@ -215,14 +214,14 @@ class Allocator:
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     def _open_nodes(self) -> None:
-        """Adopt what rules about the cluster's size."""
+        """Apply the current settings for the cluster's size."""
         scaling, constraints = self._ruling.scaling, self._ruling.constraints
         self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
         self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
         self._metrics = AllocatorMetrics(self._writer, scaling.node_types if scaling is not None else ())
 
     def _open_page(self) -> None:
-        """Serve the page or end it, as ruled."""
+        """Start or stop the page, according to the current settings."""
         if self._ruling.dashboard and self._dashboard is None:
             self._dashboard = DashboardProcess(ray.get_runtime_context().gcs_address)
         elif not self._ruling.dashboard and self._dashboard is not None:
@@ -230,9 +229,9 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """Return the operator's settings in force, or as they would be with the wanted ones.
+        """Return the operator's effective settings, now or as they would be with ``wanted``.
 
-        Raises InputError: a quota of a resource that no node has.
+        Raises InputError: a quota is for a resource that no node has.
         """
         core, ruling = await self._start(), self._ruling
         if wanted is not None:
@@ -245,9 +244,9 @@ class Allocator:
         return in_force(ruling).to_plain()
 
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
-        """Let an operator's settings rule from now on, also after this process's end; returns those in force.
+        """Apply and store an operator's settings, which also hold for later allocators; return the effective ones.
 
-        Raises InputError: a quota of a resource that no node has.
+        Raises InputError: a quota is for a resource that no node has.
         """
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
@@ -262,22 +261,22 @@ class Allocator:
             return in_force(ruling).to_plain()
 
     async def _withdraw_nodes(self) -> None:
-        """Ask Ray for no node any more."""
+        """Withdraw all requests for nodes from Ray."""
         for asks in (self._scaler, self._demand):
             if asks is not None:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """Check the version of a controller or a driver, before anything else. Raises VersionError: something else."""
+        """Check the protocol version of a controller or driver first. Raises VersionError: the versions differ."""
         check_spoken(theirs, "a job", "the cluster's allocator")
 
     async def heartbeat(
         self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None
     ) -> HeartbeatReply:
-        """Handle a heartbeat of a job's controller: one comes every second, and at once when something changed.
+        """Handle a heartbeat of a job's controller, sent every second and at once when something has changed.
 
         Args:
-            root: where its results are, until the allocator has answered that it knows.
+            root: Location of its results; sent until the allocator has replied that it knows it.
         """
         core = await self._start()
         if root is not None and not self._knowledge_sync.knows(view.job):
@@ -300,7 +299,7 @@ class Allocator:
         )
 
     def _holds(self, view: JobView) -> bool:
-        """True if a job may have placement groups; the many new ones of a burst have none."""
+        """True if a job may have placement groups. The many new jobs of a burst have none."""
         return bool(view.allocation) or any(view.job in node.reserved for nodes in self._history for node in nodes)
 
     def _note(self, view: JobView) -> str:
@@ -311,27 +310,24 @@ class Allocator:
         return self._scaler.decision.note(view.job) if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """Handle the end of a job; the view is its last state."""
+        """Handle the end of a job; ``view`` is its last state."""
         await self._start()
         self._forget(job, view)
 
     async def snapshot(self) -> CoreSnapshot:
-        """Return the allocator's knowledge and decisions."""
+        """Return the allocator's current state and decisions."""
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
-        """Return every job that could run, with its planned nodes and shared knowledge of its model.
-
-        What the policy sees.
-        """
+        """Return every job that could run, as the policy sees it: planned nodes, shared knowledge of its model."""
         return tuple((await self._start()).views(time.time()))
 
     async def look(self, life: str, after: int) -> AllocatorLook:
-        """Return the data of the page, which polls it.
+        """Return the data that the page polls.
 
         Args:
-            life: of the last look; where it is another allocator's, all records are new.
-            after: number of the last decision record that is known there.
+            life: Id of the allocator at the last poll; if it differs, all records are new.
+            after: Number of the last decision record that the page has.
         """
         core = await self._start()
         return AllocatorLook(
@@ -346,13 +342,13 @@ class Allocator:
         )
 
     async def dashboard(self) -> str:
-        """Return the address of the page; empty while there is none."""
+        """Return the address of the page; empty if it is not served."""
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
-        """Explain a job's workers, and what it would do with one more.
+        """Explain a job's workers, and the effect of one more worker.
 
-        Raises KeyError: no such job; names those that there are.
+        Raises KeyError: there is no such job; the message lists the known ones.
         """
         found, decision = (
             (await self._start()).explain(job),
@@ -361,19 +357,19 @@ class Allocator:
         return found if decision is None else dataclasses.replace(found, nodes_wanted=decision.explained(job))
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """Return the last decision about the cluster's size, and what each job has cost so far [USD]."""
+        """Return the last decision about the cluster's size, and the cost of each job so far [USD]."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
-        """Discard the failures of a node; returns whether there were any."""
+        """Discard the failures of a node; return True if there were any."""
         had = any(each.node == node for each in (await self._start()).snapshot().node_failures)
         self._handle(NodeForgiven(node=node))
         return had
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
-        """Return None if the wanted policy and configuration rule; else what is there.
+        """Return None if the wanted policy and configuration are in force, else the current ones.
 
-        Without jobs nothing is in the way, and all that is known has been written: this actor may be replaced.
+        If there are no jobs, all knowledge has then been saved, and this actor may be replaced.
         """
         core = await self._start()
         if identity in (None, self._packed.identity) and (config is None or _equal(config, self._config)):
@@ -388,7 +384,7 @@ class Allocator:
         return AllocatorSettings(packed=self._packed, config=self._config, running=core.jobs)
 
     async def _start(self) -> AllocatorCore:
-        """Return the core, made as soon as the nodes are known; groups that exist by then are jobs to hear from."""
+        """Return the core, created when the nodes are known. Existing groups mean that jobs have yet to report."""
         async with self._started:
             if self._core is None:
                 while (nodes := await self._read()) is None:
@@ -402,7 +398,7 @@ class Allocator:
             return self._core
 
     async def _watch(self) -> None:
-        """Inspect the nodes twice a second; a round that fails is logged and the next one comes anyway."""
+        """Poll the nodes twice a second; an error is logged and does not end the loop."""
         core = await self._start()
         while True:
             await asyncio.sleep(_POLL_S)
@@ -422,9 +418,9 @@ class Allocator:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
     async def _read(self) -> tuple[RawNode, ...] | None:
-        """Read the nodes as Ray names them, now the last in the history.
+        """Read Ray's nodes and append them to the history.
 
-        None where they cannot be read, or are none.
+        None if they cannot be read, or if there are none.
         """
         try:
             nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_READ_TIMEOUT_S)
@@ -461,9 +457,9 @@ class Allocator:
         return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers} - {but})
 
     def _scale(self) -> None:
-        """Scale the cluster, beside everything else, which never waits for nodes.
+        """Scale the cluster in the background, so that nothing else waits for nodes.
 
-        Not before jobs that ran already could be heard: their nodes would be taken for empty.
+        Waits until jobs that were running before have reported, because their nodes would otherwise count as empty.
         """
         assert self._core is not None, "the loop starts after the core"
         if self._demand is not None and self._core.settled:
@@ -476,7 +472,7 @@ class Allocator:
                 self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """Discard a job that is over; with ``cluster``, what its workers still hold counts as others' use."""
+        """Discard an ended job; with ``cluster``, resources that its workers still hold count as others' use."""
         self._controllers.forget(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()
@@ -487,7 +483,7 @@ class Allocator:
         self._controllers.spawn(self._knowledge_sync.save())
 
     def _handle(self, event: Event) -> None:
-        """Let the core decide, and carry out what it says."""
+        """Pass an event to the core and carry out its instructions."""
         assert self._core is not None, "events come after the start"
         now_s, steady_s = self._clock.read()
         self._recorder.told(event, now_s, steady_s)
@@ -504,7 +500,7 @@ class Allocator:
             self._alarm = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:
-        """Decide together on everything that has arrived since the first urgent event."""
+        """Make one decision for all events since the first urgent one."""
         self._alarm = None
         self._handle(TimePassed())
 
@@ -521,6 +517,6 @@ class Allocator:
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
 
     def _mourn(self, job: str) -> None:
-        """Release a job whose controller is gone for good: its workers save it and give back what they hold."""
+        """Discard a job whose controller is gone for good; its workers save it and release their resources."""
         self._forget(job, cluster=self._usable(but=job))
         self._controllers.spawn(self._orphans.release(job))

@@ -1,4 +1,4 @@
-"""Configuration of the allocator."""
+"""Configuration of the allocator: timing, tenants, priorities, and services beside it."""
 
 from __future__ import annotations
 
@@ -23,39 +23,36 @@ _NO_NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig(NamesArguments):
-    """Times and thresholds of the core, times in seconds.
+    """Times and thresholds of the allocator core [s], and settings of the cluster.
 
     Attributes:
-        gather_s: time from an arrival, an end, changed limits or a lost node to the decision, one for all that came
-            in it.
-        min_interval_s: pause after a decision before one that nothing forces (a changed model, more room).
-        refresh_s: time after which everything is decided again though nothing happened.
-        silence_s: a job that sends no heartbeat for so long is dropped.
-        settle_s: after a start beside jobs that already run, time from the first heartbeat to hear from all.
-        orphan_timeout_s: longest time for which workers whose controller is gone for good keep their slots while they
-            save the job; a slot whose process has ended is free at once.
-        unsatisfiable_s: how long a job must be impossible on the nodes at hand before it is told so.
-        model_change: relative change of any speed that counts as a changed model.
-        log_length: decision records kept.
-        rounds: decide at every ``TimePassed`` and never in between, as the published schedulers do.
-        tenants: weights and quotas of tenants (``Constraints``).
-        priorities: priority of jobs by their name, or by a pattern of names (``prod-*``), in place of the one that they
-            ask for; the first that fits counts.
-        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes; None keeps that
-            rule while links hold two jobs up (``placement.planning.multi_node.held_up``), unless it would stop a job.
-        avoid_slow_nodes: a job leaves a node on which it has seen slow steps where it finds room for all its workers
-            elsewhere, and so do all jobs where two have seen that.
-        notices: how spot nodes learn that their cloud takes them away.
-        autoscaling: lets the allocator decide about the cluster's size, with prices. ``"auto"``: where Ray's autoscaler
-            runs, it is asked for nodes for the jobs that wait. None asks it for nothing.
-        dashboard: serve the page that shows the cluster (``elastic-ray dashboard``) from the head node, on loopback and
-            without actions; the allocator logs its address.
-        metrics: tell Prometheus of the cluster through Ray's metrics, and place the Grafana dashboard where Ray's own
+        gather_s: Delay from an arrival, an end, changed limits or a lost node to the decision, which covers all
+            events in between.
+        min_interval_s: Pause after a decision before one for a reason that can wait (a changed model, more room).
+        refresh_s: Time after which everything is decided again even if nothing has happened.
+        silence_s: Time without a heartbeat after which a job is dropped.
+        orphan_timeout_s: Longest time for which workers whose controller is gone for good keep their slots to save
+            the job; a slot whose process has ended is free at once.
+        log_length: Number of decision records kept.
+        rounds: True to decide at every ``TimePassed`` and never in between, as the published schedulers do.
+        tenants: Weights and quotas of tenants (``Constraints``).
+        priorities: Priority by job name or pattern (``prod-*``), which overrides the one that the job requests;
+            the first match counts.
+        one_multi_node_job_per_node: True if no node may hold workers of two multi-node jobs; None enforces this only
+            while links slow two jobs down (``placement.planning.multi_node.held_up``), unless it would stop a job.
+        avoid_slow_nodes: True if a job leaves a node on which it has measured slow steps, when all its workers fit
+            elsewhere, and all jobs leave a node that two jobs have measured as slow.
+        notices: How spot nodes learn that their cloud reclaims them.
+        autoscaling: Node types and prices with which the allocator sizes the cluster. ``"auto"`` requests nodes for
+            waiting jobs from Ray's autoscaler, if one runs. None requests nothing.
+        dashboard: True to serve the page that shows the cluster (``elastic-ray dashboard``) from the head node, on
+            loopback and without actions; the allocator logs its address.
+        metrics: True to export metrics to Prometheus through Ray, and to place the Grafana dashboard where Ray's own
             Grafana finds it (docs/metrics.md).
-        record: file of the head node to which all that the core is told, and all that it decides, is appended
+        record: File on the head node to which all events and decisions of the core are appended
             (docs/simulator.md); None records nothing.
-        storage: storage path of jobs that are submitted to this cluster, as by ``elastic-ray resume --all``, where they
-            ran when another head ended; None resumes nothing.
+        storage: Storage path from which jobs that ran when another head ended are resubmitted to this cluster, as by
+            ``elastic-ray resume --all``; None resumes nothing.
 
     Examples:
         >>> from placement import AllocatorConfig
@@ -67,10 +64,7 @@ class AllocatorConfig(NamesArguments):
     min_interval_s: float = 2.0
     refresh_s: float = 30.0
     silence_s: float = 10.0
-    settle_s: float = 1.5
     orphan_timeout_s: float = 600.0
-    unsatisfiable_s: float = 3.0
-    model_change: float = 0.1
     log_length: int = 10_000
     rounds: bool = False
     tenants: tuple[Tenant, ...] = ()
@@ -112,11 +106,11 @@ class AllocatorConfig(NamesArguments):
 
     @property
     def scaling(self) -> Autoscaling | None:
-        """Node types and objective for decisions on the cluster's size; None where the allocator makes none."""
+        """Node types and objective for sizing the cluster; None if the allocator does not size it."""
         return None if isinstance(self.autoscaling, str) else self.autoscaling
 
     def priority_of(self, job: str) -> int | None:
-        """Return the priority that a job has in place of its own; None for its own."""
+        """Return the priority that overrides a job's own; None if the job keeps its own."""
         return next((each for pattern, each in self.priorities.items() if fnmatch.fnmatchcase(job, pattern)), None)
 
     @property

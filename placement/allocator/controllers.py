@@ -1,4 +1,4 @@
-"""SHELL: the jobs' controllers, as the allocator calls them: one call per job at a time, and none waits for another."""
+"""SHELL: calls from the allocator to the jobs' controllers, one per job at a time, without waiting for others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Controllers:
     """Handles of the controllers, and instructions still to be sent to them.
 
     Args:
-        on_death: called with the job whose controller is gone for good.
+        on_death: Called with the job whose controller is gone for good.
     """
 
     def __init__(self, on_death: Callable[[str], None]) -> None:
@@ -35,17 +35,17 @@ class Controllers:
         self._sending: set[tuple[str, type[Instruction]]] = set()
 
     def heard(self, job: str, controller: ActorHandle[Any]) -> None:
-        """Record a heartbeat of this controller."""
+        """Record that a heartbeat has come from this controller."""
         self._handles[job] = controller
         self._heard_s[job] = time.monotonic()
 
     def forget(self, job: str) -> None:
-        """Discard a job that is over."""
+        """Discard an ended job."""
         self._handles.pop(job, None)
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """Send an instruction: one call per job at a time, and only the latest, as calls may overtake each other."""
+        """Send an instruction: one call per job at a time, and only the latest, since calls may overtake each other."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:
@@ -53,14 +53,14 @@ class Controllers:
             self.spawn(self._send(address))
 
     def ask_the_quiet(self) -> None:
-        """Ask quiet controllers: a dead one answers at once, so that its share need not wait for ``silence_s``."""
+        """Check quiet controllers. A dead one is detected at once, so its share is free before ``silence_s``."""
         now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:
                 self.spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))
 
     def spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        """Run beside everything else; the loop itself keeps only weak references to its tasks."""
+        """Run a coroutine in the background, with a strong reference, since the loop only keeps weak ones."""
         task = asyncio.get_running_loop().create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -73,7 +73,7 @@ class Controllers:
             self._sending.discard(address)
 
     async def _carry_out(self, instruction: Instruction) -> None:
-        """Notify one controller of a size in words, of what fits nowhere with the figures that its error has."""
+        """Send one instruction to its controller: a size with its reason as text, or an impossibility with figures."""
         if isinstance(instruction, Allocate):
             nodes = dict(instruction.nodes)
             await self._tell(
@@ -84,7 +84,7 @@ class Controllers:
             await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(why, final))
 
     async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
-        """Call one controller; never wait for a slow one, and never let a broken one harm the others."""
+        """Call one controller, without waiting for a slow one or letting a broken one affect the others."""
         controller = self._handles.get(job)
         if controller is None:
             return

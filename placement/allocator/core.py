@@ -1,4 +1,4 @@
-"""Core of the allocator: a state machine that takes events and returns instructions."""
+"""Core of the allocator: a state machine that handles events and returns instructions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,17 @@ from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason, nodes_of
 
 _BETWEEN_TICKS_S = 2.0
+# After a start beside jobs that run already, time from the first heartbeat to hear from all.
+_ALL_HEARD_S = 1.5
+IMPOSSIBLE_S = 3.0
+"""Time for which a job must be impossible on the nodes at hand before it is told so [s]."""
 """Longest time between two ``TimePassed`` that counts as a job's silence [s]: beyond it the allocator was busy."""
 
 _UNFORCED = frozenset({Trigger.MODEL, Trigger.REFRESH})
 """Triggers that measured speeds alone bring about."""
 
-_SETTLES_S = 60.0
+_SETTLES_S = 60.0  # twice as long after each further time without another cause, up to ``_MOST_DOUBLED`` doublings
+_MOST_DOUBLED = 2
 _SURE = 0.05  # a speed that varies by this much or more is not followed more often than once in ``_SETTLES_S``
 
 
@@ -49,15 +54,15 @@ class AllocatorCore:
     """State machine of the allocation; pure: the clock comes with each event, and instructions are data.
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
-    rarely without a cause. One decision serves all that comes within ``gather_s``; ``due_s`` says when it is due, and
-    the core is then to be told ``TimePassed``. Heartbeats without news decide nothing. The plan may count on what
-    shrinking jobs still hold: a growing job's reservation simply stays pending until they have given it back.
+    otherwise rarely. One decision covers all events within ``gather_s``; ``due_s`` is the time when it is due, at
+    which the caller must send ``TimePassed``. Heartbeats without news cause no decision. The plan may count on slots
+    that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
     Args:
-        policy: decides the counts.
-        config: times and thresholds.
-        settling: whether jobs may be running that have not been heard of yet (a restarted allocator).
-        knowledge: what jobs of one fingerprint share; None lets each job know only what it has measured itself.
+        policy: The policy that decides the number of workers.
+        config: Times and thresholds.
+        settling: True if running jobs may not have reported yet (after a restart of the allocator).
+        knowledge: Knowledge shared by jobs of one fingerprint; None limits each job to its own measurements.
     """
 
     def __init__(
@@ -98,12 +103,12 @@ class AllocatorCore:
 
     @property
     def log(self) -> tuple[DecisionRecord, ...]:
-        """The decision log, oldest first. The same events in the same order give the same log."""
+        """Decision log, oldest first. The same events in the same order give the same log."""
         return tuple(self._log)
 
     @property
     def recorded(self) -> int:
-        """Number of decision records so far; the log keeps the last of them."""
+        """Number of decision records so far; the log keeps only the latest."""
         return self._recorded
 
     @property
@@ -118,30 +123,30 @@ class AllocatorCore:
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price of a slot by GPU type, of the last decision; empty where the policy has none."""
+        """Dual price of a slot by GPU type in the last decision; empty if the policy has none."""
         prices: Mapping[str, float] = getattr(self._policy, "prices", {})
         return prices
 
     @property
     def settled(self) -> bool:
-        """True if all jobs older than this core have had the time to report."""
+        """True if all jobs older than this core have had time to report."""
         return not self._settling
 
     @property
     def due_s(self) -> float | None:
-        """Time of the next decision that an event calls for [s, the clock for intervals]; None for no such event."""
+        """Time of the next decision requested by an event [s, by the clock for intervals]; None if none is pending."""
         if self._urgent is None or self._settling or self._config.rounds:
             return None
         return self._urgent_s + self._config.gather_s
 
     @property
     def cluster(self) -> Cluster:
-        """Nodes as they were last reported to the core."""
+        """Nodes as last reported to the core."""
         return self._cluster
 
     @property
     def avoids(self) -> Mapping[str, Reason]:
-        """Nodes that the last decision closed to each job, with the reasons as sentences."""
+        """Nodes that each job was barred from in the last decision, with the reasons as sentences."""
         return self._avoids
 
     @property
@@ -150,7 +155,7 @@ class AllocatorCore:
         return tuple(self._jobs)
 
     def knows(self, job: str) -> bool:
-        """True if it has heard of this job."""
+        """True if this job has reported to the core."""
         return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
@@ -177,9 +182,9 @@ class AllocatorCore:
         )
 
     def explain(self, job: str) -> Explanation:
-        """Explain a job's workers, and what it would do with one more; decides nothing.
+        """Explain a job's workers and the effect of one more, without making a decision.
 
-        Raises KeyError: no such job; names those that there are.
+        Raises KeyError: there is no such job; the message lists the known ones.
         """
         if job not in self._jobs:
             raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
@@ -194,8 +199,8 @@ class AllocatorCore:
         """Handle one event; return instructions, those that shrink jobs first.
 
         Args:
-            now_s: the time of day [s since the epoch], for what is shown, stored and told to the policy.
-            steady_s: time for intervals [s], never decreasing; None where ``now_s`` never does either.
+            now_s: Time of day [s since the epoch], which is displayed, stored and passed to the policy.
+            steady_s: Time for intervals [s], never decreasing; None if ``now_s`` never decreases either.
         """
         steady_s = now_s if steady_s is None else steady_s
         self._event_s = now_s
@@ -244,7 +249,7 @@ class AllocatorCore:
         return [*told, *changed]
 
     def _watch_the_clock(self, now_s: float) -> None:
-        """Wait for heartbeats anew after more than ``silence_s`` between events, then decide."""
+        """Wait for heartbeats again if more than ``silence_s`` passed between events, and then decide."""
         gap = now_s - self._steady_s if self._steady_s is not None else 0.0
         self._steady_s = now_s
         if gap > self._config.silence_s and self._jobs:
@@ -257,12 +262,12 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.REFRESH
 
     def _hear(self, view: JobView, now_s: float, steady_s: float) -> None:
-        """Receive a heartbeat; a new job calls for a decision at once, and so do new limits unless in rounds."""
+        """Process a heartbeat. A new job requests a decision at once, and so do new limits, except in rounds."""
         if (priority := self._config.priority_of(view.job)) is not None:
             view = dataclasses.replace(view, priority=priority)
         if self._settling and self._settled_s is None:
             # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
-            self._settled_s = steady_s + self._config.settle_s
+            self._settled_s = steady_s + _ALL_HEARD_S
         if self._knowledge is not None:
             self._knowledge.learn(view, now_s)
         self._nodes.hear(view, steady_s)
@@ -276,14 +281,14 @@ class AllocatorCore:
             job.give(dict(view.allocation))
         if self._config.rounds:
             return  # the next round looks at everything anyway
-        news = trigger_of(job.decided_on, view, self._config.model_change)
+        news = trigger_of(job.decided_on, view)
         if news == Trigger.LIMITS:
             self._hurry(news)
         elif news:
             self._pending = self._pending or news
 
     def _take_nodes(self, cluster: Cluster) -> None:
-        """Adopt a changed cluster: urgent if a job waits or some workers no longer fit, otherwise only pending."""
+        """Store a changed cluster; a decision is urgent if a job waits or some workers no longer fit."""
         if cluster == self._cluster:
             return
         self._cluster = cluster
@@ -301,12 +306,12 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.NODES
 
     def _hurry(self, trigger: Trigger) -> None:
-        """Request a decision within ``gather_s``."""
+        """Request an urgent decision, due within ``gather_s``."""
         if self._urgent is None:
             self._urgent, self._urgent_s = trigger, self._steady_s or 0.0
 
     def _drop_silent(self, now_s: float, steady_s: float) -> None:
-        """Drop the jobs that are silent; time in which the allocator was too busy to listen does not count."""
+        """Drop silent jobs; time in which the allocator was too busy to receive heartbeats does not count."""
         busy_s = 0.0 if self._ticked_s is None else steady_s - self._ticked_s - _BETWEEN_TICKS_S
         self._ticked_s = steady_s
         if busy_s > 0:
@@ -320,7 +325,7 @@ class AllocatorCore:
             self._hurry(Trigger.END)
 
     def _due(self, now_s: float) -> Trigger | None:
-        """Return the trigger of a decision that is due now."""
+        """Return the trigger of a decision that is due now; None if none is due."""
         if not self._jobs or not self._cluster.nodes:
             self._urgent = self._pending = None
             return None
@@ -334,14 +339,14 @@ class AllocatorCore:
         return Trigger.REFRESH if rested else None
 
     def _decide(self, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
-        """Ask the policy, place the workers, and instruct where something changed."""
+        """Query the policy, place the workers, and return instructions for jobs that changed."""
         self._urgent = self._pending = None
         self._decided_s, self._decided_at_s, self._decided_for = now_s, steady_s, trigger
         views = self.views(now_s)
         kept = self._kept(views, steady_s) if trigger in _UNFORCED else {}
         views = [dataclasses.replace(v, held_at=v.workers) if v.job in kept else v for v in views]
         for job in self._jobs.values():
-            job.decided()
+            job.decided(forced=trigger not in _UNFORCED)
         try:
             plan = self._plan(views, self._cluster, now_s)
             units = {view.job: view.unit for view in views}
@@ -359,11 +364,12 @@ class AllocatorCore:
         return self._carry_out(plan, trigger, now_s, steady_s)
 
     def _kept(self, views: Sequence[JobView], steady_s: float) -> dict[str, Reason]:
-        """Return jobs whose size follows no measurement now, and why: the last one that it followed was noisy."""
+        """Return jobs whose size stays for now, since noisy measurements have just changed it, with reasons."""
         kept = {}
         for view in views:
             job, varies = self._jobs[view.job], spread(view)
-            settled_s = job.swayed_s + _SETTLES_S * min(varies / _SURE, 1.0)
+            waits_s = _SETTLES_S * 2 ** min(max(job.sways - 1, 0), _MOST_DOUBLED)
+            settled_s = job.swayed_s + waits_s * min(varies / _SURE, 1.0)
             if steady_s < settled_s and view.held_at is None and view.min_workers <= view.workers <= view.max_workers:
                 kept[view.job] = Reason(Cause.NOISE, (varies,))
         return kept
@@ -375,7 +381,7 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Return every job that could run and is not paused, placed as decided, with what others know of its model."""
+        """Return every job that could run and is not paused, as planned, with shared knowledge of its model."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
@@ -384,7 +390,7 @@ class AllocatorCore:
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
     def views_to_scale_for(self, now_s: float) -> Sequence[JobView]:
-        """Return the jobs for decisions on the cluster's size, closed to the nodes that they avoid."""
+        """Return the jobs for decisions on the cluster's size, barred from the nodes that they avoid."""
         return avoid_failing(self.views(now_s), self._cluster, self._nodes.avoided(self._steady_s or 0.0))[0]
 
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
@@ -413,7 +419,7 @@ class AllocatorCore:
         return instructions
 
     def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:
-        """Notify again a job that is not where it was told to be; a message or a worker may have been lost."""
+        """Repeat the instruction for a job that differs from its target, as a message or worker may be lost."""
         job = self._jobs.get(name)
         target = {} if job is None else self._surviving(job.target)  # with no node left nothing is decided
         if job is None or dict(job.view.allocation) == target:
@@ -424,7 +430,7 @@ class AllocatorCore:
         return [Allocate(job=name, nodes=target, reason=job.reason, draining=goes)]
 
     def _loss(self, change: Change) -> Reason | None:
-        """Return why a job leaves nodes that drain or are gone; None where it leaves none of these."""
+        """Return why a job leaves nodes that are draining or gone; None if it leaves no such node."""
         left = {node for node, workers in change.before.items() if change.after.get(node, 0) < workers}
         if gone := left - self._node_ids:
             return Reason(Cause.GONE, nodes_of(gone))
@@ -432,11 +438,11 @@ class AllocatorCore:
         return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the nodes that drain."""
+        """Return the draining nodes among ``nodes``."""
         return tuple(sorted({node.node_id for node in self._cluster.nodes if node.draining} & set(nodes)))
 
     def _judge(self, event: Event, now_s: float) -> None:
-        """Find the jobs that this cluster could never run, where the event may have changed that."""
+        """Find the jobs that this cluster could never run, if the event may have changed that."""
         if isinstance(event, JobHeartbeat):
             suspects = [self._jobs[event.view.job]]
         else:
@@ -454,11 +460,11 @@ class AllocatorCore:
                 self._hurry(Trigger.NODES)
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:
-        """Notify such jobs, once; nodes that are just joining get some time."""
+        """Return one notification for each impossible job, delayed a little for nodes that are just joining."""
         return [
             Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable))
             for name, job in self._jobs.items()
-            if job.tell_impossible(now_s, self._config.unsatisfiable_s)
+            if job.tell_impossible(now_s, IMPOSSIBLE_S)
         ]
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:
@@ -470,7 +476,7 @@ class AllocatorCore:
     def _record(
         self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: Reason
     ) -> None:
-        """Append to the decision log; ``before`` counts workers, ``nodes`` has those afterwards, empty for none."""
+        """Append to the decision log; ``before`` counts workers, ``nodes`` holds the new ones (empty for none)."""
         self._recorded += 1
         self._log.append(
             DecisionRecord(

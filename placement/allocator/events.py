@@ -17,8 +17,8 @@ class JobHeartbeat:
     """Event: a job's controller reports the job's state; the first report is the job's arrival.
 
     Attributes:
-        cluster: the cluster with what this job holds counted as usable, where the news of the job change that
-            (an unknown job's workers count as others' use); None if it is as it was.
+        cluster: The cluster with this job's resources counted as usable, if the job was unknown before
+            (an unknown job's workers count as others' use); None if the cluster is unchanged.
     """
 
     view: JobView
@@ -27,7 +27,7 @@ class JobHeartbeat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """Event: a job is over and releases everything."""
+    """Event: a job has ended and releases all its resources."""
 
     job: str
     view: JobView | None = None  # how it stood at last, None where it is not known
@@ -37,11 +37,11 @@ class JobEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodesChanged:
-    """Event: the cluster as it is now.
+    """Event: the cluster has changed.
 
     Attributes:
-        obtainable: nodes that are not there, but that the autoscaler could have; a job that fits onto these is not
-            impossible, it waits.
+        obtainable: Nodes that do not exist yet but that the autoscaler could request; a job that fits onto these
+            waits instead of being impossible.
     """
 
     cluster: Cluster
@@ -50,19 +50,19 @@ class NodesChanged:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Event: time has passed."""
+    """Event: time has passed, so that the core checks for due decisions and silent jobs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """Event: the measurements of earlier jobs were read from storage."""
+    """Event: the measurements of earlier jobs have been read from storage."""
 
     measurements: Measurements
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeForgiven:
-    """Event: an operator has mended a node, whose failures are forgotten."""
+    """Event: an operator has repaired a node, so its failures are discarded."""
 
     node: str
 

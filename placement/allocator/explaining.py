@@ -1,4 +1,4 @@
-"""Explanations of a job's workers, and of what one more worker would do."""
+"""Explanations of a job's workers, and of the effect of one more worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXTRA = "one-more-worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Explanation for people; ``str()`` of it is a short text."""
+    """Explanation for people; ``str()`` returns it as a short text."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id that it is to have
@@ -60,14 +60,14 @@ def explain(
     decide: Callable[[Sequence[JobView], Cluster], Plan],
     cluster: Cluster,
 ) -> Explanation:
-    """Decide once more, with an imagined node that holds one worker of this job.
+    """Explain a job's size by deciding once more with an imagined node for one more worker of this job.
 
     Args:
-        view: the job, with the workers that it is to have as ``allocation``.
-        reason: of the last decision.
-        views: all jobs that take part in decisions, likewise.
-        decide: what the core would do with these jobs on a cluster.
-        cluster: the nodes as they are.
+        view: The job, with its planned workers as ``allocation``.
+        reason: Reason of the last decision.
+        views: All jobs that take part in decisions, likewise with planned workers.
+        decide: Function that returns the core's plan for these jobs on a cluster.
+        cluster: The existing nodes.
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()
@@ -89,7 +89,7 @@ def explain(
 
 
 def _extra(view: JobView, cluster: Cluster) -> Node:
-    """Return a node for one worker, of the kind that the job is on, or could be on."""
+    """Return an imagined node for one worker, like the nodes that the job uses or could use."""
     nodes = cluster.by_id()
     own = [nodes[node] for node in sorted(view.allocation) if node in nodes]
     like = next(iter(own or [node for node in cluster.nodes if node.matches(view.selector)]), None)

@@ -1,4 +1,4 @@
-"""Instructions of the allocator core to its shell, for the jobs' controllers: plain values."""
+"""Instructions of the allocator core for the jobs' controllers, delivered by its shell: plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placement.reasons import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
-    """Order the job's controller to have these workers on these nodes; idempotent."""
+    """Instruction: the job's controller must have these workers on these nodes; idempotent."""
 
     job: str
     nodes: Mapping[str, int]  # workers per node id; empty lets the job wait
@@ -23,9 +23,9 @@ class Allocate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unsatisfiable:
-    """Notify the job's controller that no node of this cluster, even empty, could run the job's minimum.
+    """Instruction: the controller is notified that no node, even empty, could run the job's minimum.
 
-    ``final``: the nodes that the autoscaler could have were counted as well, so that waiting is of no use.
+    ``final``: nodes that the autoscaler could add were considered as well, so waiting is useless.
     """
 
     job: str
@@ -38,7 +38,7 @@ Instruction: TypeAlias = Allocate | Unsatisfiable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatReply:
-    """The answer to a heartbeat."""
+    """The allocator's answer to a heartbeat of a job's controller."""
 
     # by GPU type, what others of the job's model have measured where the job has no model of its own
     priors: Mapping[str, Prior]

@@ -49,12 +49,12 @@ def cluster_samples(
     node_types: Sequence[NodeType] = (),
     prices: Mapping[str, float] = _NO_PRICES,
 ) -> tuple[Sample, ...]:
-    """Return the present values of all gauges.
+    """Return the current values of all gauges.
 
     Args:
-        scaling: its last decision about the cluster's size; None where it decides none.
-        node_types: those that this may name.
-        prices: of the policy's solver, by GPU type.
+        scaling: Last decision about the cluster's size; None if the allocator does not size the cluster.
+        node_types: Node types that ``scaling`` may mention.
+        prices: Dual prices of the policy's solver, by GPU type.
     """
     found = [*_slot_samples(core.cluster.nodes, core.jobs.values()), *_phase_samples(core.jobs.values())]
     avoided = [each for each in core.node_failures if each.by_all or each.avoided_by]
@@ -72,18 +72,18 @@ def cluster_samples(
 
 
 def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
-    """Return the samples of one decision that took `cpu_s` of CPU time."""
+    """Return the samples of one decision that used `cpu_s` of CPU time."""
     return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
 
 
 def _phase_samples(jobs: Iterable[JobState]) -> list[Sample]:
-    """Return jobs by phase, each phase also where no job is in it."""
+    """Return the number of jobs in each phase, including 0."""
     phases = collections.Counter(_phase(job) for job in jobs)
     return [sample for phase in _PHASES for sample in JOBS.sample(phases[phase], phase)]
 
 
 def _phase(job: JobState) -> str:
-    """Return the phase of a job: it runs if it holds workers' resources, and starts if it is to."""
+    """Return the phase of a job: running if it holds workers' resources, starting if it only has a target."""
     if job.view.paused and not job.target:
         return "paused"
     return "running" if job.view.allocation else "starting" if job.target else "waiting"
@@ -92,8 +92,8 @@ def _phase(job: JobState) -> str:
 def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sample]:
     """Return slots by GPU type and state; the states of a type sum to all its slots.
 
-    ``starting`` are granted to jobs that do not hold them yet, ``draining`` those that no job has on nodes that go,
-    ``other`` what others than elastic jobs hold.
+    ``starting`` slots are granted to jobs that do not hold them yet, ``draining`` ones are unused on nodes that will
+    go away, ``other`` ones are held by users other than elastic jobs.
     """
     held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     by_id = {node.node_id: node for node in nodes}
@@ -134,11 +134,11 @@ def _slots_per_worker(bundle: Resources, total: Resources) -> float:
 
 
 class AllocatorMetrics:
-    """Writer of the allocator's metrics, and its timing.
+    """Writer of the allocator's metrics at regular intervals.
 
     Args:
-        write: takes samples; None writes nothing.
-        node_types: that the allocator may ask for.
+        write: Function that writes samples; None writes nothing.
+        node_types: Node types that the allocator may request.
     """
 
     def __init__(self, write: WriteSamples | None, node_types: Sequence[NodeType] = ()) -> None:
@@ -147,13 +147,13 @@ class AllocatorMetrics:
         self._guarded = Guarded("the allocator")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
-        """Write the samples of a decision that took `cpu_s` of CPU time."""
+        """Write the samples of a decision that used `cpu_s` of CPU time."""
         if self._write is not None and trigger is not None:
             write, cause = self._write, trigger
             self._guarded(lambda: write(decision_samples(cause, cpu_s)))
 
     def tick(self, now_s: float, core: AllocatorCore, scaling: ScalingDecision | None) -> None:
-        """Write the gauges every second; called about twice a second [s, monotonic]."""
+        """Write the gauges at most once a second; ``now_s`` is monotonic [s]."""
         if self._write is None or now_s - self._written_s < PERIOD_S:
             return
         self._written_s = now_s

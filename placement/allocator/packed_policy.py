@@ -1,4 +1,4 @@
-"""SHELL: a policy on its way to the allocator's process."""
+"""SHELL: policies packed for transport to the allocator's process."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class PackedPolicy:
     pickled: bytes  # the policy; modules of the user's own travel along
 
     def open(self) -> Policy:
-        """Return the policy."""
+        """Unpack and return the policy."""
         policy: Policy = pickle.loads(self.pickled)
         return policy
 
 
 def pack_policy(policy: object) -> PackedPolicy:
-    """Pack whatever ``make_policy`` makes a policy of.
+    """Pack any object that ``make_policy`` accepts.
 
     Raises:
-        ValueError: a name that no policy has.
-        TypeError: an object that is no policy, or that cannot be pickled.
+        ValueError: The name of a policy is unknown.
+        TypeError: The object is not a policy, or cannot be pickled.
     """
     if isinstance(policy, PackedPolicy):
         return policy
@@ -56,7 +56,7 @@ def pack_policy(policy: object) -> PackedPolicy:
 
 
 def _source(policy: Policy) -> Any:
-    """Return the user's function, or the class."""
+    """Return the user's function, or the policy's class."""
     function = getattr(policy, "function", None)
     if inspect.ismethod(function):
         return type(function.__self__)
@@ -64,7 +64,7 @@ def _source(policy: Policy) -> Any:
 
 
 def _identity(policy: Policy, source: Any) -> str:
-    """Name, code and settings; a pickle would differ from process to process."""
+    """Return the name, with a digest of code and settings. A pickle would differ between processes."""
     try:
         code = inspect.getsource(source)
     except (OSError, TypeError):  # typed into an interpreter, or written in C

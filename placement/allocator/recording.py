@@ -1,9 +1,9 @@
 """Recording of the core's events and decisions as lines of JSON, and their replay (pure).
 
-A recording holds one or more lives of an allocator. A life begins with a line that says what the core was made of; a
-line for each event and one for each decision follow, in their order. That first line is whole, so that a replay decides
-by the numbers that ruled then, whatever the defaults are by now; in the others fields that have their default are left
-out. Numbers keep every digit, so that a replay decides on the very values that the allocator had.
+A recording holds one or more lives of an allocator. A life begins with a line about the core's configuration, followed
+by one line for each event and each decision, in order. The first line is complete, so that a replay uses the values of
+that time even if defaults have changed since; other lines omit fields that have their default. Numbers keep every
+digit, so that a replay decides on exactly the same values.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ _EVENTS: Mapping[str, type[Any]] = {
 }
 # Of the configuration; no core reads them.
 _SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "storage", "orphan_timeout_s")
+# Settings of older recordings that are constants now: with these values the core decides as it did.
+_CONSTANT = {"settle_s": 1.5, "unsatisfiable_s": 3.0, "model_change": 0.1}
 # Of annotations whose modules do not import them.
 _LATE = {"Observation": Observation, "GoodputModel": GoodputModel, "BatchForecast": BatchForecast}
 
@@ -66,10 +68,10 @@ class Life:
     steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:
-        """Return the policy as it was at the start.
+        """Return the policy in its initial state.
 
         Raises:
-            InputError: it is none of those that come with the package.
+            InputError: The package does not include the policy.
         """
         if self.policy not in POLICIES:  # a name in a file must not have us import whatever it names
             raise InputError(
@@ -89,7 +91,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """Return the line that begins a life; ``policy`` before its first decision."""
+    """Return the first line of a life; ``policy`` must not have decided anything yet."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -103,22 +105,22 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
 
 
 def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
-    """Return the line of an event; the time for intervals is left out where it is the time of day."""
+    """Return the recording's line for an event; the time for intervals is omitted if it equals the time of day."""
     kind = type(event)
     steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
     return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
 
 
 def decision_line(record: DecisionRecord) -> str:
-    """Return the line of a decision."""
+    """Return the recording's line for a decision."""
     return _line({"decided": _plain(DecisionRecord, record)})
 
 
 class Recorder:
-    """Recorder of a core's events and decisions, in lines.
+    """Recorder of a core's events and decisions as lines.
 
     Args:
-        write: takes the lines; None records nothing.
+        write: Function that writes lines; None records nothing.
     """
 
     def __init__(self, write: Callable[[Iterable[str]], None] | None) -> None:
@@ -130,18 +132,18 @@ class Recorder:
             self._write([start_line(policy, config, settling=settling)])
 
     def told(self, event: Event, now_s: float, steady_s: float | None = None) -> None:
-        """Record an event before the core handles it, with both times that ``AllocatorCore.handle`` takes."""
+        """Record an event, before the core handles it, with both times passed to ``AllocatorCore.handle``."""
         if self._write is not None:
             self._write([event_line(event, now_s, steady_s)])
 
     def decided(self, records: Iterable[DecisionRecord]) -> None:
-        """Record the decisions of the core."""
+        """Record decisions of the core."""
         if self._write is not None:
             self._write(map(decision_line, records))
 
 
 def _settings(policy: Policy) -> dict[str, Any]:
-    """Return the settings of a policy that comes with the package: numbers, names and truth values."""
+    """Return the settings of a policy included in the package: numbers, names and booleans."""
     kind: Any = type(policy)
     fields = dataclasses.fields(kind) if _is_dataclass(kind) else ()
     chosen = {field.name: getattr(policy, field.name) for field in fields if field.init}
@@ -153,14 +155,14 @@ def _line(said: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> Any:
-    """Convert NumPy's numbers, which some fields hold."""
+    """Convert NumPy numbers, which some fields hold, to Python numbers."""
     return value.item()
 
 
 def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
-    """Return a value of this type as JSON has it.
+    """Return a value of this type in a form that JSON can store.
 
-    Of a dataclass all fields, or only those that differ from their defaults.
+    A dataclass becomes a mapping of all fields, or only of those that differ from their defaults.
     """
     if value is None:
         return None
@@ -186,9 +188,8 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
     """Read the lives of a recording.
 
-    A last line that is cut off is left out: its allocator died while writing it.
-
-    Raises InputError: a line is not what a recording holds; names the line.
+    An incomplete last line is ignored: its allocator died while writing it.
+    Raises InputError: a line is invalid; the message has its number.
     """
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
@@ -213,9 +214,9 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
 
 def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decided: list[DecisionRecord]) -> Life:
-    """Return a life from its first line and what followed.
+    """Return a life from its first line and its events and decisions.
 
-    Raises KeyError, TypeError or ValueError for a bad first line.
+    Raises KeyError, TypeError or ValueError if the first line is invalid.
     """
     was_set = any(steady_s != now_s for now_s, steady_s, _ in events)
     if start["format"] != FORMAT:
@@ -223,7 +224,7 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
     return Life(
         policy=_built(str, start["policy"]),
         settings=_built(Mapping[str, Any], start["settings"]),
-        config=_built(AllocatorConfig, start["config"]),
+        config=_built(AllocatorConfig, {k: v for k, v in start["config"].items() if _CONSTANT.get(k) != v}),
         settling=_built(bool, start["settling"]),
         events=tuple((now_s, event) for now_s, _, event in events),
         decided=tuple(decided),
@@ -232,7 +233,7 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
 
 
 def _built(kind: Any, plain: Any) -> Any:
-    """Build a value of this type, the inverse of ``_plain``; raises TypeError or ValueError where it is none."""
+    """Return a value of this type, the inverse of ``_plain``. Raise TypeError or ValueError if it is invalid."""
     if kind is Any:
         return plain
     if _is_dataclass(kind):
@@ -258,7 +259,7 @@ def _built(kind: Any, plain: Any) -> Any:
 
 
 def _object(kind: Any, plain: Any) -> Any:
-    """Build a dataclass; some take their fields by other names, but in the same order."""
+    """Build a dataclass; one whose constructor names its arguments differently gets them by position."""
     given = _checked(plain, dict)
     fields = _fields(kind)
     unknown = sorted(given.keys() - {field.name for field, _ in fields})
@@ -281,7 +282,7 @@ def _checked(plain: Any, kind: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _fields(kind: Any) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
-    """Return the fields that a caller gives, each with its type."""
+    """Return the recorded fields of a dataclass, each with its type."""
     hints = typing.get_type_hints(kind, localns=_LATE)
     left_out = _SHELLS_OWN if kind is AllocatorConfig else ()
     return tuple((field, hints[field.name]) for field in dataclasses.fields(kind) if field.name not in left_out)
@@ -304,7 +305,7 @@ def _some(arguments: tuple[Any, ...]) -> Any:
 
 
 def _members(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Type of each member of a tuple; ``tuple[int, ...]`` has as many as there are."""
+    """Return the type of each member of a tuple; ``tuple[int, ...]`` is repeated ``count`` times."""
     return (arguments[0],) * count if len(arguments) == 2 and arguments[1] is ... else arguments
 
 
@@ -314,13 +315,13 @@ def _members(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 def replay(
     life: Life, *, policy: Policy | None = None, watch: Callable[[AllocatorCore, float], None] | None = None
 ) -> tuple[DecisionRecord, ...]:
-    """Return the decision log of a new core that is told the same: ``life.decided``, to the letter.
+    """Return the decision log of a new core that gets the same events, identical to ``life.decided``.
 
     Args:
-        policy: the one that ruled, where it does not come with the package; by default the recorded one.
-        watch: looks at the core after each event.
+        policy: The recorded policy, if the package does not include it; by default created from the recording.
+        watch: Function that is called with the core after each event.
 
-    Raises InputError: the recording names a policy that does not come with the package.
+    Raises InputError: the recording names a policy that the package does not include.
     """
     config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
     core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())
@@ -336,13 +337,13 @@ _STEP_S = 0.5  # that the two clocks differ by more between two readings only if
 
 
 class SteadyClock:
-    """Pair of clocks: the time of day for what is shown and stored, and a steady one for intervals.
+    """Pair of clocks: the time of day for display and storage, and a steady one for intervals.
 
-    Both are seconds since the epoch, and the same until the time of day is set for the first time.
+    Both are in seconds since the epoch, and equal until the time of day is set for the first time.
 
     Args:
-        wall: the time of day [s since the epoch].
-        monotonic: a clock that nobody sets [s].
+        wall: Time of day [s since the epoch].
+        monotonic: Monotonic clock [s].
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:

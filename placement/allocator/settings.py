@@ -1,4 +1,4 @@
-"""Settings of an operator in a file, ``cluster-policy.yaml``, which may change while jobs run."""
+"""An operator's settings from a file, ``cluster-policy.yaml``, which may change while jobs run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AUTOSCALING = ("cluster_file", *(field.name for field in dataclasses.fields(Aut
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """Settings that outrank those of ``AllocatorConfig``; None leaves one as that has it."""
+    """Settings that override those of ``AllocatorConfig``; None keeps that configuration's value."""
 
     tenants: tuple[Tenant, ...] | None = None  # weights and quotas
     # priority by name of a job, or by pattern (``prod-*``); ``AllocatorConfig.priorities``
@@ -38,8 +38,8 @@ class OperatorSettings:
     def from_file(cls, path: str | Path) -> OperatorSettings:
         """Read a file of settings.
 
-        Raises InputError: it cannot be read, or says something that is not understood; names the place and what is
-        right.
+        Raises InputError: it cannot be read, or has invalid content; the message names the place and a correct
+        value.
         """
         try:
             plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -52,10 +52,10 @@ class OperatorSettings:
         """Build settings from mappings, lists, numbers and text, as a file or a note has them.
 
         Args:
-            where: what errors call its source.
-            folder: what ``cluster_file`` is relative to; None where no file may be read.
+            where: Name of the source in error messages.
+            folder: Folder that ``cluster_file`` is relative to; None if no file may be read.
 
-        Raises InputError: it says something that is not understood.
+        Raises InputError: the content is invalid.
         """
         said = _mapping(plain, where, _SECTIONS)
         page, tenants, priorities = said.get("page"), said.get("tenants"), said.get("priorities")
@@ -80,7 +80,7 @@ class OperatorSettings:
         return dataclasses.replace(config, **said)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what :meth:`from_plain` takes."""
+        """Return the settings in the form that :meth:`from_plain` accepts."""
         plain: dict[str, Any] = {}
         if self.tenants is not None:
             plain["tenants"] = {each.name: {"weight": each.weight, "quota": dict(each.quota)} for each in self.tenants}
@@ -95,7 +95,7 @@ class OperatorSettings:
 
 
 def in_force(config: AllocatorConfig) -> OperatorSettings:
-    """Return the settings that a configuration comes to, all of them said."""
+    """Return the effective settings of a configuration, none of which is None."""
     return OperatorSettings(
         tenants=config.tenants,
         priorities=config.priorities,
@@ -105,12 +105,12 @@ def in_force(config: AllocatorConfig) -> OperatorSettings:
 
 
 def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
-    """Refuse a quota of a resource that no node has.
+    """Raise an error for a quota on a resource that no node has.
 
     Args:
-        known: names of resources of all nodes, those on offer included.
+        known: Names of resources of all nodes, including those on offer.
 
-    Raises InputError: there is one.
+    Raises InputError: there is such a quota.
     """
     for tenant in tenants:
         for resource in tenant.quota:
@@ -121,7 +121,7 @@ def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
 
 
 def _mapping(value: object, where: str, known: Collection[str] | None = None) -> Mapping[str, Any]:
-    """Return a mapping with keys of text, out of the known ones if there are any."""
+    """Return a mapping with string keys; if ``known`` is given, each key must be in it."""
     if not isinstance(value, Mapping):
         raise InputError(f"{where} must be a mapping, but got {value!r:.80}")
     for key in value:
@@ -141,7 +141,7 @@ def _made(where: str, make: Callable[..., _Made], *arguments: Any, **fields: Any
 
 
 def _tenants(plain: object, where: str) -> tuple[Tenant, ...]:
-    """Return tenants by name, each with weight and quota; nothing stands for the defaults."""
+    """Return tenants with weight and quota from a mapping by name; an empty entry means the defaults."""
     found = []
     for name, said in _mapping(plain, where).items():
         body = _mapping({} if said is None else said, f"{where}: {name}", _TENANT)
@@ -162,7 +162,7 @@ def _priorities(plain: object, where: str) -> Mapping[str, int]:
 
 
 def _autoscaling(plain: object, where: str, folder: Path | None) -> Autoscaling | Literal["auto", "off"]:
-    """Return node types of a cluster file or of a list, with the other fields of ``Autoscaling``; or a word."""
+    """Return "auto", "off", or ``Autoscaling`` with node types from a cluster file or a list."""
     if plain in ("auto", "off"):
         return "auto" if plain == "auto" else "off"
     if isinstance(plain, str):
@@ -195,7 +195,7 @@ def _list(value: object, where: str) -> list[Any]:
 
 
 def _scaling_as_plain(scaling: Autoscaling) -> dict[str, Any]:
-    """Return the mapping that ``_autoscaling`` takes; of an objective that is an object, the name of its class."""
+    """Return the mapping that ``_autoscaling`` accepts; an objective object is reduced to its class name."""
     objective = scaling.objective
     said = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(Autoscaling)}
     return {

@@ -1,4 +1,4 @@
-"""Significance of a job's heartbeat: what the last decision did not know (pure)."""
+"""Significance of a job's heartbeat: changes since the last decision that call for another one (pure)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _LIMITS = (
 )
 
 
+_CHANGE = 0.1  # relative, of a speed or a weight, that counts
 _MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
 
 
-def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger | None:
-    """Return the trigger of a decision if the heartbeat says something that a decision depends on, else None.
+def trigger_of(before: JobView, after: JobView) -> Trigger | None:
+    """Return the trigger of a decision if the heartbeat changes something that decisions depend on, else None.
 
-    A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose
-    speeds all differ by less than ``model_change``, relatively.
+    A changed placement of workers is not news, since the last decision requested it. Neither is a model whose
+    speeds all change by less than a tenth.
     """
     if before is after:
         return None
@@ -39,7 +40,7 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
         return Trigger.NODES
     if {each.worker for each in before.node_failures} != {each.worker for each in after.node_failures}:
         return Trigger.NODES
-    if abs(after.weight - before.weight) > model_change * before.weight:
+    if abs(after.weight - before.weight) > _CHANGE * before.weight:
         return Trigger.WEIGHT
     if before.fingerprint != after.fingerprint:  # others may know the model
         return Trigger.MODEL
@@ -54,11 +55,11 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
     old, new = (speeds(view, [1] * after.max_workers) for view in (before, after))
     # On one node and on several: the two extremes of the model's communication cost.
     old1, new1 = (speeds(view, [after.max_workers]) for view in (before, after))
-    return Trigger.MODEL if _differ(old, new, model_change) or _differ(old1, new1, model_change) else None
+    return Trigger.MODEL if _differ(old, new) or _differ(old1, new1) else None
 
 
 def _sizes(view: JobView) -> tuple[object, ...]:
-    """Return the fields that determine which sizes and batches the job could have."""
+    """Return the fields that determine which sizes and batches are possible for the job."""
     return (
         view.useful_workers,
         view.init_batch_size,
@@ -69,13 +70,13 @@ def _sizes(view: JobView) -> tuple[object, ...]:
     )
 
 
-def _differ(old: NDArray[np.float64], new: NDArray[np.float64], relative: float) -> bool:
-    return len(old) != len(new) or bool(np.any(np.abs(new - old) > relative * np.maximum(old, new)))
+def _differ(old: NDArray[np.float64], new: NDArray[np.float64]) -> bool:
+    return len(old) != len(new) or bool(np.any(np.abs(new - old) > _CHANGE * np.maximum(old, new)))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class KnownJob:
-    """Soft state about one job; the controller's next heartbeat could rebuild all of it. Only it changes itself."""
+    """Soft state about one job, which the next heartbeat could rebuild. Only its own methods change it."""
 
     view: JobView  # the last heartbeat's
     decided_on: JobView  # the view that the last decision saw; news is what differs from it
@@ -83,31 +84,33 @@ class KnownJob:
     reason: Reason  # why
     heard_s: float  # when it was last heard of [s], by the clock for intervals, as all times here
     swayed_s: float = -math.inf  # when measured speeds alone changed its size last [s]
+    sways: int = 0  # times that they did since something else was decided about
     impossible_since_s: float | None = None  # since when no node could hold it [s]; None if some could
     told_impossible: bool = False  # whether it was told so
 
     @classmethod
     def arrived(cls, view: JobView, now_s: float) -> KnownJob:
-        """Return the record of a job that was not known before."""
+        """Return the record of a new job."""
         reason = Reason(Cause.CAME if view.allocation else Cause.ARRIVED)
         return cls(view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s)
 
     @property
     def waits(self) -> bool:
-        """True if the job has no workers and would take some."""
+        """True if the job has no planned workers and is not paused."""
         return not self.target and not self.view.paused
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """Receive a heartbeat."""
+        """Store a heartbeat."""
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
         """Excuse the job's silence until `now_s`."""
         self.heard_s = now_s
 
-    def decided(self) -> None:
-        """Record that a decision sees the job as it is now."""
+    def decided(self, *, forced: bool) -> None:
+        """Record that a decision, ``forced`` by more than measured speeds, has considered the job's current view."""
         self.decided_on = self.view
+        self.sways = 0 if forced else self.sways
 
     def give(self, target: Mapping[str, int]) -> None:
         """Set the planned workers of the job."""
@@ -115,14 +118,14 @@ class KnownJob:
 
     def swayed(self, now_s: float) -> None:
         """Record that measured speeds alone have changed the job's size."""
-        self.swayed_s = now_s
+        self.swayed_s, self.sways = now_s, self.sways + 1
 
     def explain(self, reason: Reason) -> None:
-        """Set the reason for the job's present workers."""
+        """Set the reason for the job's current workers."""
         self.reason = reason
 
     def judge(self, impossible: Reason | None, now_s: float) -> bool:
-        """True if some node could hold the job again; ``impossible`` says why none could, or is None."""
+        """True if some node could hold the job again; ``impossible`` is the reason why none could, or None."""
         if impossible is not None:
             self.reason = impossible
             self.impossible_since_s = now_s if self.impossible_since_s is None else self.impossible_since_s
@@ -132,7 +135,7 @@ class KnownJob:
         return again
 
     def tell_impossible(self, now_s: float, after_s: float) -> bool:
-        """True once, after `after_s`, if no node could hold the job: its user is notified."""
+        """True once no node could hold the job for `after_s`, and its user has not been notified yet."""
         since_s = self.impossible_since_s
         if since_s is None or self.told_impossible or now_s - since_s < after_s:
             return False

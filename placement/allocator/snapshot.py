@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeHistory
 from placement.planning.constraints import Constraints
+from placement.planning.start_times import start_times
 from placement.planning.tenants import Tenant
 from placement.reasons import Reason
 from placement.text import printable
 
 
 class Trigger(str, enum.Enum):
-    """Trigger of a decision; if there are several, the first is named."""
+    """Trigger of a decision; if there are several, the first one is recorded."""
 
     ARRIVAL = "arrival"
     """A job has come."""
@@ -63,7 +64,7 @@ class DecisionRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """State of one job in the allocator."""
+    """State of one job in the allocator: its last view, planned workers and reason."""
 
     view: JobView
     target: Mapping[str, int]
@@ -73,7 +74,7 @@ class JobState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSnapshot:
-    """The allocator at one moment, for the CLI, dashboards and tests."""
+    """State of the allocator at one moment, for the CLI, dashboards and tests."""
 
     policy: str
     settled: bool
@@ -86,7 +87,7 @@ class CoreSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorLook:
-    """The allocator as the page looks at it, again and again: of the log only what is new."""
+    """State of the allocator as the page polls it, with only the new part of the log."""
 
     core: CoreSnapshot  # its ``log`` holds the records that are new, oldest first
     recorded: int  # decision records so far, those that are kept no more included: the number of the last one
@@ -96,3 +97,34 @@ class AllocatorLook:
     spot_types: frozenset[str] = frozenset()  # node types whose nodes may be taken away
     decision_cpu_s: float | None = None  # CPU time of the last decision [s]; None before the first
     decided_s: float | None = None  # when that was [s since the epoch]; None before the first
+
+
+EVERY_S = 5.0
+
+
+class StartTimes:
+    """Cache of the estimated start times of waiting jobs."""
+
+    def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
+        self._look = look
+        self._starts: dict[str, float] = {}
+        self._looked_s: float | None = None
+
+    def of(self, job: str, now_s: float) -> float | None:
+        """Return the time until a job without workers gets its smallest size [s].
+
+        None if that cannot be estimated.
+
+        Args:
+            now_s: Current time [s since the epoch]; if the clock went back, the estimate is renewed.
+        """
+        if self._looked_s is None or not 0.0 <= now_s - self._looked_s < EVERY_S:
+            self._starts, self._looked_s = self._estimate(), now_s
+        start_s = self._starts.get(job)
+        return None if start_s is None else max(0.0, start_s - (now_s - self._looked_s))
+
+    def _estimate(self) -> dict[str, float]:
+        seen = self._look()
+        waiting = [state.view for state in seen.jobs.values() if not state.target and not state.view.paused]
+        running = [(state.view, state.target) for state in seen.jobs.values() if state.target]
+        return start_times(waiting, running, seen.cluster) if waiting else {}

@@ -1,8 +1,8 @@
-"""Autoscaler: a state machine over jobs, node types and the present cluster, without a clock.
+"""Autoscaler: a state machine over jobs, node types and the current cluster, without a clock.
 
-An objective says how many workers each job should have (``placement.autoscaling.objectives``), and
-``placement.autoscaling.fleet`` which nodes that takes. The allocator's own policy is asked whether it would use them.
-What comes out is a ``ScalingDecision``; asking for nodes and letting them go is the shell's.
+An objective decides how many workers each job should have (``placement.autoscaling.objectives``), and
+``placement.autoscaling.fleet`` chooses nodes for them. The allocator's own policy is queried to see if it would use
+these nodes. The result is a ``ScalingDecision``; the caller requests and releases the nodes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason
 
 _MOST_HOURS = 1.0
+_ACCOUNT_H = 24.0  # spending is averaged over so many hours, fading
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerConfig(NamesArguments):
-    """Times of the autoscaler [s, unless it says otherwise].
+    """Timing of the autoscaler [s].
 
     Attributes:
-        linger_s: a node that no job needs is kept for so long; a job may need it again.
-        launch_timeout_s: time beyond a type's start-up time after which what was asked for is taken not to come, and
-            another type (on-demand instead of spot) is asked for.
-        retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.
-        account_h: spending is averaged over so many hours, fading [h].
+        linger_s: Time for which a node that no job needs is kept, in case a job needs it again.
+        launch_timeout_s: Time beyond a type's start-up time after which a request counts as failed, and another type
+            (on-demand instead of spot) is requested.
+        retry_s: Time after which a failed type is requested again; doubled with each failure, up to 8 x.
 
     Examples:
         >>> from placement import AutoscalerConfig
@@ -51,12 +51,10 @@ class AutoscalerConfig(NamesArguments):
     linger_s: float = 120.0
     launch_timeout_s: float = 120.0
     retry_s: float = 450.0
-    account_h: float = 24.0
 
     def __post_init__(self) -> None:
         for field in ("linger_s", "launch_timeout_s", "retry_s"):
             check_number(field, getattr(self, field), least=0, unit="seconds")
-        check_number("account_h", self.account_h, above=0, finite=True, unit="hours")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,35 +74,35 @@ class ScalingDecision:
     usd_per_h: float  # price of these nodes [USD/h]
 
     def note(self, job: str) -> str:
-        """Return a job's notes in words; empty for none."""
+        """Return a job's notes as text; empty if there are none."""
         return "; ".join(map(str, self.notes.get(job, ())))
 
     def explained(self, job: str) -> str:
-        """Return the job's wanted size with all figures, and its notes; empty where it has no use for a node."""
+        """Return the job's wanted size with all figures, and its notes; empty if it has no use for a node."""
         want = self.wants.get(job)
         said = (*((want.reason,) if want is not None else ()), *self.notes.get(job, ()))
         return "; ".join(each.explained for each in said)
 
     def bundles(self, types: Sequence[NodeType]) -> tuple[tuple[Resources, Mapping[str, str]], ...]:
-        """Return the nodes as Ray's autoscaler is asked for them: one bundle with a label selector for each."""
+        """Return the nodes in the form that Ray's autoscaler expects: a bundle with a label selector for each node."""
         return tuple(
             (dict(each.resources), dict(each.labels)) for each in types for _ in range(self.nodes.get(each.name, 0))
         )
 
 
 class Autoscaler:
-    """Autoscaler with soft state: made anew beside a running cluster, it takes what is there as requested.
+    """Autoscaler with soft state: a new one beside a running cluster treats its existing nodes as requested.
 
     Args:
-        types: node types on offer.
-        policy: the allocator's: a node that it would not use is not asked for.
-        config: times.
-        constraints: the allocator's.
-        most_nodes: of all types together; None for no such limit.
+        types: Node types on offer.
+        policy: The allocator's policy; nodes that it would not use are not requested.
+        config: Timing of the autoscaler.
+        constraints: The allocator's constraints.
+        most_nodes: Most nodes of all types together; None for no limit.
 
     Raises:
-        InputError: no node type, or two of one name.
-        ValueError: no objective has that name.
+        InputError: There is no node type, or two have the same name.
+        ValueError: The objective is unknown.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class Autoscaler:
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
-        """Cost of each job so far [USD]: its part of the nodes that it had workers on."""
+        """Cost of each job so far [USD]: its share of the nodes that it had workers on."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
     @property
@@ -145,11 +143,11 @@ class Autoscaler:
         return self._account
 
     def resume(self, account: Account) -> None:
-        """Continue the account of the autoscaler that ran before this one."""
+        """Continue the account of an earlier autoscaler."""
         self._account = account
 
     def bill(self, job: str) -> Bill | None:
-        """Return the bill of a job; None before it was seen. It is cheap, because each heartbeat asks for it."""
+        """Return the bill of a job; None if the job is unknown. This is cheap, since every heartbeat calls it."""
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
@@ -158,16 +156,16 @@ class Autoscaler:
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Refuse a node type that the provider lacks now; another one is requested instead."""
+        """Record that the provider lacks a node type for now, so that another type is requested instead."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
         """Decide on the cluster's nodes.
 
         Args:
-            views: every job, running and waiting, where it is to be (``AllocatorCore.views``).
-            cluster: the nodes that are there, those on their way out marked as draining.
-            now_s: present time [s since the epoch], never decreasing.
+            views: Every running and waiting job, with its target allocation (``AllocatorCore.views``).
+            cluster: The existing nodes; those about to go are marked as draining.
+            now_s: Current time [s since the epoch], never decreasing.
         """
         there = self._there(cluster)
         present = {name: len(nodes) for name, nodes in there.items()}
@@ -192,7 +190,7 @@ class Autoscaler:
         return self._decided(target, release, leaving, fleet, wants, there, now_s)
 
     def _there(self, cluster: Cluster) -> dict[str, list[Node]]:
-        """Return nodes by type, without those on their way out."""
+        """Return existing nodes by type, without draining ones."""
         there: dict[str, list[Node]] = {each.name: [] for each in self._types}
         for node in cluster.nodes:
             name = type_of(node, self._types)
@@ -201,7 +199,7 @@ class Autoscaler:
         return there
 
     def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
-        """Return nodes by type, those first that are best kept: not given up before, and with most workers."""
+        """Return nodes by type, best to keep first: those not released before, then those with most workers."""
         load: collections.Counter[str] = collections.Counter()
         for view in views:
             load.update(dict(view.allocation))
@@ -211,7 +209,7 @@ class Autoscaler:
         }
 
     def _limited(self, present: Mapping[str, int], now_s: float) -> tuple[NodeType, ...]:
-        """Return the types, those that are closed with what is there of them as their limit."""
+        """Return the types; a closed type is limited to its existing nodes."""
         return tuple(
             each
             if self._launches.closed(each.name, now_s) is None
@@ -222,12 +220,12 @@ class Autoscaler:
         )
 
     def _foreseen(self, views: Sequence[JobView], cluster: Cluster) -> list[JobView]:
-        """Return the jobs with the batches that they will have when nodes have started."""
+        """Return the jobs with the batches that they will have when new nodes have started."""
         gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
         start_s = max(each.startup_s for each in self._types)
         return [
             view
-            if view.forecast is None
+            if view.forecast is None and view.noise_growth == 1.0
             else foreseen(view, gpus.get(next(iter(view.allocation), ""), ""), start_s, self._cache)
             for view in views
         ]
@@ -235,7 +233,7 @@ class Autoscaler:
     def _demand(
         self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
     ) -> Demand:
-        """Return the objective's input: jobs by arrival, their offers on these types, and present GPU types."""
+        """Return the objective's input: jobs by arrival, their options on these types, and current GPU types."""
         gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
         jobs = tuple(sorted(views, key=lambda view: view.arrival))
         return Demand(
@@ -247,24 +245,24 @@ class Autoscaler:
         )
 
     def _keep_account(self, jobs: int, cluster: Cluster, now_s: float) -> None:
-        """Count what the nodes that are there have cost since the last look; a clock set ahead costs one hour."""
+        """Add the cost of the nodes since the last call. If the clock jumps ahead, at most one hour is counted."""
         hours = 0.0 if self._counted_s is None else min(max(now_s - self._counted_s, 0.0) / 3600.0, _MOST_HOURS)
         prices = {each.name: each.usd_per_h for each in self._types}
         usd_per_h = sum(prices.get(type_of(node, self._types) or "", 0.0) for node in cluster.nodes)
-        self._account = self._account.after(hours, usd_per_h, jobs, self._config.account_h)
+        self._account = self._account.after(hours, usd_per_h, jobs, _ACCOUNT_H)
         self._counted_s = now_s
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
-        """Charge each job its workers' part of their nodes since the last look, at present prices.
+        """Charge each job for its workers' share of their nodes since the last call, at current prices.
 
-        One that has no workers by now pays for those that it had at the last look. A job that is seen for the first
-        time brings its bill of the allocator before.
+        A job without workers now pays for those it had at the last call. A job seen for the first time brings its bill
+        from the previous allocator.
 
-        How long that was, the job says, by a monotonic clock: by the one of these looks, setting a machine's clock ten
-        hours ahead would cost each job ten hours.
+        The job reports the elapsed time from a monotonic clock. With this process's clock, setting a machine's clock
+        ten hours ahead would charge each job ten hours.
 
-        The views may be older than a job's end, so that it would come back for good: one that was forgotten since the
-        last look is left out of this one. A new job of its name pays for that time at the next.
+        The views may be older than a job's end, which would bring the job back for good. A job that was forgotten
+        since the last call is therefore skipped; a new job of the same name pays for that time in the next call.
         """
         forgotten = frozenset(self._forgotten)
         for job in forgotten:
@@ -293,7 +291,7 @@ class Autoscaler:
         cluster: Cluster,
         now_s: float,
     ) -> dict[str, int]:
-        """Return the target without new nodes that would get no worker, once those they replace are gone."""
+        """Return the target without new nodes that would get no worker after surplus nodes are gone."""
         left = dict(target)
         while True:
             fresh = {
@@ -312,13 +310,13 @@ class Autoscaler:
                 left[each.name] -= 1
 
     def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
-        """Return the most that was wanted of each type within the last ``linger_s``, of what is there."""
+        """Return how many existing nodes of each type to keep: the most wanted within the last ``linger_s``."""
         if not self._targets:  # made anew beside jobs that it has yet to hear of: nothing goes at once
             self._targets.append((now_s, present))
         self._targets.append((now_s, target))
         while self._targets[0][0] < now_s - self._config.linger_s:
             self._targets.popleft()
-        return {name: min(n, max(past.get(name, 0) for _, past in self._targets)) for name, n in present.items()}
+        return {name: min(n, max(past[name] for _, past in self._targets)) for name, n in present.items()}
 
     def _give_up(
         self,
@@ -329,10 +327,10 @@ class Autoscaler:
         cluster: Cluster,
         now_s: float,
     ) -> tuple[str, ...]:
-        """Return nodes beyond those that are kept.
+        """Return the nodes to release beyond those that are kept.
 
-        While something is still waited for, only empty ones: it may be what is to take the workers. Nor does a node go
-        without which some running job would have to stop.
+        While requested nodes are still missing, only empty nodes are released, because the missing ones may be meant
+        to take over the workers. No node is released if some running job would have to stop.
         """
         busy = {node for view in views for node in view.allocation}
         waits = any(target[name] > len(nodes) for name, nodes in order.items())
@@ -363,7 +361,7 @@ class Autoscaler:
         there: Mapping[str, Sequence[Node]],
         now_s: float,
     ) -> ScalingDecision:
-        """Return the decision, with reasons by node type and notes by job; its nodes are waited for from now on."""
+        """Return the decision, with reasons by node type and notes by job, and start to wait for its nodes."""
         gone = set(release)
         stay = {name: sum(1 for node in nodes if node.node_id not in gone) for name, nodes in there.items()}
         nodes = {name: max(target[name], n) for name, n in stay.items()}
@@ -393,7 +391,7 @@ class Autoscaler:
 
 
 def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> Reason:
-    """Return the reason of the job that wants most of it."""
+    """Return the reason of the job that wants most workers of this type."""
     if not users:
         return Reason(Cause.UNUSED)
     first = max(users, key=lambda job: wants[job].workers)

@@ -1,8 +1,8 @@
-"""Node types of a cluster file: Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``; errors are reported at once.
+"""Node types of a cluster file, Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``, validated when it is read.
 
-``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints what it offers. ``ray up`` checks
-Ray's own schema; here is what that does not look at: a worker type, its price, and the labels that jobs and allocator
-choose by.
+``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints its node types. ``ray up``
+checks Ray's own schema; this module checks what ``ray up`` does not: that there is a worker type, its price, and the
+labels by which jobs and the allocator choose nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ClusterFile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Raw:
-    """A worker type as the file has it, whichever kind of file it is."""
+    """A worker type, read from either kind of file."""
 
     name: str
     instance: str
@@ -61,15 +61,15 @@ class _Raw:
 
 
 def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> ClusterFile:
-    """Read the worker types, with their prices.
+    """Read the worker types with their prices.
 
     Args:
-        path: YAML of ``ray up``, or of a RayCluster.
-        prices: by instance type; rounded defaults if None.
+        path: YAML file for ``ray up``, or of a RayCluster.
+        prices: Prices by instance type; rounded defaults if None.
 
-    Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
-    otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file, the
-    type, and what is right.
+    Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that
+    contradicts its market, a head that accepts work, or a field that is empty or of the wrong type. The message names
+    the file, the type, and a correct value.
     """
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
 
 
 def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
-    """Return the type at its market's price.
+    """Return the node type with the price for its market.
 
     Raises InputError unless labels and GPUs agree with market and instance type.
     """
@@ -135,7 +135,7 @@ def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
 
 
 def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
-    """Return worker types of a ``ray up`` file; that of the head counts only where it has ``max_workers`` above 0."""
+    """Return the worker types of a ``ray up`` file, including the head's only if its ``max_workers`` is above 0."""
     types = found.get("available_node_types")
     if not isinstance(types, dict) or not types:
         raise InputError(f"cluster file {path} must have node types under available_node_types, but has none")
@@ -160,7 +160,7 @@ def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
 
 
 def _of_type(name: str, body: Mapping[str, Any], limit: int, where: str) -> _Raw:
-    """Read one of ``available_node_types``, with at most ``limit`` nodes; ``instance`` is empty if none is named."""
+    """Return one of ``available_node_types``, with at most ``limit`` nodes; ``instance`` is empty if not named."""
     config = _mapping(body.get("node_config") or {}, f"{where}: node_config", "{InstanceType: g4dn.12xlarge}")
     return _Raw(
         name=name,
@@ -174,7 +174,7 @@ def _of_type(name: str, body: Mapping[str, Any], limit: int, where: str) -> _Raw
 
 
 def _is_spot(config: Mapping[str, Any], where: str) -> bool:
-    """True if AWS's or Google's node configuration asks for a machine that may be reclaimed."""
+    """True if an AWS or Google node configuration requests a machine that may be reclaimed."""
     what = f"{where}: InstanceMarketOptions"
     options = _mapping(config.get("InstanceMarketOptions") or {}, what, "{MarketType: spot}")
     if options.get("MarketType") == "spot":
@@ -188,7 +188,7 @@ def _is_spot(config: Mapping[str, Any], where: str) -> bool:
 
 
 def _of_ray_cluster(found: Mapping[str, Any], path: str) -> list[_Raw]:
-    """Return the worker groups of a RayCluster, perhaps none; raises InputError where its head would take work."""
+    """Return the worker groups of a RayCluster, possibly none. Raise InputError if its head accepts work."""
     spec = _mapping(found.get("spec"), f"cluster file {path}: spec", "{headGroupSpec: ..., workerGroupSpecs: ...}")
     where = f"cluster file {path}, headGroupSpec"
     head = _within(spec, ("headGroupSpec", "rayStartParams"), f"cluster file {path}")
@@ -201,7 +201,7 @@ def _of_ray_cluster(found: Mapping[str, Any], path: str) -> list[_Raw]:
 
 
 def _of_group(found: object, path: str) -> _Raw:
-    """Read one worker group: resources are its first container's limits, type and market those of its node selector."""
+    """Return one worker group: its first container's limits, with type and market from its node selector."""
     group = _mapping(found, f"cluster file {path}: each worker group", "{groupName: t4-spot, maxReplicas: 8}")
     name = str(group.get("groupName") or "")
     where = f"cluster file {path}, worker group {name!r}"
@@ -231,7 +231,7 @@ def _mapping(value: object, what: str, like: str) -> Mapping[str, Any]:
 
 
 def _within(value: Mapping[str, Any], path: Sequence[str], where: str) -> Mapping[str, Any]:
-    """Return the mapping at the end of a path; empty where it is left out, or empty in the file."""
+    """Return the mapping at the end of a path; empty if it is missing or empty."""
     for name in path:
         value = _mapping(value.get(name) or {}, f"{where}: {name}", "{name: value}")
     return value
@@ -250,7 +250,7 @@ def _whole(body: Mapping[str, Any], field: str, where: str, default: int) -> int
 
 
 def _number(body: Mapping[str, Any], field: str, where: str, default: float) -> float:
-    """Return the field, or else the default, as a finite number of 0 or more; it may be written as text."""
+    """Return the field, or else the default, as a finite number of at least 0; text is converted."""
     value = body.get(field, default)
     try:
         number = float(value)  # "0" too: Kubernetes has some numbers as strings
@@ -266,7 +266,7 @@ def _got(value: object) -> str:
 
 
 def _amounts(resources: object, where: str) -> dict[str, float]:
-    """Return resources of one node by name; raises InputError where they are missing, empty or no numbers."""
+    """Return the resources of one node by name. Raise InputError if they are missing, empty or not numbers."""
     if not isinstance(resources, Mapping) or not resources:
         raise InputError(
             f"{where}: resources must say what a node has, such as {{CPU: 48, GPU: 4}}, but got {resources}"
@@ -278,7 +278,7 @@ def _amounts(resources: object, where: str) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a file; 0, or 2 with one line that says what is wrong."""
+    """Check a file and print its node types; return 0, or 2 after printing one line about the error."""
     parser = argparse.ArgumentParser(prog="python -m placement.autoscaling.cluster_file", description=__doc__)
     parser.add_argument("file", help="cluster.yaml of ray up, or a RayCluster")
     parser.add_argument("--prices", metavar="FILE", help="CSV or JSON: type, on_demand, spot, gpu, gpus [USD/h]")

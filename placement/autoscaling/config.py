@@ -1,4 +1,4 @@
-"""Configuration of the cluster's size."""
+"""Configuration of the cluster's autoscaling."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from placement.cluster.price_table import PriceTable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscaling(NamesArguments):
-    """Configuration that lets the allocator decide how many nodes of which type there are; Ray starts and ends them.
+    """Configuration that lets the allocator decide how many nodes of each type to have; Ray starts and ends them.
 
     Attributes:
-        node_types: on offer; :meth:`from_file` reads those of a cluster file.
-        max_nodes: of all types together; None for no such limit.
-        objective: by name, or one: "budget", "cost_per_progress", "utility_band", "utility_cost",
+        node_types: Node types on offer; :meth:`from_file` reads those of a cluster file.
+        max_nodes: Most nodes of all types together; None for no limit.
+        objective: An objective object, or a name: "budget", "cost_per_progress", "utility_band", "utility_cost",
             "throughput_efficiency".
-        budget_usd_per_h: with "budget": what all nodes together may cost, on average over a day [USD/h].
-        times: of the decision.
-        interval_s: time between two looks [s].
+        budget_usd_per_h: For "budget": limit on the cost of all nodes together, averaged over a day [USD/h].
+        times: Timing of decisions.
+        interval_s: Time between two decisions [s].
 
     Examples:
         >>> from placement import Autoscaling, NodeType
@@ -59,16 +59,16 @@ class Autoscaling(NamesArguments):
         objective: str | Objective = "cost_per_progress",
         budget_usd_per_h: float | None = None,
     ) -> Autoscaling:
-        """Make the configuration for the cluster that a file of ``ray up`` or a KubeRay manifest describes.
+        """Return the configuration for the cluster described by a ``ray up`` file or a KubeRay manifest.
 
         Args:
-            path: the file.
-            prices: by instance type; rounded defaults if None.
-            objective: see above.
-            budget_usd_per_h: see above.
+            path: The file.
+            prices: Prices by instance type; rounded defaults if None.
+            objective: As in :class:`Autoscaling`.
+            budget_usd_per_h: As in :class:`Autoscaling`.
 
         Raises:
-            InputError: the file has no worker type, or an instance type that the price table does not know.
+            InputError: The file has no worker type, or an instance type that is not in the price table.
         """
         file = read_cluster_file(path, prices)
         return cls(
@@ -77,10 +77,10 @@ class Autoscaling(NamesArguments):
 
     @property
     def chosen(self) -> Objective:
-        """Objective itself, resolved from its name."""
+        """The objective, resolved from its name."""
         return make_objective(self.objective, self.budget_usd_per_h)
 
     @property
     def obtainable(self) -> tuple[Node, ...]:
-        """Every node that could exist."""
+        """Every node that could be requested, up to the maximum of each type."""
         return tuple(each.node(f"{each.name}~{i}") for each in self.node_types for i in range(each.max_nodes))

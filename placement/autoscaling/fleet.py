@@ -27,7 +27,7 @@ class Fleet:
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """A node with room."""
+    """A node that may still have room."""
 
     node: Node
     kind: str | None
@@ -35,7 +35,7 @@ class _Open:
 
 
 class _Builder:
-    """Nodes so far, and what is left of them."""
+    """Nodes chosen so far, with their remaining room."""
 
     def __init__(
         self, types: Sequence[NodeType], static: Iterable[Node], present: Mapping[str, int], most: int | None
@@ -51,7 +51,7 @@ class _Builder:
                 self._add(name)
 
     def place(self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool) -> int:
-        """Place workers of a job, on nodes that are open first; return how many find no room."""
+        """Place workers of a job, on nodes chosen before if possible; return how many find no room."""
         for each in self._open:
             if workers and each.node.gpu_type == gpu and each.node.matches(view.selector):
                 if on_demand and each.node.spot:
@@ -83,7 +83,7 @@ class _Builder:
     ) -> str | None:
         """Return the cheapest node type for this number of workers.
 
-        One of which there are some already, if it is hardly dearer.
+        A type that already has nodes is preferred if it is hardly more expensive.
         """
         best: tuple[float, int, str] | None = None
         if self._most is not None and sum(self.counts.values()) >= self._most:
@@ -112,17 +112,17 @@ def build(
 ) -> Fleet:
     """Return the cheapest nodes for these sizes.
 
-    Jobs are served by priority, then running ones, then by arrival, each out of the room that earlier ones leave on a
-    node first. A mixed job has its minimum on on-demand nodes. Where several types do, the one counts that costs
-    least, losses by preemption included.
+    Jobs are served by priority, then running ones, then by arrival, first from the room that earlier jobs leave on
+    chosen nodes. A mixed job has its minimum on on-demand nodes. If several types fit, the cheapest is used, where
+    the cost includes expected losses by preemption.
 
     Args:
-        wants: workers of each job.
-        types: what is on offer, within what limits now.
-        static: nodes that are there whatever is asked for.
-        present: nodes of each type that are there.
-        lasts_h: mean time until a node is taken away, by type [h].
-        most: nodes of all types together; None for no such limit.
+        wants: Wanted workers of each job.
+        types: Node types on offer, with their current limits.
+        static: Nodes that exist regardless of requests.
+        present: Existing nodes of each type.
+        lasts_h: Mean time until a node is reclaimed, by type [h].
+        most: Most nodes of all types together; None for no limit.
     """
     builder = _Builder(types, static, present, most)
     short: dict[str, int] = {}

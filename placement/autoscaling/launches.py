@@ -1,4 +1,4 @@
-"""Launches of nodes that were asked for, and lifetimes of spot nodes: small state machines without a clock."""
+"""Launches of requested nodes, and lifetimes of spot nodes: small state machines without a clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placement.text import clipped
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """Nodes of one type that were asked for and are not there."""
+    """Nodes of one type that were requested and have not arrived yet."""
 
     since_s: float
     present: int
@@ -21,25 +21,25 @@ class _Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Failed:
-    """Failed launches of one type in a row, and the fewest of its nodes that were there since the last."""
+    """Consecutive failed launches of one type, with the fewest nodes of that type seen since the last failure."""
 
     times: int
     fewest: int
 
 
 class Launches:
-    """Launches of node types: closes a type for a while when its nodes do not come, so that others are requested.
+    """Launches of node types. If a type's nodes do not arrive, it is closed for a while and others are requested.
 
-        asked for --(arrives)--> there
-        asked for --(nothing arrives for startup + timeout)--> closed for retry x 2^failures --> open again
+        requested --(arrives)--> present
+        requested --(nothing arrives for startup + timeout)--> closed for retry x 2^failures --> open again
 
-    The provider saying that it has none (``refuse``) closes at once. A closed type offers what is there of it, no more.
-    Only a node that comes ends a row of failures, not one that is there.
+    If the provider reports that it has none (``refuse``), the type is closed at once. A closed type keeps its existing
+    nodes and gets no more. Only a newly arriving node resets the count of failures, not an existing one.
 
     Args:
-        types: node types on offer.
-        timeout_s: time beyond the start-up time after which a launch counts as failed [s].
-        retry_s: time until a closed type is asked again [s]; doubled with each failure, eight times at most.
+        types: Node types on offer.
+        timeout_s: Time beyond the start-up time after which a launch counts as failed [s].
+        retry_s: Time until a closed type is requested again [s]; doubled with each failure, up to 8 x.
     """
 
     def __init__(self, types: Sequence[NodeType], *, timeout_s: float, retry_s: float) -> None:
@@ -51,7 +51,7 @@ class Launches:
         self._present: Mapping[str, int] = {}
 
     def watch(self, wanted: Mapping[str, int], present: Mapping[str, int], now_s: float) -> None:
-        """Compare what was asked for with what is there."""
+        """Compare requested nodes with existing ones."""
         self._present = present
         for name, each in self._types.items():
             there, asked, failed = present.get(name, 0), self._asked.get(name), self._failed.get(name)
@@ -71,7 +71,7 @@ class Launches:
                 self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """Refuse a node type that is not available now."""
+        """Close a node type that is not available now."""
         if name in self._types and self.closed(name, now_s) is None:
             failed = self._failed.get(name)
             times = 0 if failed is None else failed.times
@@ -80,17 +80,17 @@ class Launches:
         self._asked.pop(name, None)
 
     def closed(self, name: str, now_s: float) -> Reason | None:
-        """Return why no more nodes of this type are asked for now; None if they are."""
+        """Return why no more nodes of this type are requested for now; None if the type is open."""
         until_s, why = self._closed.get(name, (float("-inf"), ""))
         return None if now_s >= until_s else Reason(Cause.CLOSED, (why,), f"asked again in {until_s - now_s:.0f} s")
 
 
 class Lifetimes:
-    """Expected lifetime of nodes of each type: hours seen over losses seen, with the expected one as one loss.
+    """Expected lifetime of nodes of each type, from hours and losses seen so far and a prior of one loss.
 
         lasts = (hours seen + expected) / (losses seen + 1)
 
-    A Gamma prior of weight one on the rate of losses, so that one unlucky hour does not decide, nor a lucky one.
+    This is a Gamma prior of weight one on the rate of losses, so that a single unlucky or lucky hour does not decide.
     """
 
     def __init__(self, types: Sequence[NodeType]) -> None:
@@ -102,13 +102,13 @@ class Lifetimes:
         self._leaving: frozenset[str] = frozenset()
 
     def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
-        """Count hours, and nodes that went though they had not been given up.
+        """Count hours, and nodes that disappeared without having been given up.
 
         Args:
-            cluster: the nodes that are there.
-            given_up: ids of those that the last decision gave up. It names no node that is on its way out by now: once
-                given up and draining, one counts as given up until it is gone.
-            now_s: present time [s since the epoch].
+            cluster: The existing nodes.
+            given_up: Ids of nodes that the last decision gave up. It omits nodes that are draining by now: once given
+                up and draining, a node counts as given up until it is gone.
+            now_s: Current time [s since the epoch].
         """
         ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}
@@ -121,7 +121,7 @@ class Lifetimes:
         self._seen, self._seen_s = here, now_s
 
     def hours(self, name: str) -> float:
-        """Mean time until a node of this type is taken away [h]; infinity for one that stays."""
+        """Return the mean time until a node of this type is reclaimed [h]; infinity if that never happens."""
         expected = self._types[name].lasts_h
         if expected == float("inf"):
             return expected

@@ -35,10 +35,10 @@ class Node:
 
     Attributes:
         node_id: Ray's hex node id.
-        total: everything the node has.
-        free: what elastic jobs may use altogether: ``total`` less what the cluster's other users hold. What
-            elastic jobs hold already is part of it.
-        draining: the node is about to go; it gets no new workers and those on it are moved.
+        total: All resources of the node.
+        free: Resources available to elastic jobs together: ``total`` less those held by other users of the cluster.
+            Resources that elastic jobs hold already are included.
+        draining: True if the node will go away soon; it gets no new workers, and its workers are moved.
         labels: Ray's node labels (GPU type, market, zone...).
 
     Examples:
@@ -64,16 +64,16 @@ class Node:
 
     @property
     def gpu_type(self) -> str:
-        """Type of the node's GPUs, empty where the node does not say."""
+        """Type of the node's GPUs; empty if the node has no label for it."""
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     @property
     def spot(self) -> bool:
-        """True if the node may be reclaimed; a node without a market label stays."""
+        """True if the node may be reclaimed. A node without a market label counts as on-demand."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
     def slots(self, bundle: Resources) -> int:
-        """Return how many workers of these resources fit into ``free``."""
+        """Return how many workers with this bundle of resources fit into ``free``."""
         return slots(self.free, bundle)
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
@@ -83,7 +83,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Cluster of nodes, ordered by id whatever order they are given in.
+    """Cluster of nodes, sorted by id.
 
     Examples:
         >>> from placement import Cluster, Node
@@ -102,9 +102,9 @@ class Cluster:
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
 
     def draining(self, node_ids: Collection[str]) -> Cluster:
-        """Return the cluster with these nodes on their way out.
+        """Return the cluster with these nodes marked as draining.
 
-        They get no new workers, and those on them are moved.
+        They get no new workers, and their workers are moved.
         """
         if not node_ids:
             return self
@@ -112,7 +112,7 @@ class Cluster:
         return Cluster(nodes=tuple(nodes))
 
     def by_id(self) -> dict[str, Node]:
-        """Return nodes by their id."""
+        """Return the nodes, keyed by id."""
         return {node.node_id: node for node in self.nodes}
 
 
@@ -120,7 +120,7 @@ class AllocationError(ValueError):
     """Error raised if an allocation breaks a rule.
 
     Attributes:
-        rule: short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,
+        rule: Short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,
             ``minimum``, ``maximum``, ``nodes``, ``capacity``, ``quota`` or ``one multi-node job per node``.
     """
 
@@ -139,14 +139,14 @@ def slots(amounts: Resources, bundle: Resources) -> int:
 
 
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
-    """Refuse an allocation that the cluster cannot hold.
+    """Raise an error if the cluster cannot hold an allocation.
 
     Args:
-        allocation: workers per job and node.
-        bundles: resources of one worker, per job.
-        cluster: the nodes; a worker may use what is ``free`` there.
+        allocation: Workers per job and node.
+        bundles: Resources of one worker, per job.
+        cluster: The nodes; workers may use what is ``free`` on them.
 
-    Raises AllocationError: naming the rule, and the job or node that breaks it.
+    Raises AllocationError: it names the rule, and the job or node that breaks it.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}
@@ -171,7 +171,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Return amounts by node id that these workers take."""
+    """Return the resources that these workers use, by node id."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in placed.items():
@@ -182,7 +182,7 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """Return the cluster less what these workers take."""
+    """Return the cluster without the resources that these workers use."""
     used = used_on_nodes(allocation, bundles)
     return Cluster(
         nodes=tuple(
@@ -207,7 +207,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """Return the jobs whose workers differ, those that give something back first, then by name."""
+    """Return the jobs whose workers differ, sorted so that shrinking jobs come first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

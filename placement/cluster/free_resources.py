@@ -15,7 +15,7 @@ _FEW = 16  # changed nodes up to which they are looked at one by one
 
 @dataclasses.dataclass(slots=True)
 class _KindSlots:
-    """Workers of one bundle and label selector; thousands of jobs share a few."""
+    """Slots for workers of one bundle and label selector. Thousands of jobs share a few kinds."""
 
     needs: tuple[tuple[int, float], ...] | None  # column and amount of each resource; None if no node has one of them
     share: float  # dominant share of one worker
@@ -25,7 +25,7 @@ class _KindSlots:
 
 
 class FreeResources:
-    """Unused resources per node; a decision takes from it, so that no count is promised that fits nowhere.
+    """Unused resources per node, updated during a decision so that it never assigns more workers than fit.
 
     Draining nodes are left out. Nodes are indexed in the order of ``node_ids``.
     """
@@ -47,7 +47,7 @@ class FreeResources:
         return view.job
 
     def index(self, node_id: str) -> int | None:
-        """Return the position of a node, None if it is gone or draining."""
+        """Return the position of a node; None if it is gone or draining."""
         return self._index.get(node_id)
 
     def slots(self, view: JobView) -> NDArray[np.int64]:
@@ -64,7 +64,7 @@ class FreeResources:
         return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: int) -> None:
-        """Use resources of one node; the caller has looked at ``slots``. Negative workers give back."""
+        """Reserve resources on one node. The caller must check ``slots``; negative workers release resources."""
         needs = self._kind(view).needs
         assert needs is not None, f"job {view.job} has no slot to take"
         for column, amount in needs:
@@ -72,7 +72,7 @@ class FreeResources:
         self._changed.append(index)
 
     def add(self, view: JobView, workers: int) -> bool:
-        """Reserve ``workers`` bundles wherever they fit, tightest nodes first; all of them or nothing."""
+        """Reserve ``workers`` bundles, on the tightest nodes first; reserve all or none, and return True if all fit."""
         fits = self.slots(view)
         if int(fits.sum()) < workers:
             return False
@@ -86,7 +86,7 @@ class FreeResources:
         return True
 
     def share(self, view: JobView) -> float:
-        """Return the dominant share: the largest part of any resource of the whole room that one worker takes."""
+        """Return the dominant share of one worker: its largest fraction of any resource of the cluster."""
         return self._kind(view).share
 
     def _kind(self, view: JobView) -> _KindSlots:
@@ -96,9 +96,9 @@ class FreeResources:
         return self._kinds[key]
 
     def _new_kind(self, view: JobView) -> _KindSlots:
-        """Return the job's kind, counted on all nodes.
+        """Return the job's kind of worker, with slots counted on all nodes.
 
-        Without ``needs`` and slots where no node has one of the resources.
+        If no node has one of the resources, ``needs`` is None and there are no slots.
         """
         wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
         matching = None

@@ -35,7 +35,7 @@ WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Bill of a job: counted by the allocator, kept by the job's controller for the allocator after it."""
+    """Accumulated cost of a job, counted by the allocator and stored by the controller for the next allocator."""
 
     usd: float = 0.0  # so far [USD]
     attained_s: float = 0.0  # worker-seconds that it counts (``JobView.attained_s``)
@@ -44,7 +44,7 @@ class Bill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStrategy:
-    """Strategy that was the fastest for a model in a group of some form, and a step under it."""
+    """Fastest strategy found for a model in one form of group, with its step time."""
 
     name: str
     step_s: float  # [s]
@@ -63,62 +63,62 @@ class JobView:
     """View of one job, as its controller reports it with every heartbeat.
 
     Attributes:
-        job: name, unique in the cluster.
-        bundle: resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``.
-        min_workers: with fewer workers the job does not run at all.
-        max_workers: with more workers it does not want to run.
-        submitted_s: when the job was submitted [s since the epoch]; earlier jobs are admitted first.
-        held_at: the user holds the job at exactly this many workers; None leaves it to the policy.
-        paused: why the user has paused the job, which gets no workers until it is resumed; empty where it is not.
-        wished: fewest workers that a policy of the job's own asks for; it gets them from slots that are of no use to
-            other jobs (``placement.planning.wishes``), and ``held_at`` outranks it. None for no wish.
-        allocation: bundles held now by node id: every reservation that is fulfilled, whether or not its
-            worker has joined yet, and every leaving worker's until it is given back.
-        most_workers: the most workers the job has trained with so far; bounds exploration before ``goodput``
-            is known.
-        goodput: the fitted model, None before there is one.
-        init_batch_size: the global batch size M0 the user asked for [samples].
-        max_batch_size: largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
-        held_batch: global batch that a policy of the job's own holds it at [samples], where it fits; None where the
-            job takes the best one.
-        forecast: batches that it will be held at later; None where ``held_batch`` stays, as far as known.
-        atomic_bsz_range: least and most samples of one worker in one micro-step.
-        accumulation: whether the job may accumulate gradients over several micro-steps.
-        resize_cost_s: training time lost by one change of size [s], measured or estimated.
-        stop_cost_s: what it costs to be stopped and started again later [s]; None if that would lose work, so that
-            only limits, room and the user may stop it.
-        label_selector: conditions on the labels of a worker's node (``placement.cluster.labels``); the types of GPU
-            that it accepts are ``{"ray.io/accelerator-type": "in(T4,A100)"}``.
-        growth_limit: the most workers that exploration allows now, for policies that only know what the job has
-            run itself; None where nothing limits it.
-        attained_s: worker-seconds that the job has held so far.
-        bill: what it has cost, as an allocator has told it last; None where none knew prices.
-        restarts: changes of its workers so far, the first start not counted.
-        fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
-        progress: how far it is; None while it has told nothing, its workers having yet to start.
-        models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
-        observations: measured step times by GPU type, oldest first.
-        atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
-        priority: higher ones get their minimum, and then their growth, before lower ones.
-        tenant: whose job it is; tenants share the cluster by their weights.
-        user: who has submitted it.
-        preemptible: whether it may be stopped, once it runs, for a job that comes before it.
-        deadline_s: when it should be done [s since the epoch]; None if it does not matter.
-        whole_nodes: it prefers whole nodes, and nodes of its own.
-        weight: what its speed counts beside that of the others that a policy is asked about with it.
-        tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
-        spot: how it uses spot nodes; on a cluster without any, all are the same.
-        budget_usd: what it may cost [USD]; None if it does not matter.
-        utility: what its end is worth by the time since ``submitted_s``; None if its user does not say.
-        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
-            left, where that was seen.
-        node_failures: workers that failed, by their node (``placement.cluster.node_record``).
-        mixed_gpu_types: whether its workers may be on GPUs of several types, with shares by speed; policies
-            that keep a job on one type, or do not look at types, ignore it.
-        sizes: numbers of workers that it can train with, where not all between the least and the most will do
+        job: Name of the job, unique in the cluster.
+        bundle: Resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``.
+        min_workers: Fewest workers with which the job can run.
+        max_workers: Most workers that the job accepts.
+        submitted_s: Time of submission [s since the epoch]; earlier jobs are admitted first.
+        held_at: Exact number of workers set by the user; None leaves it to the policy.
+        paused: Reason why the user has paused the job, which gets no workers until resumed; empty if not paused.
+        wished: Fewest workers that the job's own policy requests. They come from slots that other jobs cannot use
+            (``placement.planning.wishes``), and ``held_at`` takes precedence. None for no wish.
+        allocation: Bundles held now, by node id: every fulfilled reservation, even if its worker has not joined
+            yet, and those of leaving workers until they are released.
+        most_workers: Most workers the job has trained with so far; limits exploration while ``goodput``
+            is unknown.
+        goodput: Fitted goodput model; None before the first fit.
+        init_batch_size: Global batch size M0 that the user requested [samples].
+        max_batch_size: Largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
+        held_batch: Global batch that the job's own policy fixes, if it fits [samples]; None lets the job choose
+            the best one.
+        forecast: Later values of ``held_batch``; None if no change is known.
+        atomic_bsz_range: Fewest and most samples of one worker in one micro-step.
+        accumulation: True if the job may accumulate gradients over several micro-steps.
+        resize_cost_s: Training time lost by one resize [s], measured or estimated.
+        stop_cost_s: Cost of a stop and a later restart [s]; None if a stop would lose work, in which case only
+            limits, lack of room and the user may stop the job.
+        label_selector: Conditions on the labels of a worker's node (``placement.cluster.labels``); for instance,
+            ``{"ray.io/accelerator-type": "in(T4,A100)"}`` selects GPU types.
+        growth_limit: Most workers that exploration allows now, for policies that only know what the job has
+            run itself; None for no limit.
+        attained_s: Worker-seconds that the job has held so far.
+        bill: Accumulated cost, as last reported by an allocator; None if no allocator knew prices.
+        restarts: Number of changes of its workers so far, not counting the first start.
+        fingerprint: Id of the model that the job trains; measurements are valid for all jobs with the same one.
+        progress: Progress of the job; None until its workers have started and reported.
+        models: Fitted models by GPU type; ``goodput`` is the one for the current or last type.
+        observations: Measured step times by GPU type, oldest first.
+        atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, if it differs between types.
+        priority: Priority; jobs with a higher one get their minimum, and later their growth, first.
+        tenant: Tenant that owns the job; tenants share the cluster by their weights.
+        user: User who submitted the job.
+        preemptible: True if the running job may be stopped for a job of higher precedence.
+        deadline_s: Time by which it should be done [s since the epoch]; None for no deadline.
+        whole_nodes: True if it prefers whole nodes that it shares with no other job.
+        weight: Weight of its speed relative to other jobs in the same call to a policy.
+        tenant_weight: Weight of its tenant if the cluster's configuration does not list it; None if not declared.
+        spot: How it uses spot nodes; without effect on a cluster that has none.
+        budget_usd: Limit on its cost [USD]; None for no limit.
+        utility: Value of its completion by the time since ``submitted_s``; None if not declared.
+        slow_nodes: By node id, the factor by which steps are slower than usual, for slow nodes that the job uses
+            or has just left.
+        node_failures: Failures of its workers, with their nodes (``placement.cluster.node_record``).
+        mixed_gpu_types: True if its workers may run on several GPU types, with work divided by speed. Policies
+            that keep a job on one type, or ignore types, ignore this field.
+        sizes: Numbers of workers that it can train with, if not all from the minimum to the maximum are valid
             (``placement.planning.constraints``).
-        unit: processes of one worker, which ``bundle`` holds together on one node; reasons call one of several a unit.
-        strategies: the fastest ways to synchronise its model that it has found, by the form of the group.
+        unit: Number of processes per worker, which ``bundle`` keeps on one node; reasons call such a worker a unit.
+        strategies: Fastest synchronisation strategies found for its model, by form of the group.
 
     Examples:
         >>> from placement import JobView
@@ -142,6 +142,7 @@ class JobView:
     max_batch_size: int | None = None
     held_batch: int | None = None
     forecast: BatchForecast | None = None
+    noise_growth: float = 1.0
     atomic_bsz_range: tuple[int, int] | None = None
     accumulation: bool = False
     resize_cost_s: float = 0.2
@@ -223,18 +224,19 @@ class JobView:
         self._check_history(where)
 
     def _check_history(self, where: str) -> None:
-        """Raise unless the growth limit is from 1, and restarts and seconds are from 0; None passes."""
+        """Raise ValueError unless the growth limit is at least 1, and restarts and seconds are at least 0, or None."""
         for name, least in (("growth_limit", 1), ("attained_s", 0), ("restarts", 0), ("stop_cost_s", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=least)
 
     def _check_batch(self, where: str) -> None:
-        """Raise unless batch sizes are 1 sample or more and the atomic bounds in order; None is no limit."""
+        """Raise ValueError unless batch sizes are at least 1 and the atomic bounds are ordered; None means no limit."""
         for name in ("init_batch_size", "max_batch_size", "held_batch"):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=1, unit="sample")
+        check_number(f"noise_growth {where}", self.noise_growth, least=1, finite=True)
         if self.forecast is not None and self.held_batch is None:
             raise ValueError(f"forecast {where} needs a held_batch, which it continues, but got None")
         bounds = self.atomic_bsz_range
@@ -251,7 +253,7 @@ class JobView:
     def selector(self) -> Mapping[str, str]:
         """Conditions on a worker's node: ``label_selector``, and no spot node for a job that avoids them.
 
-        Where the user's own selector already has a condition on the market, that one stands.
+        A condition on the market in the user's own selector takes precedence.
         """
         if self.spot != "avoid" or MARKET_LABEL in self.label_selector:
             return self.label_selector
@@ -259,22 +261,21 @@ class JobView:
 
     @property
     def workers(self) -> int:
-        """Workers held now."""
+        """Number of workers held now."""
         return sum(self.allocation.values())
 
     @property
     def arrival(self) -> tuple[float, str]:
-        """Sort key of the order of arrival; the name breaks ties."""
+        """Sort key for the order of arrival; the name breaks ties."""
         return (self.submitted_s, self.job)
 
     @property
     def useful_workers(self) -> int:
-        """The most workers worth giving to this job now.
+        """Most workers worth giving to this job now.
 
-        At most ``max_workers``; at most so many that each gets its least micro-batch out of the largest
-        global batch; before a model exists at most twice what the job has run with (2 -> 4..., as Pollux
-        explores), since nothing is known about larger sizes, or the next size that is allowed. Never below
-        ``min_workers``.
+        At most ``max_workers``, and so few that each can get the smallest micro-batch out of the largest global batch.
+        Before a model exists, at most twice the number that the job has run with (2 -> 4..., as Pollux explores),
+        since larger sizes are unknown, or the next allowed size. Never below ``min_workers``.
         """
         most = self._most_with_samples
         if self.goodput is None:
@@ -283,18 +284,18 @@ class JobView:
 
     @property
     def explored_workers(self) -> int:
-        """The most workers worth a try while nothing is known of larger sizes."""
+        """Most workers worth trying while larger sizes are unknown."""
         return max(2 * self.most_workers, self.workers, FIRST_WORKERS, self.sizes.at_least(self.most_workers + 1) or 0)
 
     @property
     def wished_workers(self) -> int:
-        """``wished``, as far as each worker gets its least micro-batch and trials may grow; the minimum without."""
+        """``wished``, limited by micro-batch size and by exploration; the minimum without a wish."""
         limits = [self._most_with_samples, self.wished or self.min_workers, self.growth_limit or self.max_workers]
         return max(self.sizes.at_most(min(limits)), self.min_workers)
 
     @property
     def _most_with_samples(self) -> int:
-        """Largest number of workers, up to ``max_workers``, that each get a least micro-batch of the largest batch."""
+        """Most workers, up to ``max_workers``, that can each get the smallest micro-batch of the largest batch."""
         batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
         if batch is None:
             return self.max_workers
@@ -302,30 +303,30 @@ class JobView:
 
 
 def worker_kind(view: JobView) -> WorkerKind:
-    """Return the fields that decide where a job's workers fit; thousands of jobs share a few kinds."""
+    """Return the fields that decide where a job's workers fit. Thousands of jobs share a few kinds."""
     return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
 
 
 def alike(views: Iterable[JobView]) -> bool:
-    """True if the workers of all jobs are interchangeable: one bundle, one label selector."""
+    """True if the workers of all jobs are interchangeable: same bundle, same label selector."""
     return len({worker_kind(view) for view in views}) <= 1
 
 
 def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDArray[np.float64]:
-    """Return a job's speed on 0..n workers, each size on as few nodes as it fits.
+    """Return a job's speed on 0..n workers, with each size on as few nodes as possible.
 
-    speed[k] = goodput(nodes(k), k) / goodput(nodes(k1), k1) with k1 the smallest size that can run at all, so
-    that speeds of different jobs compare. Without a model, speed[k] = k: linear, within
+    speed[k] = goodput(nodes(k), k) / goodput(nodes(k1), k1), where k1 is the smallest size that can run at all, so
+    that speeds of different jobs are comparable. Without a model, speed[k] = k: linear, within
     ``JobView.useful_workers``.
 
     Args:
-        slots: how many of its workers fit on each node; only used for nodes(k), in any order.
-        most: the largest size of interest; ``view.useful_workers`` by default.
+        slots: Number of its workers that fit on each node, in any order; only used for nodes(k).
+        most: Largest size of interest; ``view.useful_workers`` by default.
 
-    Returns array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
-    that is not allowed lies between the next ones below and above, so that who adds one worker at a time gets past it;
-    ``placement.planning.constraints`` sees to it that no job is left there. Read-only. An entry is 0 where no batch
-    size is possible, and may fall with k where communication eats the gain.
+    Returns a read-only array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries are finite and
+    at least 0. The speed of a size that is not allowed is interpolated between the allowed sizes around it, so that a
+    policy that adds one worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up
+    there. An entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
@@ -341,7 +342,7 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
 
 
 def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
-    """Return a job's goodput [samples/s] on 1..n workers, as ``speeds`` counts them; empty without a model."""
+    """Return a job's goodput [samples/s] on 1..n workers, with n and nodes as in ``speeds``; empty without a model."""
     n = min(view.useful_workers, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.zeros(0)
@@ -350,7 +351,7 @@ def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
 
 
 class _FittedSizes(NamedTuple):
-    """Sizes 1..n of a job with a model, k workers on ``nodes[k - 1]`` nodes, and the limits of its batch."""
+    """Sizes 1..n of a job with a model, with k workers on ``nodes[k - 1]`` nodes, and its batch limits."""
 
     model: GoodputModel
     nodes: tuple[int, ...]
@@ -361,7 +362,7 @@ class _FittedSizes(NamedTuple):
 
 
 def _fitted_sizes(view: JobView, model: GoodputModel, slots: Sequence[int], most: int) -> _FittedSizes:
-    """Return the job's sizes 1..most, each on as few nodes as it fits."""
+    """Return the job's sizes 1..most, each on as few nodes as possible."""
     roomy = np.cumsum(sorted(slots, reverse=True))
     nodes = tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
     return _FittedSizes(model, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation, view.held_batch)
@@ -369,7 +370,7 @@ def _fitted_sizes(view: JobView, model: GoodputModel, slots: Sequence[int], most
 
 @functools.lru_cache(maxsize=4096)  # a decision asks again for every job, though few models have changed
 def _fitted_speeds(sizes: _FittedSizes) -> NDArray[np.float64]:
-    """Speed on 0..n workers relative to the smallest size that runs; read-only."""
+    """Return speeds on 0..n workers relative to the smallest size that runs; read-only."""
     values = _fitted_goodputs(sizes)
     positive = values[values > 0]
     speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
@@ -379,7 +380,7 @@ def _fitted_speeds(sizes: _FittedSizes) -> NDArray[np.float64]:
 
 @functools.lru_cache(maxsize=4096)
 def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
-    """Return goodput [samples/s] on 1..n workers; 0 where no batch fits, read-only."""
+    """Return goodput [samples/s] on 1..n workers, 0 if no batch fits; read-only."""
     most = sizes.max_batch_size
     best = sizes.model.best_held(
         np.array(sizes.nodes),
@@ -396,7 +397,7 @@ def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """True data that no live job knows."""
+    """True data about a simulated job, which no live job knows."""
 
     # true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes as possible; it
     # ends at the most workers that the batch can be split over.
@@ -412,7 +413,7 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJobView(JobView):
-    """A job of a trace."""
+    """View of a job from a trace."""
 
     oracle: Oracle | None = None  # what is true of it; None if it is to be measured
     # what its user asked for; a scheduler of rigid jobs gives exactly that or nothing
@@ -426,10 +427,10 @@ class TraceJobView(JobView):
 
 
 def oracle_of(view: JobView) -> Oracle | None:
-    """Return the true data of a simulated job; None of a live one."""
+    """Return the true data of a simulated job; None for a live job."""
     return view.oracle if isinstance(view, TraceJobView) else None
 
 
 def requested_workers(view: JobView) -> int | None:
-    """Return the exact number that the job's user asked for; None of a live one, which is elastic."""
+    """Return the exact number of workers that the user requested; None for a live job, which is elastic."""
     return view.requested_workers if isinstance(view, TraceJobView) else None

@@ -1,4 +1,4 @@
-"""Label selectors in Ray's own spelling: ``T4``, ``!T4``, ``in(T4,A100)``, ``!in(T4,A100)``."""
+"""Label selectors in Ray's syntax: ``T4``, ``!T4``, ``in(T4,A100)``, ``!in(T4,A100)``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
 
 
 def check_selector(selector: Mapping[Any, Any], what: str) -> None:
-    """Refuse a selector that Ray would not understand.
+    """Raise an error for a selector that Ray would not accept.
 
     Args:
-        what: what the error calls it, such as ``ScalingConfig(label_selector)``.
+        what: Name of the selector in the error message, such as ``ScalingConfig(label_selector)``.
 
     Raises:
-        TypeError: a label or a condition is no text.
-        ValueError: a condition that is none of the four.
+        TypeError: A label or a condition is not a string.
+        ValueError: A condition has none of the four forms.
     """
     for label, condition in selector.items():
         if not isinstance(label, str) or not isinstance(condition, str):
@@ -46,14 +46,14 @@ def check_selector(selector: Mapping[Any, Any], what: str) -> None:
 
 
 def satisfying(selector: Mapping[str, str]) -> dict[str, str]:
-    """Return labels of some node that satisfies a selector."""
+    """Return labels of an example node that satisfies a selector."""
     parsed = {label: _parsed(condition) for label, condition in selector.items()}
     return {label: min(values) for label, (negated, values) in parsed.items() if not negated}
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(condition: str) -> tuple[bool, frozenset[str]]:
-    """Return a flag for a negated condition, and the condition's values."""
+    """Return whether the condition is negated, and its values."""
     found = _CONDITION.fullmatch(condition)
     assert found is not None, f"{condition!r} was not checked"
     bang, several, single = found.groups()

@@ -1,4 +1,4 @@
-"""Memory need of a worker by group size, for a model that is divided among workers (pure)."""
+"""Memory that a worker needs, by group size, for a model that is divided among workers (pure)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from placement.checks import check_whole
 class MemoryNeed:
     """Bytes that one worker needs in a group of W workers: ``replicated + ceil(sharded * min(copies, W) / W)``.
 
-    The need falls with W, so that a job fits from some size on. With shard groups (HSDP) it falls up to ``copies`` of
-    them: from there on a worker has the part of one group.
+    The need falls with W, so a job fits from some size on. With shard groups (HSDP) it falls only up to ``copies``
+    groups, since each worker then holds its part of one group.
 
     Attributes:
-        available_bytes: what one worker has, 1 or more.
-        sharded_bytes: of one whole copy of what the workers divide among them.
-        replicated_bytes: what each worker has whole, whatever the size of the group: activations, the modules that
+        available_bytes: Memory of one worker, at least 1.
+        sharded_bytes: Size of one complete copy of the state that the workers divide among them.
+        replicated_bytes: Memory that each worker needs regardless of group size: activations, the modules that
             are gathered at one time, buffers.
-        copies: workers that hold each sharded byte, in a group of so many or more; 2 in ``elastic_ray.fully_shard``.
-        shard_size: workers of a shard group; None for one group of all.
+        copies: Workers that hold each sharded byte, if the group is that large; 2 in ``elastic_ray.fully_shard``.
+        shard_size: Number of workers in a shard group; None for a single group.
 
     Raises:
-        ValueError: one is no whole number in its range, or a worker has too little memory in a group of any size.
+        ValueError: A value is not a whole number in its range, or no group size gives a worker enough memory.
 
     Examples:
         >>> from placement.cluster.memory_need import MemoryNeed
@@ -56,14 +56,14 @@ class MemoryNeed:
 
     @property
     def _most(self) -> int | None:
-        """Number of workers from which on the need does not fall."""
+        """Number of workers above which the need stays constant; None if it always falls."""
         return None if self.shard_size is None else self.copies * self.shard_size
 
     def need_bytes(self, workers: int) -> int:
         """Return the bytes that each worker needs in a group of `workers`.
 
         Raises:
-            ValueError: the number is no whole one from 1.
+            ValueError: `workers` is not a whole number from 1.
         """
         check_whole("workers", workers, least=1)
         workers = workers if self._most is None else min(workers, self._most)
@@ -71,7 +71,7 @@ class MemoryNeed:
 
     @property
     def least_workers(self) -> int:
-        """The smallest group in which each worker has what it needs."""
+        """Smallest group size in which each worker has enough memory."""
         room = self.available_bytes - self.replicated_bytes
         # Who has no room for a whole copy has none in groups of ``copies`` either: there the quotient is above them.
         return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
@@ -82,7 +82,7 @@ class MemoryNeed:
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 
     def after_failure(self, workers: int) -> str:
-        """Return a clause on these numbers after a worker ran out of memory in a group of `workers`."""
+        """Return a clause about these numbers for a worker that ran out of memory in a group of `workers`."""
         if workers < self.least_workers:
             return f"{self.shortage(workers)}, by SchedulingConfig(memory=...)"
         need, has = bytes_text(self.need_bytes(workers)), bytes_text(self.available_bytes)

@@ -1,6 +1,6 @@
-"""Failures of workers by node: their reporters, and how long a node is avoided for them (pure).
+"""Failures of workers by node, and how long a node is avoided because of them (pure).
 
-A node that was lost as a whole has no record: it comes back under another id.
+A node that was lost entirely has no record, since it comes back under another id.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NodeFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistory:
-    """A node with failures, as it is shown."""
+    """Failures on a node, in the form in which they are shown."""
 
     node: str
     failures: int  # how many are remembered
@@ -60,7 +60,7 @@ class NodeHistory:
 
     @property
     def short(self) -> str:
-        """Text without what changes each second."""
+        """Text without the parts that change every second."""
         whom = "all jobs" if self.by_all else ", ".join(self.avoided_by)
         workers = "1 worker" if self.failures == 1 else f"{self.failures} workers"
         avoided = f", avoided by {whom} for {math.ceil(self.rests_s / 60)} min" if whom else ""
@@ -84,10 +84,10 @@ class _Noted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AvoidedNodes:
-    """Nodes that are worth nothing now, with the reason of each.
+    """Nodes to avoid now, each with its reason.
 
     Attributes:
-        broken: by job, those of its nodes where a disk or a GPU has failed it.
+        broken: For each job, the nodes on which a disk or GPU has failed it.
     """
 
     by_job: Mapping[JobKey, Mapping[str, str]]
@@ -95,19 +95,19 @@ class AvoidedNodes:
     broken: Mapping[JobKey, Collection[str]] = dataclasses.field(default_factory=dict)
 
     def of(self, view: JobView) -> dict[str, str]:
-        """Return those of one job, with their reasons."""
+        """Return the nodes that one job avoids, with the reasons."""
         return {**self.by_all, **self.by_job.get((view.job, view.submitted_s), {})}
 
 
 class NodeRecord:
-    """Failures by node. Soft state: jobs tell of theirs again; those of jobs that have ended are lost with it."""
+    """Failures by node. Soft state: jobs report their failures again, but those of ended jobs are lost with it."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, list[_Noted]] = {}
         self._forgiven_s: dict[str, float] = {}
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """Receive what a job tells [s, of a clock that nobody sets]."""
+        """Record the failures that a job reports; ``now_s`` is from a monotonic clock [s]."""
         key = view.job, view.submitted_s
         for told in view.node_failures[-_MOST_TOLD:]:
             at_s = now_s - max(0.0, told.age_s)
@@ -122,18 +122,18 @@ class NodeRecord:
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
-        """Keep of a job that has ended what it tells of last: what was its program's fault, it has taken back."""
+        """Keep only the failures in an ended job's last report, which no longer has those blamed on its program."""
         key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])
 
     def forgive(self, node: str, now_s: float) -> bool:
-        """Discard a node's failures; returns whether there were any."""
+        """Discard a node's failures; return True if there were any."""
         self._forgiven_s[node] = now_s
         return self._nodes.pop(node, None) is not None
 
     def forget(self, now_s: float, nodes: Collection[str]) -> None:
-        """Discard what is too old, and nodes that are not among these."""
+        """Discard old failures, and nodes that are not among ``nodes``."""
         for node, noted in list(self._nodes.items()):
             self._keep(node, [each for each in noted if node in nodes and now_s - each.at_s <= FORGET_S])
         self._forgiven_s = {node: at_s for node, at_s in self._forgiven_s.items() if now_s - at_s <= FORGET_S}
@@ -145,7 +145,7 @@ class NodeRecord:
             self._nodes.pop(node, None)
 
     def avoided(self, now_s: float) -> AvoidedNodes:
-        """Return which nodes are worth nothing now, and to whom."""
+        """Return the nodes to avoid now, and for which jobs."""
         by_job: dict[JobKey, dict[str, str]] = {}
         by_all: dict[str, str] = {}
         broken: dict[JobKey, set[str]] = {}
@@ -162,7 +162,7 @@ class NodeRecord:
         return AvoidedNodes(by_job=by_job, by_all=by_all, broken=broken)
 
     def rows(self, now_s: float) -> tuple[NodeHistory, ...]:
-        """Return all nodes with failures, by id."""
+        """Return all nodes with failures, sorted by id."""
         avoided, rows = self.avoided(now_s), []
         for node, noted in sorted(self._nodes.items()):
             keys = {each.job for each in noted}
@@ -188,12 +188,12 @@ def _reason(node: str, noted: Sequence[_Noted], whose: str) -> str:
 
 
 def _rests_until(noted: Sequence[_Noted], *, of_jobs: bool) -> float:
-    """Return until when a node is avoided for these failures, in order of time [s]; minus infinity for never.
+    """Return the time until which a node is avoided for these failures [s]; minus infinity for never.
 
     Args:
-        noted: failures.
-        of_jobs: jobs of two programs must have failed in training within the window; else two workers, or one at its
-            start.
+        noted: Failures, in the order of time.
+        of_jobs: True to require failures in training of jobs of two programs within the window; False to require two
+            workers, or one at its start.
     """
     until_s, rest_s = -math.inf, 0.0
     if of_jobs:

@@ -1,4 +1,4 @@
-"""Types of nodes that may be requested: resources, prices, and lifetimes."""
+"""Types of nodes that may be requested, with resources, prices and lifetimes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class NodeType:
     """A kind of node on offer.
 
     Attributes:
-        name: as in ``available_node_types`` of a cluster file.
-        resources: everything one node has, in Ray's units.
-        labels: of every such node; ``ray.io/market-type`` says whether it is a spot node, ``ray.io/accelerator-type``
-            the type of its GPUs.
-        usd_per_h: price of one node [USD/h].
-        min_nodes: that stay whatever happens.
-        max_nodes: that there may be at once.
-        startup_s: from asking until it can take a worker [s].
-        lasts_h: mean time until a node of this type is taken away [h]; infinity for one that stays.
+        name: Name of the type, as in ``available_node_types`` of a cluster file.
+        resources: All resources of one node, in Ray's units.
+        labels: Labels of every such node; ``ray.io/market-type`` marks a spot node, ``ray.io/accelerator-type``
+            is the type of its GPUs.
+        usd_per_h: Price of one node [USD/h].
+        min_nodes: Number of nodes that are always kept.
+        max_nodes: Most nodes that may exist at once.
+        startup_s: Time from the request until a node can take a worker [s].
+        lasts_h: Mean time until a node of this type is reclaimed [h]; infinity if that never happens.
 
     Examples:
         >>> from placement import NodeType
@@ -68,11 +68,11 @@ class NodeType:
 
     @property
     def gpu_type(self) -> str:
-        """Type of the node's GPUs; empty where it has none."""
+        """Type of the node's GPUs; empty if it has none."""
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     def node(self, node_id: str) -> Node:
-        """Return a node of this type with nothing on it."""
+        """Return an empty node of this type."""
         labels = {**self.labels, GROUP_LABEL: self.name}
         return Node(node_id=node_id, total=self.resources, free=self.resources, labels=labels)
 
@@ -82,7 +82,7 @@ class NodeType:
 
 
 def check_types(types: Sequence[NodeType]) -> None:
-    """Refuse offers that make no sense together. Raises InputError: no type at all, or a name that occurs twice."""
+    """Raise InputError if there is no node type, or a name occurs twice."""
     if not types:
         raise InputError("node types must name one or more, but there are none: nothing could be asked for")
     names = [each.name for each in types]
@@ -92,10 +92,10 @@ def check_types(types: Sequence[NodeType]) -> None:
 
 
 def type_of(node: Node, types: Sequence[NodeType]) -> str | None:
-    """Name of the node's type; None for a node that was not asked for, such as the head.
+    """Return the name of the node's type; None for a node of no type, such as the head.
 
-    Ray labels a node that its autoscaler started with the type's name. One without is of the type whose labels and
-    resources it has.
+    Ray labels a node that its autoscaler started with the type's name. A node without that label has the first type
+    whose labels and resources it has.
     """
     group = node.labels.get(GROUP_LABEL)
     if group is not None:

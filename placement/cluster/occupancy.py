@@ -1,7 +1,8 @@
 """Occupancy of nodes while a decision places jobs: workers, free room, and the two ways to choose a node.
 
-``best_fit`` takes the tightest node that holds all, so that large gaps stay whole; ``worst_fit`` takes the roomiest, so
-that a job spans few nodes. Both are bin packing's. Who keeps its place, and who comes first, is the caller's to say.
+``best_fit`` selects the tightest node that holds all workers, so that large gaps stay whole; ``worst_fit`` selects the
+roomiest, so that a job spans few nodes. Both are known from bin packing. The caller decides which jobs keep their
+nodes and which come first.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
 
 
 class Free(Protocol[_JobContra, _KeyCo]):
-    """Protocol of free room on nodes: ``FreeResources`` where workers differ, else ``FreeSlots``."""
+    """Protocol of free room on nodes: ``FreeResources`` if workers differ, else ``FreeSlots``."""
 
     def key(self, job: _JobContra) -> _KeyCo:
-        """Return the key that tells two jobs apart."""
+        """Return a key that identifies the job."""
         ...
 
     def slots(self, job: _JobContra) -> Ints:
@@ -32,15 +33,15 @@ class Free(Protocol[_JobContra, _KeyCo]):
         ...
 
     def take(self, job: _JobContra, index: int, workers: int) -> None:
-        """Use room on one node; negative workers give back."""
+        """Reserve room on one node; negative workers release it."""
         ...
 
 
 class FreeSlots:
-    """Free slots of each node, where the workers of all jobs are alike; jobs are numbers.
+    """Free slots of each node if the workers of all jobs are alike; jobs are numbers.
 
     Args:
-        slots: workers that each node can hold.
+        slots: Number of workers that each node can hold.
     """
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
@@ -60,10 +61,10 @@ class FreeSlots:
 
 
 class Occupancy(Generic[_Job, _Key]):
-    """Workers of each job by node, and what they leave free.
+    """Workers of each job by node, and the room that they leave free.
 
     Args:
-        free: what is left of the nodes; only changed here from now on.
+        free: Remaining room on the nodes; from now on it must only be changed through this object.
     """
 
     def __init__(self, free: Free[_Job, _Key]) -> None:
@@ -85,7 +86,7 @@ class Occupancy(Generic[_Job, _Key]):
         return sum(self.place(job).values())
 
     def put(self, job: _Job, index: int, workers: int) -> None:
-        """Add workers of the job on one node; the caller has looked at ``slots``."""
+        """Add workers of the job on one node. The caller must check ``slots``."""
         self._free.take(job, index, workers)
         key = self._free.key(job)
         place = self._places.setdefault(key, {})
@@ -100,7 +101,7 @@ class Occupancy(Generic[_Job, _Key]):
             self.put(job, index, workers)
 
     def lift(self, job: _Job) -> dict[int, int]:
-        """Remove the job from its nodes; where it was."""
+        """Remove the job from its nodes, and return its former workers by node."""
         key = self._free.key(job)
         place = self._places.pop(key, {})
         self._multi_node.discard(key)
@@ -110,29 +111,29 @@ class Occupancy(Generic[_Job, _Key]):
         return place
 
     def on(self, index: int) -> frozenset[_Key]:
-        """Return keys of the jobs on a node."""
+        """Return the keys of the jobs on a node."""
         return frozenset(self._on.get(index, ()))
 
     def multi_node_nodes(self, beside: _Job | None = None) -> set[int]:
-        """Return nodes that carry a job which spans several, other than the one that is named."""
+        """Return the nodes that hold workers of a multi-node job other than ``beside``."""
         own = None if beside is None else self._free.key(beside)
         return {index for key in self._multi_node if key != own for index in self._places[key]}
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """Return the tightest node with room for these workers, the first of equals; None if there is none."""
+    """Return the tightest node with room for these workers, the first of equals; None if none has room."""
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """Return the roomiest node, of equal ones the first; None if none takes a worker."""
+    """Return the roomiest node, the first of equals; None if none has room for a worker."""
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 
 
 def mask(indices: Mapping[int, int] | set[int], length: int) -> NDArray[np.bool_]:
-    """Return a mask of `length` nodes that is True at `indices`."""
+    """Return a mask over `length` nodes that is True at `indices`."""
     found = np.zeros(length, dtype=np.bool_)
     found[list(indices)] = True
     return found

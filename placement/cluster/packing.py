@@ -16,7 +16,7 @@ from placement.cluster.occupancy import Occupancy, best_fit, mask, worst_fit
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Result of packing: the nodes of the workers."""
+    """Result of packing: the nodes of all placed workers."""
 
     allocation: Allocation  # workers per job and node
     short: Mapping[str, int]  # per job, how many of its wanted workers found no place (0 is left out)
@@ -25,19 +25,19 @@ class Packing:
 def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -> Packing:
     """Place every job's workers.
 
-    In the order of importance: (1) a bundle fits whole on its node, and draining nodes get nothing; (2)
+    In order of importance: (1) a bundle must fit entirely on one node, and draining nodes get nothing; (2)
     workers stay where they are, and a shrinking job leaves the nodes where it has fewest; (3) new workers
-    join the nodes that the job has, then as few others as possible, the tightest that suffices; (4) a node
-    carries at most one job that spans several nodes, a preference only: it never leaves a worker without a
-    place. Only if workers find no place that way (bundles of different sizes, scattered room) everything is
-    placed anew, largest bundles first, and that is taken if it places more. A job that finds less than its
-    minimum gets nothing.
+    join the job's nodes, then as few other nodes as possible, preferring the tightest fit; (4) a node
+    holds at most one multi-node job, as a preference that never leaves a worker unplaced. If some workers
+    cannot be placed in this way (bundles of different sizes, scattered room), everything is placed again
+    from scratch, largest bundles first, and that result is used if it places more. A job that cannot get
+    its minimum gets nothing.
 
     Args:
-        counts: wanted workers per job; jobs that are left out get none.
-        jobs: the jobs, with ``allocation`` as the present place of their workers.
+        counts: Wanted workers per job; jobs that are left out get none.
+        jobs: The jobs, with their current workers in ``allocation``.
 
-    Returns the places, and what found none. Every job appears that has a place.
+    Returns the placements of all jobs that have any, and the number of workers that were not placed.
     """
     wanted = [view for view in sorted(jobs, key=lambda view: view.arrival) if counts.get(view.job, 0) > 0]
     packing = _place(counts, wanted, cluster, keep=True)
@@ -49,14 +49,14 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
 
 
 def _missing(packing: Packing, counts: Mapping[str, int], jobs: Sequence[JobView]) -> tuple[int, int, int]:
-    """Rank a packing: fewer running jobs without any worker, then fewer of all jobs, then fewer workers missing."""
+    """Rank a packing by fewest stopped running jobs, then fewest jobs without workers, then fewest missing workers."""
     without = {job for job, short in packing.short.items() if short == counts[job]}
     stopped = sum(1 for view in jobs if view.workers and view.job in without)
     return stopped, len(without), sum(packing.short.values())
 
 
 def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster, *, keep: bool) -> Packing:
-    """Return places for all, in one pass or, where a minimum is at stake, in two."""
+    """Return placements for all jobs, in one pass or, if a minimum would not be met, in two."""
     free = FreeResources(cluster)
     packer = _Packer(free)
     if keep:
@@ -95,14 +95,14 @@ def _minimums_first(
 
 
 class _Packer:
-    """Places jobs one after the other: who has a node keeps it, and growth fits best."""
+    """Placement of jobs one after the other: jobs keep their nodes, and growth uses the best fit."""
 
     def __init__(self, free: FreeResources) -> None:
         self._free = free
         self.occupied = Occupancy(free)
 
     def keep(self, view: JobView, wanted: int) -> None:
-        """Leave as many workers as wanted where they are, on the nodes with most of them."""
+        """Keep up to ``wanted`` workers where they are, preferring the nodes with most of them."""
         if not view.allocation:
             return
         fits = self.occupied.slots(view)
@@ -117,7 +117,7 @@ class _Packer:
                 self.occupied.put(view, index, stay)
 
     def grow(self, view: JobView, wanted: int) -> None:
-        """Add the missing workers: own nodes, then the tightest node that takes all, else the roomiest."""
+        """Add the missing workers: on own nodes, then the tightest node that holds all, else the roomiest."""
         missing = wanted - self.occupied.workers(view)
         while missing > 0:
             fits = self.occupied.slots(view)
@@ -129,7 +129,7 @@ class _Packer:
             missing -= more
 
     def _next_node(self, view: JobView, missing: int, fits: NDArray[np.int64]) -> int:
-        """Return the node for the job's next workers; some node has room for one."""
+        """Return the node for the job's next workers; some node must have room."""
         own = mask(self.occupied.place(view), len(fits))
         candidates = fits > 0
         if (candidates & own).any():
@@ -145,7 +145,7 @@ class _Packer:
         return index
 
     def packing(self, counts: Mapping[str, int], jobs: Sequence[JobView]) -> Packing:
-        """Return the result of the packing; a job with less than its minimum has nothing."""
+        """Return the result of the packing; a job below its minimum gets nothing."""
         allocation: dict[str, dict[str, int]] = {}
         short: dict[str, int] = {}
         for view in jobs:

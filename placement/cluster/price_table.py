@@ -18,7 +18,7 @@ COLUMNS = ("type", "on_demand", "spot")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """USD per hour of what a row names: one GPU of a type, or a whole instance."""
+    """Price per hour of one GPU of a type, or of a whole instance [USD/h]."""
 
     on_demand: float  # of one that stays
     spot: float  # of one that may be taken away
@@ -31,14 +31,14 @@ class Price:
         check_whole("gpus", self.gpus, error=InputError)
 
     def usd_per_h(self, *, spot: bool) -> float:
-        """Return USD per hour of the whole."""
+        """Return the price of the GPU or instance [USD/h]."""
         return self.spot if spot else self.on_demand
 
 
 def _defaults() -> dict[str, Price]:
     """Return rounded prices [USD/h].
 
-    Of one GPU under the names of GPU types, of the whole machine under instance types.
+    GPU types have the price of one GPU, instance types that of the whole machine.
     """
     cards = {
         ("aws", "t4"): Price(on_demand=0.98, spot=0.35),
@@ -71,18 +71,18 @@ def _defaults() -> dict[str, Price]:
 class PriceTable:
     """Prices by GPU type and by instance type.
 
-    The default ones are rounded and from memory, to be replaced where money counts: on demand near the list
-    prices of clouds that rent the card (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 stand for
-    cards without one), spot at a third to two fifths of that.
+    The defaults are rounded and approximate; replace them if money matters. On-demand prices are near the list
+    prices of clouds that rent the card (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 for cards
+    that no cloud rents), spot prices a third to two fifths of that.
     """
 
     source: str = "the default table"  # the file, for errors
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)  # by GPU type, and by instance type
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """Return USD per GPU and hour of each GPU type, those in ``spot`` at their spot price.
+        """Return the price of each GPU type [USD per GPU and hour], at the spot price for types in ``spot``.
 
-        Raises InputError: a type is not in the table, or a row without GPUs.
+        Raises InputError: a type is not in the table, or its row has no GPUs.
         """
         missing = sorted(set(types) - set(self.prices))
         if missing:
@@ -98,7 +98,7 @@ class PriceTable:
     def instance(self, name: str) -> Price:
         """Return the row of an instance type.
 
-        Raises InputError: the table has none of that name; names the table and what it has.
+        Raises InputError: the table has no such row; the message lists those that it has.
         """
         if name not in self.prices:
             raise InputError(
@@ -109,10 +109,10 @@ class PriceTable:
 
 
 def read_prices(path: str | Path) -> PriceTable:
-    """Read a table: a CSV file, or a JSON list of objects, with the columns of ``COLUMNS`` and perhaps gpu and gpus.
+    """Read a price table with the columns of ``COLUMNS`` from a CSV file or a JSON list of objects.
 
-    Raises InputError: the file cannot be read, lacks a column, repeats a type or holds no price; names the file and
-    row.
+    The columns gpu and gpus are optional. Raises InputError: the file cannot be read, lacks a column, repeats a type
+    or has an invalid price; the message names the file and row.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -127,7 +127,7 @@ def read_prices(path: str | Path) -> PriceTable:
 def _prices(rows: Iterable[Mapping[str, Any]], source: str) -> dict[str, Price]:
     """Return prices by type.
 
-    Raises InputError with the row's number where one lacks a column, repeats a type or is wrong.
+    Raises InputError, with the row number, if a row lacks a column, repeats a type or is invalid.
     """
     prices: dict[str, Price] = {}
     for number, row in enumerate(rows, start=1):

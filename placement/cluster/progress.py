@@ -1,4 +1,4 @@
-"""Progress of a job, as it may report it."""
+"""Progress of a job, as the job may report it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from placement.checks import check_number
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Progress of a job in scale-invariant iterations: one is the progress of one step at the initial batch M0.
+    """Progress of a job in scale-invariant iterations, each the progress of one step at the initial batch M0.
 
-    ``GoodputModel`` speaks of samples per second at M0: divided by M0 it is iterations per second.
+    ``GoodputModel`` counts samples per second at M0; divided by M0, these are iterations per second.
     """
 
     done: float  # iterations so far, measured

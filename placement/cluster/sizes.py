@@ -1,4 +1,4 @@
-"""Allowed numbers of workers of a job, where not all between its least and its most are."""
+"""Allowed numbers of workers of a job, if some between its minimum and maximum are not allowed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from placement.cluster.memory_need import MemoryNeed
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedSizes:
-    """Sizes that a job can train with: those of groups of shards, of pipelines, of a batch that divides.
+    """Sizes that a job can train with, for instance because of shard groups, pipelines or a divisible batch.
 
-    Raises TypeError, ValueError: they are no whole numbers from 1, or exclude each other.
+    Raises TypeError, ValueError: sizes are not whole numbers from 1, or contradict each other.
     """
 
     sizes: tuple[int, ...] = ()  # these only, each once and ascending; empty allows any
@@ -43,7 +43,7 @@ class AllowedSizes:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raise TypeError or ValueError if ``memory`` is something else, or none of ``sizes`` fits into it."""
+        """Raise TypeError or ValueError if ``memory`` has another type, or no element of ``sizes`` fits into it."""
         if self.memory is None:
             return
         if not isinstance(self.memory, MemoryNeed):
@@ -56,7 +56,7 @@ class AllowedSizes:
 
     @property
     def fitting(self) -> int:
-        """The smallest group in which each worker has the memory that it needs, whether or not its size is allowed."""
+        """Smallest group size in which each worker has enough memory, even if that size is not allowed."""
         return 1 if self.memory is None else self.memory.least_workers
 
     @property
@@ -69,7 +69,7 @@ class AllowedSizes:
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
-        """Return the largest allowed size that is not above this; 0 for none."""
+        """Return the largest allowed size up to ``workers``; 0 if there is none."""
         if self.sizes:
             place = bisect.bisect_right(self.sizes, workers)
             found = self.sizes[place - 1] if place else 0
@@ -78,7 +78,7 @@ class AllowedSizes:
         return found if found >= self.fitting else 0
 
     def at_least(self, workers: int) -> int | None:
-        """Return the smallest allowed size from this one on; None where all are smaller."""
+        """Return the smallest allowed size from ``workers`` on; None if all are smaller."""
         least = max(workers, self.fitting)
         if not self.sizes:
             return -(-least // self.multiple_of) * self.multiple_of
@@ -86,7 +86,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """The smallest and the largest allowed size between these. Raises ValueError: none is."""
+        """Return the smallest and the largest allowed size in this range. Raises ValueError: there is none."""
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
             why = ""
@@ -96,12 +96,12 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """Return the sizes, with the smallest and largest in ``least`` to ``most``; any size if none is allowed."""
+        """Return the sizes, and the smallest and largest within ``least`` to ``most``; any size if none is allowed."""
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 
     def floors(self, most: int) -> NDArray[np.int64]:
-        """Return ``at_most`` of 0, 1, ... ``most``."""
+        """Return ``at_most(k)`` for k = 0, 1, ... ``most``."""
         every = np.arange(most + 1, dtype=np.int64)
         if self.sizes:
             known = np.array([0, *self.sizes], dtype=np.int64)

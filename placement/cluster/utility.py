@@ -1,6 +1,6 @@
-"""Worth of more workers, by the rules of Or, Zhang and Freedman (MLSys 2020, section 4.2): one definition for all.
+"""Value of more workers by the rules of Or, Zhang and Freedman (MLSys 2020, section 4.2), defined once.
 
-The allocator, the autoscaler and the jobs' own policies ask these functions.
+The allocator, the autoscaler and the jobs' own policies use these functions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ _STAYS = 0.05  # part of what the rest of a job costs that fewer workers must ga
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Utility:
-    """Value of a job's end by its time.
+    """Value of a job's completion as a function of its time.
 
-    Lines connect the points. Before the first one its value holds; beyond the last one the last line goes on.
+    The function is piecewise linear. It is constant before the first point; beyond the last one the last line
+    continues.
 
     Raises:
-        TypeError: the points are no pairs of numbers.
-        ValueError: there are fewer than two, times do not rise, or the value grows with time, or never falls.
+        TypeError: The points are not pairs of numbers.
+        ValueError: There are fewer than two, times do not increase, or the value grows with time, or never falls.
     """
 
     points: tuple[tuple[float, float], ...]  # (time [s], value [USD])
@@ -47,7 +48,7 @@ class Utility:
             raise ValueError(f"utility must fall with time, else no hurry is worth a worker, but got {self.points}")
 
     def at(self, time_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the value of an end after so long."""
+        """Return the value of a completion after this time [USD]."""
         times, values = np.array(self.points).T
         slope = float((values[-1] - values[-2]) / (times[-1] - times[-2]))
         beyond = slope * np.maximum(time_s - times[-1], 0.0) if slope else 0.0
@@ -55,11 +56,11 @@ class Utility:
         return found
 
     def surplus(self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return what an end after ``left_s`` more is worth, less what the workers cost until then [USD].
+        """Return the value of a completion after ``left_s`` more, less the cost of the workers until then [USD].
 
             surplus = U(age + left) - price x left
 
-        It pays to go from one size to another where this grows: marginal utility is above marginal cost.
+        Another size pays off if its surplus is larger: its marginal utility is then above its marginal cost.
         """
         runs = np.isfinite(left_s)
         some_s = np.where(runs, left_s, 0.0)
@@ -68,14 +69,14 @@ class Utility:
     def best_size(
         self, age_s: float, left_s: NDArray[np.float64], usd_per_h: NDArray[np.float64], least: int, present: int
     ) -> int:
-        """Return the number of workers of the largest surplus, or the present one where that is about as good.
+        """Return the number of workers with the largest surplus, or the current number if that is about as good.
 
         Args:
-            age_s: since the submission [s].
-            left_s: until the end on 1..n workers [s].
-            usd_per_h: price of 1..n workers.
-            least: fewest workers that the job runs on.
-            present: its workers; 0 where it waits.
+            age_s: Time since submission [s].
+            left_s: Time until completion on 1..n workers [s].
+            usd_per_h: Price of 1..n workers [USD/h].
+            least: Fewest workers that the job runs on.
+            present: Its current workers; 0 if it waits.
         """
         if len(left_s) < least:
             return least
@@ -94,17 +95,17 @@ def _is_pair(each: object) -> bool:
 
 
 def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> float:
-    """Return s = ((R_new - R_old) / (new - old)) / (R_old / old): what a worker more adds, in workers.
+    """Return s = ((R_new - R_old) / (new - old)) / (R_old / old): what each extra worker adds, in workers.
 
     >>> scaling_efficiency(4, 400.0, 5, 480.0)
     0.8
 
     Args:
-        old: fewer workers.
-        old_rate: their throughput R, in any unit.
-        new: more workers.
+        old: The smaller number of workers.
+        old_rate: Their throughput R, in any unit.
+        new: The larger number of workers.
 
-    Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
+    Returns 1 for perfect scaling, 0 if nothing is gained, a negative number if throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)
 

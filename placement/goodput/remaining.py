@@ -12,6 +12,7 @@ from placement.cluster.progress import Progress
 from placement.goodput.step_time import Floats
 
 _MANY = 1_000  # jobs, of which pairs are no longer compared
+BEYOND = 1.05  # part of the declared length from which a job proves that more was meant
 
 
 def remaining(progress: Progress | None) -> float | None:
@@ -57,10 +58,11 @@ def likely_left(progress: Progress | None) -> float | None:
     of the same declarer have proven right. The possible ends are
 
     * of a declarer who is known: the parts of the declared end after which his earlier jobs ended, or how far beyond it
-      they went, and the declared end once all of these have passed; where they are scattered, and the ends of the
-      model's jobs are less so, those;
-    * of one who is not known: the declared end, and those of the model's earlier jobs;
-    * of a job beyond its declared end: those of all these that lie ahead;
+      they went, and the declared end once all of these have passed; where some went beyond, those of the model's jobs
+      if they are farther; where they are scattered, and the ends of the model's jobs are less so, those;
+    * of one who is not known: those of the model's earlier jobs, and the declared end only where that puts the job back
+      (as one of many ends, it would put each job in front that is just before the end it declared);
+    * of a job beyond its declared end: the farther of both that lie ahead;
     * of a job that declares nothing: where the model's earlier jobs ended, and once twice the longest of these, for it
       may be another kind of run.
 
@@ -75,13 +77,18 @@ def likely_left(progress: Progress | None) -> float | None:
             return None
         return gittins_left(done, [*model_ends, 2 * max(done, *model_ends)])
     declared = progress.epochs if progress.first_epochs is None else progress.first_epochs
-    end = done + _left(progress, declared)
-    if len(progress.epoch_ends) >= declared:
+    end, beyond = done + _left(progress, declared), len(progress.epoch_ends) >= declared
+    if beyond:
         end = declared * progress.epoch_ends[-1] / len(progress.epoch_ends)
-        return gittins_left(done, [*(part * end for part in parts), *model_ends])
-    if model_ends and (not parts or _scatter(model_ends) < _scatter([*parts, 1.0])):
-        return gittins_left(done, [*model_ends, end])
-    return gittins_left(done, [part * end for part in parts if part * end > done] or [end])
+    elif model_ends and (not parts or _scatter(model_ends) < _scatter([*parts, 1.0])):
+        return max(gittins_left(done, model_ends), gittins_left(done, [*model_ends, end]))
+    ahead = [part * end for part in parts if part * end > done]
+    if not ahead and not beyond:
+        ahead = [end]
+    if not model_ends or (not beyond and max(parts, default=1.0) <= BEYOND):
+        return gittins_left(done, ahead)
+    usual = gittins_left(done, model_ends)
+    return max(usual, gittins_left(done, ahead)) if ahead else usual
 
 
 def _scatter(values: Sequence[float]) -> float:
@@ -196,18 +203,23 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
     return lateness
 
 
-def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats) -> Floats:
-    """Return H' / (H' + d): the part of the next H' = min(horizon, remaining time) in which a changed job trains.
+def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, arrivals_per_s: float = 0.0) -> Floats:
+    """Return H' / (H' + n d): the part of the next H' = min(horizon, remaining time T) in which a changed job trains.
+
+    A change that the next arrival undoes costs a second pause: n = 2 - exp(-arrivals x T), 1 where none comes before
+    the job's end.
 
     Args:
         speed: of each job and option, (J, C).
         left_s: remaining time at speed 1 [s], (J,), NaN where unknown.
         cost_s: time without progress that a change costs [s], (J,).
         horizon_s: H [s], (J,).
+        arrivals_per_s: jobs that arrive [1/s].
     """
     lasting = np.where(np.isnan(left_s), np.inf, left_s)[:, np.newaxis] / np.maximum(speed, 1e-9)
     span = np.clip(lasting, 1.0, horizon_s[:, np.newaxis])
-    part: Floats = span / (span + cost_s[:, np.newaxis])
+    undone = -np.expm1(-arrivals_per_s * np.minimum(lasting, 1e12))
+    part: Floats = span / (span + (1.0 + undone) * cost_s[:, np.newaxis])
     return part
 
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from placement.cluster.jobs import JobView
+from placement.goodput.forecast import HOLDS_S
+from placement.goodput.model import GoodputModel
 from placement.goodput.step_time import Floats
 from placement.goodput.table import Ints, numbers_of, of_numbers
 
 if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
-    from placement.goodput.model import GoodputModel
 
 _HERE = 1.0  # a shape that was measured itself comes before one of as many workers on other nodes
 _BEYOND = 100.0  # further than any shape on the same side of the node's edge
-_HOLDS_S = 1200.0  # time that a decision about a job is for whose batch will change [s]
 _LIMIT = 4.0  # a measured time counts as at most so many times faster or slower than the model says
 
 Ratios = Mapping[tuple[int, int], float]
@@ -62,7 +62,7 @@ def model_of(view: JobView, gpu: str) -> GoodputModel | None:
 def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
     """Return goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
-    That of a job whose batch will change is the mean over the next twenty minutes in that shape.
+    That of a job whose batch will change, or whose noise grows, is the mean over the next twenty minutes in that shape.
 
     Args:
         gpu: GPU type.
@@ -102,20 +102,35 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
     for j, view in enumerate(views):
         if view.forecast is not None and (model := model_of(view, gpu)) is not None:
             result[j] = _mean_rate(view, model, gpu, result[j], (nodes[j : j + 1], workers[j : j + 1]), cache)
+        elif view.noise_growth > 1.0 and view.held_batch is None and not np.isnan(result[j]).all():
+            later = grown(view, view.noise_growth)
+            result[j] = (result[j] + table([later], gpu, nodes[j : j + 1], workers[j : j + 1], cache)[0]) / 2
     return result
+
+
+def grown(view: JobView, factor: float) -> JobView:
+    """Return the job once its noise scale has grown by this factor."""
+
+    def later(model: GoodputModel) -> GoodputModel:
+        noise = dataclasses.replace(model.noise, var=model.noise.var * factor)
+        return GoodputModel(model.throughput_model, noise, model.init_batch_size)
+
+    own = None if view.goodput is None else later(view.goodput)
+    models = {gpu: later(model) for gpu, model in view.models.items()}
+    return dataclasses.replace(view, goodput=own, models=models, noise_growth=1.0)
 
 
 def _mean_rate(
     view: JobView, model: GoodputModel, gpu: str, rate: Floats, shapes: tuple[Ints, Ints], cache: GoodputCache
 ) -> Floats:
-    """Return the mean goodput of each shape over the next ``_HOLDS_S``, through the batches of the job's forecast.
+    """Return the mean goodput of each shape over the next ``HOLDS_S``, through the batches of the job's forecast.
 
     Args:
         rate: at the present batch, (C,).
         shapes: nodes and workers, (1, C).
     """
     assert view.forecast is not None and view.held_batch is not None, "a forecast continues a held batch"
-    gained, left_s, done, batch = np.zeros_like(rate), np.full_like(rate, _HOLDS_S), 0.0, view.held_batch
+    gained, left_s, done, batch = np.zeros_like(rate), np.full_like(rate, HOLDS_S), 0.0, view.held_batch
     for begin, coming in view.forecast.steps:
         _, worth = model.held_at(batch)
         with np.errstate(divide="ignore"):
@@ -124,12 +139,14 @@ def _mean_rate(
         if not (left_s > 0).any():
             break
         rate = table([dataclasses.replace(view, held_batch=batch, forecast=None)], gpu, *shapes, cache)[0]
-    mean: Floats = (gained + rate * left_s) / _HOLDS_S
+    mean: Floats = (gained + rate * left_s) / HOLDS_S
     return mean
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job with the batch that it will have after these seconds on its workers of this type."""
+    """Return the job with the batch, or the noise, that it will have after these seconds on its workers."""
+    if view.noise_growth > 1.0 and view.held_batch is None:
+        return grown(view, view.noise_growth ** min(1.0, seconds / HOLDS_S))
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
         assert view.held_batch is not None, "a forecast continues a held batch"
         now = dataclasses.replace(view, forecast=None)

@@ -14,6 +14,7 @@ from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import FoundStrategy, JobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.remaining import BEYOND
 from placement.goodput.step_time import ThroughputModel
 from placement.knowledge.records import (
     Batches,
@@ -28,7 +29,6 @@ from placement.knowledge.records import (
 )
 
 _PARTS = 32  # declarations of one declarer, over all models, that are remembered
-_BEYOND = 1.05  # part of the declared length from which a running job proves that more was meant
 _MOST_BORROWED = 4.0  # a loop that declares one stage after the other goes a hundred times beyond the first
 _CHANGED = 0.2
 """Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
@@ -393,6 +393,7 @@ class EndedJobs:
         self._told: dict[str, collections.deque[KnownLength]] = {}
         self._beyond: dict[str, dict[str, float]] = {}
         self._ended: dict[str, tuple[KnownLength, ...]] = {}
+        self._longest: dict[str, tuple[str, float]] = {}  # by model: the job that has done most, and how much [samples]
 
     def hear(self, view: JobView) -> None:
         """Record a job's progress, and the length that it declares."""
@@ -412,9 +413,11 @@ class EndedJobs:
             seen_s=0.0,
             declarer=declarer_of(view),
         )
+        if self._longest.get(view.fingerprint, ("", 0.0))[1] < done * view.init_batch_size:
+            self._longest[view.fingerprint] = view.job, done * view.init_batch_size
         part = self._present[view.job].part
-        if (declarer := declarer_of(view)) and part is not None and part > _BEYOND:
-            self._beyond.setdefault(declarer, {})[view.job] = part
+        if (declarer := declarer_of(view)) and part is not None and part > BEYOND:
+            self._beyond.setdefault(declarer, {})[view.job] = 2.0 * part  # as much is left as was done
 
     def ended(self, job: str, now_s: float) -> bool:
         """End a job; True if its length is worth keeping."""
@@ -423,6 +426,7 @@ class EndedJobs:
         if length is None:
             return False
         self._beyond.get(length.declarer, {}).pop(job, None)
+        self._longest.pop(length.fingerprint, None)  # from now on ended ones count
         self.recall([dataclasses.replace(length, seen_s=now_s)])
         return True
 
@@ -442,7 +446,10 @@ class EndedJobs:
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def complete(self, view: JobView, now_s: float) -> JobView:
-        """Return the view with where earlier jobs of its model ended, in its own iterations."""
+        """Return the view with where earlier jobs of its model ended, in its own iterations.
+
+        As long as none has, the one that runs longest counts as half done for who goes beyond his declarations.
+        """
         known = [each for each in self._ended.get(view.fingerprint or "", ()) if now_s - each.seen_s < self._forget_s]
         if view.progress is None or not view.init_batch_size:
             return view
@@ -453,10 +460,14 @@ class EndedJobs:
             other = [each.part for each in told_of if each.part is not None and now_s - each.seen_s < self._forget_s]
             other += [part for job, part in self._beyond.get(declarer, {}).items() if job != view.job]
             own = [min(max(part, 1.0), _MOST_BORROWED) for part in other]
+        samples = [each.samples for each in known]
+        job, most = self._longest.get(view.fingerprint or "", (view.job, 0.0))
+        if not known and job != view.job and max(own, default=0.0) > BEYOND:
+            samples = [2.0 * most]
         progress = dataclasses.replace(
             view.progress,
             first_epochs=None if told is None else told / view.progress.stride,
-            usual_ends=tuple(each.samples / view.init_batch_size for each in known),
+            usual_ends=tuple(each / view.init_batch_size for each in samples),
             usual_parts=tuple(own),
         )
         return dataclasses.replace(view, progress=progress)

@@ -135,5 +135,5 @@ def covers(measurements: Measurements, other: Measurements, since_s: float) -> b
 
 def shape_of(observation: Observation) -> Shape:
     """Return the shape of a measurement."""
-    batch = round(math.log2(max(observation.atomic_bsz, 1.0)))
+    batch = round(math.log2(observation.atomic_bsz))
     return observation.nodes, observation.replicas, observation.accum_steps, batch

@@ -1,1 +1,1 @@
-"""Planning of one decision, from jobs to nodes: a policy's answer within the constraints of clusters."""
+"""Planning of one decision, from jobs to nodes: a policy's answer subject to a cluster's constraints."""

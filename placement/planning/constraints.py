@@ -1,10 +1,10 @@
-"""Constraints of real clusters beyond a policy's own rules; they hold for every policy, which need not know of them.
+"""Constraints of real clusters beyond a policy's own rules; enforced for every policy without its knowledge.
 
-Outermost first: sizes are those that a job can train with; deadlines raise minimums; a worker costs no more than its
-job's utility gains; mixed jobs stand with their minimum on on-demand nodes; tenants have their shares; within a
-tenant, priorities come one after the other; jobs that may not be stopped keep their minimum; sizes are whole nodes
-where that is preferred. Each of these asks the policy about some of the jobs on a part of the cluster. The order of
-tenants above priorities means that a tenant gets no more of the cluster by higher priorities of its jobs.
+From the outermost to the innermost: sizes are those that a job can train with; deadlines raise minimums; a worker
+costs no more than its job's utility gains; mixed jobs have their minimum on on-demand nodes; tenants have their
+shares; within a tenant, higher priorities are served first; jobs that may not be stopped keep their minimum; sizes
+are whole nodes if that is preferred. Each constraint queries the policy about some of the jobs on a part of the
+cluster. Since tenants come before priorities, a tenant cannot get more of the cluster by raising its jobs' priorities.
 """
 
 from __future__ import annotations
@@ -13,26 +13,153 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
 from placement.cluster.cluster import Allocation, Cluster, slots
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
-from placement.planning.deadlines import guarantee
+from placement.goodput.remaining import seconds_to_end
+from placement.goodput.step_time import Floats
 from placement.planning.multi_node import check_apart, shared
-from placement.planning.problem import Plan, Problem, Solver, by_priority
+from placement.planning.problem import Plan, Problem, Solver, by_precedence, by_priority, secured
 from placement.planning.spot import with_minimums_on_demand
 from placement.planning.tenants import Tenant, by_tenant, check_tenants
-from placement.planning.utilities import limit_by_utility, utility_notes
-from placement.reasons import Cause, Reason
+from placement.reasons import Cause, Reason, count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SatisfactoryShare:
+    """Number of workers that a deadline requires."""
+
+    # the minimum satisfactory share: the fewest workers that meet it; None if no number does, or if it is not known yet
+    workers: int | None
+    why_not: str = ""  # a sentence if it is None
+
+
+def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> SatisfactoryShare:
+    """Return the fewest workers with which the job's estimated remaining time meets its deadline.
+
+        remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change if k is above its current size
+
+    with the remaining work estimated by ``seconds_to_end``.
+
+    Args:
+        slots: Number of its workers that fit on each node of the empty cluster.
+        now_s: Current time [s since the epoch].
+    """
+    assert view.deadline_s is not None, f"job {view.job} has no deadline"
+    left_s = view.deadline_s - now_s
+    if left_s <= 0:
+        return SatisfactoryShare(workers=None, why_not="has passed")
+    takes_s = seconds_to_end(view, slots)
+    if takes_s is None:
+        return SatisfactoryShare(workers=None, why_not="not known yet how long the job takes")
+    takes_s[view.workers :] += view.resize_cost_s
+    enough = np.flatnonzero(takes_s[view.min_workers - 1 :] <= left_s)
+    if not len(enough):
+        return SatisfactoryShare(
+            workers=None, why_not=f"cannot be met, not with {max(len(takes_s), view.min_workers)} workers either"
+        )
+    workers = view.min_workers + int(enough[0])
+    return SatisfactoryShare(workers=view.sizes.at_least(workers) or workers)
+
+
+def guarantee(
+    views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
+) -> tuple[Problem, dict[str, Reason]]:
+    """Raise the minimum of each job whose deadline can be met to the number of workers that meets it.
+
+    Jobs are considered in the order of precedence of their minimums: after jobs that may not be stopped and those of
+    higher priority, before other jobs of the same priority; jobs with an earlier guarantee come first. A job that does
+    not fit beside the others' shares gets no guarantee and runs with whatever workers it gets.
+
+    Args:
+        before: Jobs whose deadlines the last decision guaranteed.
+        now_s: Current time [s since the epoch].
+        refused: Reason for each job that must not get a guarantee.
+
+    Returns the problem with these minimums, and a note to add to the reason of each job with a deadline.
+    """
+    dated = {view.job for view in views if view.deadline_s is not None}
+    if not dated:
+        return Problem(views=views, cluster=cluster), {}
+    empty, room = FreeResources(cluster), FreeResources(cluster)
+    order = by_precedence(Problem(views=views, cluster=cluster, guaranteed=frozenset(dated)))
+    safe = {view.job for view in order if secured(view) and room.add(view, view.min_workers)}
+    raised: dict[str, JobView] = {}
+    notes: dict[str, Reason] = {}
+    for view in sorted(order, key=lambda v: (-v.priority, v.job not in dated, v.job not in before)):
+        has = view.min_workers if view.job in safe else 0
+        if view.job in dated:
+            need = _need(view, empty.slots(view).tolist(), now_s, refused)
+            if need.workers is not None and room.add(view, need.workers - has):
+                raised[view.job] = dataclasses.replace(view, min_workers=need.workers)
+                notes[view.job] = Reason(Cause.DEADLINE, (count(need.workers),))
+                continue
+            why = need.why_not or f"{count(need.workers or 0)} would meet it, but not beside what others are promised"
+            notes[view.job] = Reason(Cause.NO_DEADLINE, (why,), "it runs as well as it can")
+        room.add(view, view.min_workers - has)
+    problem = Problem(
+        views=[raised.get(view.job, view) for view in views], cluster=cluster, guaranteed=frozenset(raised)
+    )
+    return problem, notes
+
+
+def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[str, str]) -> SatisfactoryShare:
+    if view.job in refused:
+        return SatisfactoryShare(workers=None, why_not=refused[view.job])
+    if view.held_at is not None:
+        return SatisfactoryShare(workers=None, why_not="its user holds it at a size")
+    return minimum_satisfactory_share(view, slots, now_s)
+
+
+def paying_size(view: JobView, slots: list[int], now_s: float) -> int | None:
+    """Return the most workers that are worth their cost by the job's utility; None if that is unknown.
+
+    The price is that of the job's bill. Without known prices workers cost nothing, and the result is the number that
+    ends the job before its value falls.
+    """
+    left_s = seconds_to_end(view, slots) if view.held_at is None else None
+    if view.utility is None or left_s is None:
+        return None
+    stays = np.arange(1, len(left_s) + 1) == view.workers
+    left_s = left_s + np.where(stays, 0.0, view.resize_cost_s)
+    usd_per_h: Floats = np.arange(1.0, len(left_s) + 1) * (0.0 if view.bill is None else view.bill.worker_usd_per_h)
+    age_s = max(now_s - view.submitted_s, 0.0)
+    return view.utility.best_size(age_s, left_s, usd_per_h, view.min_workers, view.workers)
+
+
+def limit_by_utility(problem: Problem, now_s: float) -> Problem:
+    """Return the problem with each job limited to the workers that are worth their cost to it."""
+    if all(view.utility is None for view in problem.views):
+        return problem
+    empty, views = FreeResources(problem.cluster), []
+    for view in problem.views:
+        best = paying_size(view, empty.slots(view).tolist(), now_s)
+        if best is not None and best < view.max_workers:
+            view = dataclasses.replace(view, max_workers=best)
+        views.append(view)
+    return dataclasses.replace(problem, views=views)
+
+
+def utility_notes(problem: Problem, limited: Problem, allocation: Allocation) -> dict[str, Reason]:
+    """Return the reasons for jobs that have all the workers worth their cost, though they could use more."""
+    return {
+        less.job: Reason(Cause.UTILITY, (count(less.max_workers),))
+        for view, less in zip(problem.views, limited.views, strict=True)
+        if less.max_workers < view.useful_workers and sum(allocation.get(less.job, {}).values()) == less.max_workers
+    }
+
 
 # What a job gives back may let others grow into sizes of theirs that are not allowed either; more than two are rare.
 _SIZE_ROUNDS = 4
 
 
 def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
-    """Ask the policy, limiting jobs to the next smaller allowed size, until all sizes are allowed.
+    """Query the policy, limiting jobs to the next smaller allowed size, until all sizes are allowed.
 
-    What is left of that after some rounds is cut down where it stands.
+    Sizes that are still not allowed after a few rounds are reduced on the nodes where the workers are.
     """
     views = {view.job: view for view in problem.views}
     for _ in range(_SIZE_ROUNDS):
@@ -54,7 +181,7 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
 
 
 def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
-    """Return for each job whose size is not allowed the next smaller allowed one; 0 if there is none."""
+    """Return the next smaller allowed size for each job whose size is not allowed; 0 if there is none."""
     found: dict[str, int] = {}
     for view in problem.views:
         workers = sum(plan.allocation.get(view.job, {}).values())
@@ -64,7 +191,7 @@ def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
 
 
 def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
-    """Return the plan with these jobs cut to fewer workers, first on nodes with the fewest of them."""
+    """Return the plan with these jobs cut to fewer workers, starting with the nodes that have the fewest."""
     allocation = {job: dict(place) for job, place in plan.allocation.items()}
     reasons = dict(plan.reasons)
     sizes = {view.job: view.sizes for view in problem.views}
@@ -81,11 +208,11 @@ def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
 
 
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
-    """Ask the policy, then again with sizes rounded down to whole nodes; the second counts if nothing idles for it.
+    """Query the policy, then again with sizes rounded down to whole nodes; use the second if nothing idles for it.
 
     Args:
-        problem: the jobs and their room.
-        worth: workers that a whole node holds, of each job that prefers whole nodes.
+        problem: The jobs and the resources that they share.
+        worth: Number of workers that a whole node holds, for each job that prefers whole nodes.
     """
     plan = solve(problem)
     limits: dict[str, int] = {}
@@ -108,13 +235,13 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
 
 
 def node_worth(view: JobView, cluster: Cluster) -> int:
-    """Return how many of the job's workers the largest node that it may use holds when empty."""
+    """Return how many of the job's workers fit on the largest node that it may use, when empty."""
     fitting = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
     return max((slots(node.total, view.bundle) for node in fitting), default=0)
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """Return the same sizes with no other job on the nodes of jobs that prefer whole nodes, if all workers fit so."""
+    """Move workers so that jobs preferring whole nodes share none, if all sizes still fit; else keep the plan."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     if not any(_shares(view.job, plan.allocation) for view in shy):
         return plan
@@ -149,7 +276,7 @@ _ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Rules of the cluster; those of a job are in its ``JobView``."""
+    """Rules of the cluster. Rules of a single job are in its ``JobView``."""
 
     tenants: tuple[Tenant, ...] = ()  # weights and quotas; a tenant that is not named has weight 1 and no quota
     # no node holds workers of two jobs that both span several nodes; None keeps that rule while links hold two jobs up
@@ -162,7 +289,7 @@ class Constraints:
         check_tenants(self.tenants)
 
     def concern(self, views: Sequence[JobView]) -> bool:
-        """True if a decision about these jobs needs more than the policy: rarely, so the test must cost nothing."""
+        """True if a decision about these jobs involves any constraint. Usually false, so the test must be cheap."""
         if not views:
             return False
         tenant, priority = views[0].tenant, views[0].priority
@@ -184,16 +311,17 @@ class Constraints:
 def decide(
     problem: Problem, solve: Solver, constraints: Constraints, now_s: float, guaranteed: Collection[str] = ()
 ) -> Plan:
-    """Return a plan that keeps all constraints and that the same problem, solved from its outcome, does not change.
+    """Return a plan that satisfies all constraints and stays the same when solved again from its outcome.
 
-    Policies weigh what a change costs against what the jobs have, so that an outcome may call for another change. It
-    is repeated from its own outcome until it stays or returns to an earlier one, which is then the answer.
+    Policies weigh the cost of a change against the jobs' current workers, so an outcome may call for another change.
+    The decision is therefore repeated from its own outcome until it is stable or returns to an earlier one, which
+    then wins.
 
     Args:
-        problem: all jobs and the whole cluster.
-        constraints: the cluster's rules.
-        now_s: present time [s since the epoch].
-        guaranteed: jobs whose deadlines the last decision guaranteed.
+        problem: All jobs and the whole cluster.
+        constraints: The cluster's rules.
+        now_s: Current time [s since the epoch].
+        guaranteed: Jobs whose deadlines the last decision guaranteed.
     """
     plans: list[Plan] = []
     running = {view.job for view in problem.views if view.workers}
@@ -220,7 +348,7 @@ def decide(
 
 
 def without_idle_spot(problem: Problem) -> Problem | None:
-    """Return the problem without spot nodes on which nobody is yet; None where there are none, or nobody runs."""
+    """Return the problem without idle spot nodes; None if there are none, or if no job is running."""
     used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
     left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(problem.cluster.nodes):
@@ -238,7 +366,7 @@ def _decide_once(
 ) -> Plan:
     """Return the plan under all constraints.
 
-    A guarantee whose job gets nothing is dropped and the policy asked again.
+    If a job with a guaranteed deadline gets nothing, its guarantee is dropped and the policy is queried again.
     """
     worth = {v.job: node_worth(v, problem.cluster) for v in problem.views if v.whole_nodes}
     tenants = {tenant.name: tenant for tenant in constraints.tenants}
@@ -270,7 +398,7 @@ def _decide_once(
 
 
 def _with_first_reasons(plans: Sequence[Plan]) -> Plan:
-    """Return the last plan; each job's reason is that of the first one that gave it its place."""
+    """Return the last plan, each job with the reason from the first plan that gave it its final placement."""
     last = plans[-1]
     reasons = dict(last.reasons)
     for plan in reversed(plans):

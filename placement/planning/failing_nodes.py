@@ -1,4 +1,4 @@
-"""Avoidance of failing nodes, which are closed to the jobs that avoid them (pure)."""
+"""Avoidance of slow and failing nodes, by closing them to the jobs that should avoid them (pure)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ SEVERAL = 2
 
 
 def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[JobView], Cluster]:
-    """Return the jobs and the cluster as a policy is to see them, so that slow nodes are left.
+    """Return the jobs and the cluster as the policy should see them, so that jobs leave slow nodes.
 
-    A node that several jobs have seen slow counts as draining, unless fewer jobs could then run. One that only one job
-    has seen is closed to that job alone, unless it would have to shrink for that: a slow worker still does some work.
-
-    Returns the very same objects where no node is slow.
+    A node that several jobs have measured as slow counts as draining, unless fewer jobs could then run. A node that
+    only one job has measured as slow is closed to that job alone, unless the job would have to shrink, since a slow
+    worker is still useful. Returns the same objects if no node is slow.
     """
     if not any(view.slow_nodes for view in views):
         return views, cluster
@@ -49,7 +48,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
 
 
 def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cluster: Cluster) -> JobView:
-    """Return the job as one that does not run on these nodes, if all its workers find room on others."""
+    """Return the job barred from these nodes, if all of its workers fit on others; else unchanged."""
     if NODE_LABEL in view.label_selector:
         return view
     others = {each.job: dict(each.allocation) for each in views if each is not view and each.allocation}
@@ -70,14 +69,15 @@ def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cl
 def avoid_failing(
     views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes
 ) -> tuple[Sequence[JobView], Cluster, Mapping[str, Reason]]:
-    """Return the jobs and the cluster as a policy is to see them, so that nodes are left on which workers fail.
+    """Return the jobs and the cluster as the policy should see them, so that jobs leave nodes where workers fail.
 
-    A job whose minimum the other nodes could not run avoids none, and neither does one that finds no room for its
-    minimum elsewhere now: one that has trained keeps what works, and of one that has yet to begin the next start tells
-    whether the program is at fault. Only where a disk or a GPU has failed its own workers it waits for another node.
-    No job loses its minimum to one that leaves a node.
+    A job avoids no node if the remaining nodes could never run its minimum, or have no room for it now: a job that has
+    trained keeps its working nodes, and for one that has not, the next start shows whether the program is at fault.
+    Only if a disk or GPU has failed its own workers does a job that has not trained wait for another node. No job
+    loses its minimum to a job that leaves a node.
 
-    Returns the very same objects where nothing is avoided, and by job why it is closed to which nodes.
+    Returns the same jobs and cluster if nothing is avoided; the third value gives the reason for each job that is
+    barred.
     """
     if not avoided.by_all and not avoided.by_job:
         return views, cluster, {}
@@ -111,10 +111,10 @@ def _closed_to(view: JobView, nodes: Mapping[str, str]) -> JobView:
 
 
 def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -> dict[str, dict[str, str]]:
-    """Return the nodes that each job may avoid, with reasons: others could run its minimum, and have room for it.
+    """Return the nodes that each job may avoid, with reasons; other nodes must be able to hold its minimum.
 
-    What a job finds room in is gone for the next one. For one that has yet to begin there is room also where others
-    could do with fewer workers; where a device has failed it, it waits for room.
+    Room assigned to one job is not offered to the next. A job that has not trained may also use what others hold
+    beyond their minimums; if a device has failed it, it waits for room.
     """
     by_id = cluster.by_id()
     free, spare = _free(views, cluster), _free(views, cluster, of_minimums=True)
@@ -136,7 +136,7 @@ def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -
 
 
 def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = False) -> dict[str, dict[str, float]]:
-    """Return the free resources by node; with ``of_minimums``, as if jobs gave up what exceeds their minimums."""
+    """Return free resources by node; with ``of_minimums``, as if every job held only its minimum."""
     by_id, held = cluster.by_id(), dict[str, dict[str, int]]()
     for view in views:
         beyond = max(0, sum(view.allocation.values()) - view.min_workers) if of_minimums else 0
@@ -148,7 +148,7 @@ def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = Fal
 
 
 def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
-    """Remove from what is free what the job lacks of its minimum on these nodes; False, and nothing, if it is short."""
+    """Reserve the missing part of the job's minimum on these nodes; return False, reserving none, if too large."""
     there = [node.node_id for node in nodes if not node.draining]
     lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)
     taken = dict[str, int]()

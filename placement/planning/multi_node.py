@@ -1,4 +1,4 @@
-"""Placement with at most one multi-node job on any node (Pollux's rule: such jobs would share its network)."""
+"""Placement with at most one multi-node job per node (Pollux's rule, since such jobs would share its network)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ WorkersByNode = Mapping[str, int]
 
 
 def held_up(views: Sequence[JobView]) -> bool:
-    """True if two jobs or more have measured nodes to be slower to reach than to use.
+    """True if at least two jobs have measured that the links between nodes slow them down.
 
-    Such a job has trained on several nodes, and its model says that there synchronising takes longer than computing,
-    also with the largest batch that one of its workers may have: alpha_n + beta_n (R - 2) > alpha_c + beta_c m.
-    R is the most workers that it has measured on several nodes, and not its present number: the answer changes that
-    number, and would change with it from one decision to the next.
+    Such a job has trained on several nodes, and its model says that synchronisation then takes longer than
+    computation even with its largest batch per worker: alpha_n + beta_n (R - 2) > alpha_c + beta_c m. R is the most
+    workers that it has measured on several nodes. R is not its current number of workers, since this function's
+    answer changes that number and would then alternate between decisions.
     """
     return sum(map(_is_held_up, views)) > 1
 
 
 def _is_held_up(view: JobView) -> bool:
-    """True if this job has trained on several nodes and is bound by the links between them; see ``held_up``."""
+    """True if this job has trained on several nodes and is slowed down by the links between them; see ``held_up``."""
     if view.goodput is None or view.atomic_bsz_range is None:
         return False
     measured = [seen.replicas for several in view.observations.values() for seen in several if seen.nodes > 1]
@@ -41,12 +41,12 @@ def _is_held_up(view: JobView) -> bool:
 
 
 def shared(allocation: Allocation) -> dict[str, list[str]]:
-    """Return nodes that two or more multi-node jobs share, and these jobs."""
+    """Return the nodes that at least two multi-node jobs share, with these jobs."""
     return {node: jobs for node, jobs in sorted(_multi_node_jobs(allocation).items()) if len(jobs) > 1}
 
 
 def check_apart(allocation: Allocation) -> None:
-    """Refuse nodes that several multi-node jobs share. Raises AllocationError: naming the node and the jobs."""
+    """Raise AllocationError, with the node and the jobs, if several multi-node jobs share a node."""
     for node, jobs in shared(allocation).items():
         raise AllocationError("one multi-node job per node", f"node {node!r} holds workers of {' and '.join(jobs)}")
 
@@ -54,15 +54,15 @@ def check_apart(allocation: Allocation) -> None:
 def keep_apart(
     packing: Packing, views: Sequence[JobView], cluster: Cluster, multi_node_nodes: Collection[str] = ()
 ) -> Packing:
-    """Return the same sizes on other nodes if multi-node jobs share one, or smaller sizes if there is no room.
+    """Return the same sizes on other nodes if multi-node jobs share a node, or smaller sizes if there is no room.
 
-    Jobs within one node stay, and of those that conflict the one that is there already, then the largest. The others
-    are placed anew: on one node that takes them whole, else on nodes without a multi-node job. If that leaves a job
-    without its minimum, all are placed anew, minimums first, and that is taken if it leaves out fewer.
+    Single-node jobs stay. Of the jobs in conflict, one that keeps its current nodes stays first, then the largest. The
+    others move: to one node that holds all their workers, else to nodes without a multi-node job. If that leaves a job
+    without its minimum, all jobs are placed again, minimums first, and this result is used if it leaves out fewer.
 
     Args:
-        packing: places to start from.
-        multi_node_nodes: nodes that another multi-node job is on already.
+        packing: Placement to start from.
+        multi_node_nodes: Nodes that already hold workers of a multi-node job outside of ``views``.
     """
     busy = _multi_node_jobs(packing.allocation)
     if all(len(jobs) + (node in multi_node_nodes) < 2 for node, jobs in busy.items()):
@@ -86,7 +86,7 @@ def keep_apart(
 
 
 def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
-    """Return multi-node jobs by node."""
+    """Return multi-node jobs, keyed by node."""
     found: dict[str, list[str]] = {}
     for job, place in allocation.items():
         for node in place if len(place) > 1 else ():
@@ -95,12 +95,12 @@ def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
 
 
 class _Placer:
-    """Places jobs that span nodes apart from each other: within a node by best fit, else on quiet nodes by worst fit.
+    """Placement of multi-node jobs on separate nodes: best fit on one node, else worst fit on several.
 
     Args:
-        multi_node_nodes: those that another multi-node job is on already.
-        present: where the jobs are to start from.
-        wanted: workers of each job.
+        multi_node_nodes: Nodes that already hold workers of another multi-node job.
+        present: Placements to start from.
+        wanted: Number of workers of each job.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _Placer:
         self._present, self._wanted = present, wanted
 
     def move_some(self, jobs: Sequence[JobView]) -> None:
-        """Move only jobs that stand in another job's way; the others stay."""
+        """Move only jobs that conflict with another job; the others stay."""
         places, wanted = self._present, self._wanted
         order = sorted(
             jobs, key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival)
@@ -128,7 +128,7 @@ class _Placer:
             self._occupied.put_all(view, self._find(view, wanted[view.job], view.allocation or places[view.job]))
 
     def place_all(self, jobs: Sequence[JobView]) -> None:
-        """Place all jobs again, minimums first."""
+        """Place all jobs again from scratch, minimums first."""
         largest = {view.job: int(self._free.slots(view).max(initial=0)) for view in jobs}
         # Jobs that cannot but span come first: for them few nodes will do.
         order = sorted(jobs, key=lambda v: (v.min_workers <= largest[v.job], -v.min_workers, v.arrival))
@@ -142,13 +142,13 @@ class _Placer:
             self._occupied.put_all(view, large if sum(large.values()) >= sum(small.values()) else small)
 
     def allocation(self, jobs: Sequence[JobView]) -> dict[str, WorkersByNode]:
-        """Return the nodes of the jobs that have found a place."""
+        """Return the nodes of the jobs that have been placed."""
         return {view.job: self._named(place) for view in jobs if (place := self._occupied.place(view))}
 
     def _find(self, view: JobView, wanted: int, own: WorkersByNode) -> dict[int, int]:
-        """Return the best place for as many of the wanted workers as possible.
+        """Return the best placement for as many of the wanted workers as possible.
 
-        Empty if it is below the job's minimum.
+        Empty if fewer than the job's minimum fit.
         """
         fits = self._occupied.slots(view)
         mine = {index for node in own if (index := self._free.index(node)) is not None}
@@ -174,7 +174,7 @@ class _Placer:
 
 
 def _on_one_node(fits: NDArray[np.int64], wanted: int, own: Collection[int]) -> dict[int, int]:
-    """Return the job's own node if it holds all workers, else the tightest that does, else the roomiest."""
+    """Return the job's own node if all workers fit on it, else the tightest fit, else the roomiest node."""
     mine = [index for index in np.flatnonzero(fits >= wanted).tolist() if index in own]
     index = mine[0] if mine else best_fit(fits, wanted)
     if index is not None:
@@ -186,7 +186,7 @@ def _on_one_node(fits: NDArray[np.int64], wanted: int, own: Collection[int]) -> 
 def _on_quiet_nodes(
     fits: NDArray[np.int64], wanted: int, own: Collection[int], multi_node_nodes: Collection[int]
 ) -> dict[int, int]:
-    """Return the job's own nodes, then the roomiest, without those that carry a multi-node job."""
+    """Return the job's own nodes, then the roomiest, excluding those that hold a multi-node job."""
     quiet = [index for index in np.flatnonzero(fits).tolist() if index not in multi_node_nodes]
     place: dict[int, int] = {}
     for index in sorted(quiet, key=lambda index: (index not in own, -int(fits[index]), index)):

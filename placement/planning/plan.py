@@ -1,4 +1,4 @@
-"""Plan of one decision: ask the policy, apply the rules, place the workers. All pure."""
+"""Plan of one decision: query the policy, apply the rules, place the workers. All pure."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def make_plan(
     guaranteed: Collection[str] = (),
     granted: Allocation | None = None,
 ) -> Plan:
-    """Decide the counts, check them, and place them, under all constraints.
+    """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
 
     Args:
-        policy: decides.
-        now_s: present time [s since the epoch].
-        constraints: the cluster's rules.
+        policy: The policy that decides.
+        now_s: Current time [s since the epoch].
+        constraints: The cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.
         granted: ``Plan.granted`` of the last decision.
 
-    Raises AllocationError: the policy broke a rule; nothing is to be changed.
+    Raises AllocationError: the policy broke a rule; the caller must not change anything.
     """
     if constraints.one_multi_node_job_per_node is None:
         # Sharing links slows jobs down, and waiting stops them: as below, who would run otherwise decides.
@@ -66,7 +66,7 @@ def make_plan(
 
 
 def _running(plan: Plan) -> int:
-    """Return how many jobs a plan runs."""
+    """Return the number of jobs that a plan runs."""
     return sum(1 for nodes in plan.allocation.values() if nodes)
 
 
@@ -79,7 +79,7 @@ def _with_wishes(
     guaranteed: Collection[str],
     granted: Allocation | None,
 ) -> Plan:
-    """Return a plan for nodes as they are; what jobs wish comes from what is left."""
+    """Return a plan for the given nodes; jobs' wishes are served from slots that the policy leaves free."""
     whole = Problem(views=views, cluster=cluster, apart=bool(constraints.one_multi_node_job_per_node))
     granted = granted or {}
     if not granted and all(view.wished is None for view in views):
@@ -95,7 +95,7 @@ def _with_wishes(
 def _plan_without_wishes(
     policy: Policy, problem: Problem, now_s: float, constraints: Constraints, guaranteed: Collection[str]
 ) -> Plan:
-    """Return the policy's decision under all constraints."""
+    """Return the policy's decision under all constraints, ignoring the wishes of jobs' own policies."""
 
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
@@ -111,11 +111,11 @@ def _plan_without_wishes(
 
 
 def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
-    """Ask a policy, hold its answer to the rules, and place it.
+    """Query a policy, check its answer, and place it.
 
-    Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
-    sums find no place. The policy is then asked again with those jobs limited to what fitted, so that others
-    may use it.
+    Bundles of different sizes may leave gaps that no bundle fits into, so that counts within the cluster's totals
+    cannot be placed. The policy is then queried again with those jobs limited to the workers that did fit, so that
+    others may use the rest.
     """
     cluster = problem.cluster
     asked = {view.job: view for view in problem.views}
@@ -144,7 +144,7 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
 
 
 def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> Packing:
-    """Return the policy's own places where it names them; the other jobs are packed into the room that they leave."""
+    """Return the placements that the policy specifies; pack the other jobs into the remaining room."""
     named = {job: target.nodes for job, target in targets.items() if target.nodes is not None and target.workers}
     if not named:
         return pack({job: target.workers for job, target in targets.items()}, views, cluster)
@@ -158,10 +158,10 @@ def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Clu
 
 
 def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
-    """Hold a policy's answer to the rules that need no placement.
+    """Check the rules for a policy's answer that do not depend on placement.
 
-    Raises AllocationError: naming the rule: ``known job``, ``every job``, ``whole number``, ``minimum``, ``maximum``,
-    ``nodes`` or ``capacity``.
+    Raises AllocationError: the broken rule is ``known job``, ``every job``, ``whole number``, ``minimum``,
+    ``maximum``, ``nodes`` or ``capacity``.
     """
     known = {view.job: view for view in views}
     for job in targets:
@@ -193,7 +193,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
 
 
 def _check_count(view: JobView, workers: int) -> None:
-    """Raise AllocationError unless the count is whole and 0, or from the job's minimum to its maximum."""
+    """Raise AllocationError unless the count is 0, or a whole number from the job's minimum to its maximum."""
     if not is_whole(workers):
         raise AllocationError("whole number", f"job {view.job!r} was given {workers!r} workers")
     if 0 < workers < view.min_workers:
@@ -205,7 +205,7 @@ def _check_count(view: JobView, workers: int) -> None:
 
 
 def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> None:
-    """Raise AllocationError where named nodes do not add up to the count, or lack labels that the job asks for."""
+    """Raise AllocationError if named nodes do not add up to the count, or lack labels that the job requires."""
     if target.nodes is None:
         return
     if sum(target.nodes.values()) != target.workers:
@@ -225,14 +225,14 @@ def _fits(view: JobView, room: FreeResources) -> str:
 
 
 def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
-    """Return the nodes that could run a worker of the job, were they empty."""
+    """Return the nodes that could run a worker of the job if they were empty."""
     return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, view.bundle)]
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     """Return why the job's minimum could not run even if all nodes were empty.
 
-    None if it could, or as long as no nodes are known.
+    None if it could run, or while no nodes are known.
     """
     if not cluster.nodes:
         return None

@@ -1,7 +1,7 @@
-"""Problem of a policy and its solution, and the division of a large problem into smaller ones.
+"""A policy's problem and its solution, and the division of a large problem into smaller ones.
 
-Constraints that policies know nothing of (priorities, tenants...) are kept by asking a policy about some of the jobs
-on a part of the cluster, one group of jobs after the other.
+Constraints that policies are not aware of (priorities, tenants...) are enforced by querying a policy about some of the
+jobs on a part of the cluster, one group of jobs after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from placement.reasons import Cause, Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan of which workers each job has on which nodes, and why."""
+    """Plan of each job's workers on each node, with reasons."""
 
     allocation: Allocation  # workers per job and node
     reasons: Mapping[str, Reason]  # why, per job
@@ -29,18 +29,18 @@ class Plan:
     granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
-        """Return both plans together; a job in both has the other's part."""
+        """Return both plans merged; for a job in both, ``other`` wins."""
         return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
 
     def noted(self, notes: Mapping[str, Reason]) -> Plan:
-        """Return the plan with notes added to the reasons of some jobs."""
+        """Return the plan with notes appended to the reasons of some jobs."""
         said = {job: reason.because(notes[job]) for job, reason in self.reasons.items() if job in notes}
         return dataclasses.replace(self, reasons={**self.reasons, **said})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Jobs, and the room that they share."""
+    """Jobs, and the part of the cluster that they share."""
 
     views: Sequence[JobView]
     cluster: Cluster  # the room that is theirs
@@ -56,7 +56,7 @@ class Problem:
         return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
 
     def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
-        """Return the problem in the room left by other jobs: those decided, and those reserved for later."""
+        """Return the problem restricted to the room left by jobs that are decided, or reserved for later."""
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
         places = [*decided.values(), *(reserved or {}).values()]
@@ -72,19 +72,19 @@ Solver: TypeAlias = Callable[[Problem], Plan]
 
 
 def secured(view: JobView) -> bool:
-    """True if the job keeps its minimum against all others: it runs and is not preemptible."""
+    """True if the job's minimum is protected from all others: the job runs and is not preemptible."""
     return not view.preemptible and view.workers >= view.min_workers
 
 
 def stays(view: JobView, problem: Problem) -> bool:
-    """True if the job keeps its minimum: it may not be stopped at all, or not for nodes that have just come."""
+    """True if the job keeps its minimum: it may not be stopped at all, or not because of newly arrived nodes."""
     return secured(view) or view.job in problem.kept
 
 
 def by_precedence(problem: Problem) -> list[JobView]:
-    """Return the order in which minimums are served.
+    """Return the jobs in the order in which minimums are served.
 
-    Running jobs that are not to be stopped; then by priority, those with a guaranteed deadline, running ones, arrival.
+    Running jobs that must not be stopped; then by priority, guaranteed deadlines, running jobs, arrival.
     """
     guaranteed = problem.guaranteed
     return sorted(
@@ -94,7 +94,7 @@ def by_precedence(problem: Problem) -> list[JobView]:
 
 
 def serve(view: JobView, room: FreeResources) -> bool:
-    """Reserve room for the job's whole minimum, preferably where its workers are; True if it fits."""
+    """Reserve room for the job's whole minimum, preferably on its current nodes; True if it fits."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
     fits = room.slots(view) if view.allocation else None
@@ -113,7 +113,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 
 def minimums(problem: Problem) -> Allocation:
-    """Return places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
+    """Return placements for as many jobs' minimums as fit together, by precedence; running workers stay in place."""
     served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
@@ -127,7 +127,7 @@ def minimums(problem: Problem) -> Allocation:
 def _served(problem: Problem) -> list[JobView]:
     """Return jobs whose minimums fit together, by precedence.
 
-    A job that many nodes can hold makes way on those that are all that another one's labels allow.
+    A job that fits on many nodes makes way on nodes that are the only ones allowed by another job's labels.
     """
     nodes = problem.cluster.nodes
     room = FreeResources(problem.cluster)
@@ -147,17 +147,17 @@ def _served(problem: Problem) -> list[JobView]:
 
 
 def usable(view: JobView, room: FreeResources) -> int:
-    """Return how many workers the job could use in this room."""
+    """Return the number of workers that the job could use in this room."""
     most = view.held_at if view.held_at is not None else view.useful_workers
     fits = min(most, int(room.slots(view).sum()))
     return fits if fits >= view.min_workers else 0
 
 
 def guard(problem: Problem, solve: Solver) -> Plan:
-    """Ask the policy for a plan, and keep each job's guaranteed minimum.
+    """Query the policy for a plan, and enforce each job's guaranteed minimum.
 
-    Where the answer leaves such a job without workers, the policy is asked about those jobs only whose minimums fit
-    together, in the order of precedence; a running one that even then gets nothing keeps its minimum where it is.
+    If the answer leaves such a job without workers, the policy is queried again for only those jobs whose minimums fit
+    together, by precedence. A running job that still gets nothing keeps its minimum on its current nodes.
     """
     plan = solve(problem)
     safe = [view for view in problem.views if stays(view, problem) or view.job in problem.guaranteed]
@@ -178,10 +178,10 @@ def guard(problem: Problem, solve: Solver) -> Plan:
 
 
 def by_priority(problem: Problem, solve: Solver) -> Plan:
-    """Ask for one priority after the other, highest first.
+    """Query the policy for one priority after the other, highest first.
 
-    Minimums come first, in the order of precedence: what lower priorities' minimums leave free of them is what a
-    higher one may grow into, and what it leaves is the next one's.
+    Minimums come first, in the order of precedence. A higher priority may grow into whatever the minimums of lower
+    priorities leave free, and the next priority gets what it leaves.
     """
     levels = sorted({view.priority for view in problem.views}, reverse=True)
     if len(levels) <= 1:
@@ -199,6 +199,6 @@ def by_priority(problem: Problem, solve: Solver) -> Plan:
 
 
 def _short(problem: Problem, plan: Plan) -> list[str]:
-    """The jobs that have fewer workers than they could use."""
+    """Return the jobs that have fewer workers than they could use."""
     has = {job: sum(place.values()) for job, place in plan.allocation.items()}
     return [v.job for v in problem.views if has.get(v.job, 0) < (v.held_at or v.useful_workers)]

@@ -1,8 +1,8 @@
-"""Jobs that keep their minimum off spot nodes: ``JobView.spot`` = ``mixed``, kept for every policy.
+"""Jobs that keep their minimum off spot nodes (``JobView.spot`` = ``mixed``), enforced for every policy.
 
-``avoid`` is a condition on each node (``JobView.selector``), which policies and packing look at anyway. ``mixed`` is
-one on the place as a whole: at least ``min_workers`` on nodes that stay. A policy decides how many workers a job gets
-and where; afterwards workers are exchanged between nodes of one GPU type until every mixed job has its minimum there.
+``avoid`` is a condition on each node (``JobView.selector``), which policies and packing check anyway. ``mixed`` is a
+condition on the whole placement: at least ``min_workers`` on on-demand nodes. A policy decides how many workers a job
+gets and where; workers are then swapped between nodes of one GPU type until every mixed job has its minimum on demand.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from placement.reasons import Cause, Reason
 
 
 def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
-    """Return how many of these workers are on nodes that stay."""
+    """Return the number of these workers that are on on-demand nodes."""
     return sum(workers for node_id, workers in place.items() if node_id in nodes and not nodes[node_id].spot)
 
 
 def with_minimums_on_demand(
     problem: Problem, solve: Solver, least: Mapping[str, int], running: Collection[str]
 ) -> Plan:
-    """Ask the policy, and see to it that mixed jobs have their minimum on on-demand nodes.
+    """Query the policy, and ensure that mixed jobs have their minimum on on-demand nodes.
 
-    One that waits does not start where that is impossible. One that runs keeps running, and its reason says so: to stop
-    it would lose more than the node that may be taken from it.
+    A waiting job does not start if that is impossible. A running job continues, and its reason says so, since
+    stopping it would lose more than the possible loss of a spot node.
 
     Args:
-        problem: the jobs; a deadline may have raised their minimum.
-        solve: what decides for the rest.
-        least: workers that each mixed job wants on on-demand nodes.
-        running: jobs that have workers; ``problem`` may show the outcome of an earlier round, where more of them do.
+        problem: The jobs; a deadline may have raised their minimum.
+        solve: Solver for everything else.
+        least: Number of workers that each mixed job needs on on-demand nodes.
+        running: Jobs that have workers. ``problem`` may show an earlier round's outcome, in which more jobs run.
     """
     mixed = {view.job: view for view in problem.views if view.job in least}
     if not mixed or not any(node.spot for node in problem.cluster.nodes):
@@ -58,7 +58,7 @@ def with_minimums_on_demand(
 
 
 def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
-    """Return waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
+    """Return waiting mixed jobs whose minimum does not fit on on-demand nodes beside minimums of higher precedence."""
     staying = Cluster(nodes=tuple(node for node in problem.cluster.nodes if not node.spot))
     free = FreeResources(staying)
     shut = set()
@@ -72,9 +72,9 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
 def _giving_way(
     plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
 ) -> dict[str, Reason]:
-    """Return jobs that are not to start so that others have their minimum on demand, with the reason.
+    """Return jobs that must not start so that others have their minimum on demand, with the reason.
 
-    Empty if none can.
+    Empty if no job can give way.
     """
     # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
     present = {view.job for view in problem.views if view.workers}
@@ -90,7 +90,7 @@ def _giving_way(
 
 
 def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
-    """Return jobs that come after this one and that this plan starts on on-demand nodes."""
+    """Return jobs after ``first`` in precedence that this plan starts on on-demand nodes."""
     nodes = problem.cluster.by_id()
     order = by_precedence(problem)
     behind = order[[view.job for view in order].index(first) :]
@@ -99,10 +99,9 @@ def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
 
 
 def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
-    """Return the plan with workers exchanged so that these jobs have their minimums on demand.
+    """Return the plan with workers swapped so that these jobs have their minimums on demand.
 
-    Those that cannot, last first.
-
+    The second value lists the jobs for which that is impossible, lowest precedence first.
     ``least`` is in the order of precedence: the last job gives way first.
     """
     nodes = problem.cluster.by_id()
@@ -121,7 +120,7 @@ def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Pla
 def _exchanged(
     allocation: Allocation, views: Mapping[str, JobView], cluster: Cluster, least: Mapping[str, int]
 ) -> Allocation | None:
-    """Return the allocation with these jobs' minimums on on-demand nodes, smaller if need be; None if impossible."""
+    """Return the allocation with these jobs' minimums on demand, with smaller sizes if needed; None if impossible."""
     nodes = cluster.by_id()
     bundles = {job: view.bundle for job, view in views.items()}
     kept = {}
@@ -150,7 +149,7 @@ def _exchanged(
 def _missing_part(
     view: JobView, place: Mapping[str, int], has: Mapping[str, int], nodes: Mapping[str, Node]
 ) -> JobView:
-    """Return the job reduced to its missing workers, bound to its place and GPU type."""
+    """Return the job reduced to its missing workers, restricted to the GPU type of its placement."""
     low = max(view.min_workers - sum(has.values()), 1)
     left = {node: workers - has.get(node, 0) for node, workers in place.items()}
     part = dataclasses.replace(_of_type(view, place, nodes), min_workers=low, held_at=None)
@@ -158,7 +157,7 @@ def _missing_part(
 
 
 def _off_spot_nodes(view: JobView) -> JobView:
-    """Return the job, kept off spot nodes."""
+    """Return the job with spot nodes excluded."""
     return view if view.spot == "avoid" else dataclasses.replace(view, spot="avoid", label_selector=_off_spot(view))
 
 
@@ -167,7 +166,7 @@ def _off_spot(view: JobView) -> Mapping[str, str]:
 
 
 def _of_type(view: JobView, place: Mapping[str, int], nodes: Mapping[str, Node]) -> JobView:
-    """Return the job, kept on the GPU type of its place, where that is one and has a name."""
+    """Return the job restricted to the GPU type of its placement, if that is a single named type."""
     types = {nodes[node].gpu_type for node in place}
     if len(types) != 1 or "" in types:
         return view

@@ -1,4 +1,4 @@
-"""Start times of waiting jobs: running jobs end one after the other and release their slots (pure)."""
+"""Start times of waiting jobs, predicted from the ends of running jobs, which release their slots (pure)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from placement.goodput.remaining import remaining
 def start_times(
     waiting: Sequence[JobView], running: Sequence[tuple[JobView, Mapping[str, int]]], cluster: Cluster
 ) -> dict[str, float]:
-    """Return seconds from now until each waiting job's smallest size fits.
+    """Return the time from now until each waiting job's smallest size fits [s].
 
-    Jobs of which that cannot be told are left out.
+    Jobs whose start cannot be predicted are left out.
 
-    It is rough: every running job keeps the size and the goodput that it has now until its end; a job without a
-    declared length or a fitted model never ends; no node comes or goes, no job arrives, and what has started does not
-    end. Those that wait are served by priority, then in the order of their arrival; of jobs of one kind of worker each
-    waits for those before it.
+    The estimate is rough: every running job keeps its current size and goodput until its end; a job without a declared
+    length or a fitted model never ends; nodes and the set of jobs do not change, and jobs started here do not end.
+    Waiting jobs are served by priority, then by arrival; among jobs with the same kind of worker, each waits for
+    those before it.
 
     Args:
-        waiting: jobs without workers.
-        running: the others, with their workers by node id.
-        cluster: the nodes, with what elastic jobs may use of them altogether.
+        waiting: Jobs without workers.
+        running: Running jobs, with their workers by node id.
+        cluster: The nodes, with all resources that elastic jobs may use.
     """
     room = FreeResources(cluster)
     for view, target in running:
@@ -47,7 +47,7 @@ def start_times(
 
 
 def _start(room: FreeResources, queues: Mapping[WorkerKind, collections.deque[JobView]]) -> list[str]:
-    """Start waiting jobs that fit, each kind in order up to the first that does not; return their names."""
+    """Start waiting jobs that fit, in order within each kind up to the first that does not; return their names."""
     started = []
     for queue in queues.values():
         while queue and room.add(queue[0], queue[0].held_at or queue[0].min_workers):
@@ -56,7 +56,7 @@ def _start(room: FreeResources, queues: Mapping[WorkerKind, collections.deque[Jo
 
 
 def _give(room: FreeResources, view: JobView, target: Mapping[str, int], sign: int) -> None:
-    """Reserve a job's workers in the room; a sign of -1 gives them back. Nodes that are gone do not count."""
+    """Reserve a job's workers in the room, or release them if ``sign`` is -1. Nodes that are gone do not count."""
     for node, workers in target.items():
         index = room.index(node)
         if index is not None:
@@ -64,7 +64,7 @@ def _give(room: FreeResources, view: JobView, target: Mapping[str, int], sign: i
 
 
 def _seconds_left(view: JobView, target: Mapping[str, int]) -> float:
-    """Time to a running job's end at its present size [s]; infinite where that is unknown."""
+    """Return the time until a running job ends at its current size [s]; infinite if unknown."""
     left = remaining(view.progress)
     values = goodputs(view, list(target.values()))
     if left is None or not view.init_batch_size or not values.size or not values[-1] > 0:

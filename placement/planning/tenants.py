@@ -1,4 +1,4 @@
-"""Tenants: weighted shares of the cluster, lent while they are not used, and quotas."""
+"""Tenants: weighted shares of the cluster, lent to others while unused, and quotas."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Limits: TypeAlias = Mapping[frozenset[str], Mapping[str, Resources]] | None
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant(NamesArguments):
-    """A user or team whose jobs share what is theirs.
+    """A user or team whose jobs share one part of the cluster.
 
     Attributes:
-        name: as ``JobView.tenant`` has it.
-        weight: its share of the cluster is this over the sum of the weights of all tenants that have jobs.
-        quota: the most it may ever use of some resources, such as ``{"GPU": 16}``, also of what others do not use.
+        name: Name of the tenant, as in ``JobView.tenant``.
+        weight: Weight of the tenant; its share of the cluster is this over the sum for all tenants that have jobs.
+        quota: Upper limits on some resources, such as ``{"GPU": 16}``, which also apply to borrowed resources.
 
     Examples:
         >>> from placement import Tenant
@@ -49,11 +49,11 @@ class Tenant(NamesArguments):
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:
-    """Refuse tenants that are not told apart.
+    """Check that tenants are valid and have distinct names.
 
     Raises:
-        TypeError: something that is no ``Tenant``.
-        ValueError: a name that occurs twice.
+        TypeError: An element is not a ``Tenant``.
+        ValueError: A name occurs twice.
     """
     names = set()
     for tenant in tenants:
@@ -65,10 +65,10 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
 
 
 def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) -> Plan:
-    """Ask for one tenant after the other within its share, then offer what is left to each within its quota.
+    """Query the policy for one tenant after the other within its share, then offer the rest within quotas.
 
-    Shares are those of ``share_out``. Tenants that few nodes can serve are asked first. What policies leave of them
-    goes to the tenant that has least for its weight first.
+    Shares are those of ``share_out``. Tenants that few nodes can serve come first. The remaining resources are offered
+    first to the tenant that uses least relative to its weight.
     """
     names = sorted({view.tenant for view in problem.views})
     known = {name: tenants.get(name) or _as_told(name, problem.views) for name in names}
@@ -90,7 +90,7 @@ def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) ->
 
 
 def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
-    """Return a tenant that the cluster's configuration does not name: its jobs bring its weight."""
+    """Return a tenant that the cluster's configuration does not list, with the weight that its jobs declare."""
     told = [view.tenant_weight for view in views if view.tenant == name and view.tenant_weight is not None]
     return Tenant(name=name, weight=max(told, default=1.0))
 
@@ -98,7 +98,7 @@ def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
 def _lend(
     problem: Problem, solve: Solver, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
 ) -> Plan:
-    """Ask again where there is room that a tenant could use."""
+    """Query the policy again for each tenant that could use remaining room."""
     totals = _totals(problem.cluster)
 
     def has(name: str) -> float:
@@ -122,7 +122,7 @@ def _lend(
 
 
 def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
-    """True if the room takes some waiting job's minimum, or one more worker that is of use to a job."""
+    """True if the room holds some waiting job's minimum, or one more worker that a job could use."""
     room = FreeResources(
         problem.beside({v.job: allocation[v.job] for v in problem.views if v.job in allocation}).cluster
     )
@@ -137,7 +137,7 @@ def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
 def _notes(
     problem: Problem, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
 ) -> dict[str, Reason]:
-    """Return notes for the jobs that their tenant's limits hold back."""
+    """Return notes for the jobs that their tenant's limits keep small."""
     room = FreeResources(problem.beside(plan.allocation).cluster)
     notes: dict[str, Reason] = {}
     for name, tenant in tenants.items():
@@ -159,12 +159,12 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
     """Return weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
 
     All shares rise together, each in proportion to its weight, until a tenant's demand is met or a resource that it
-    needs is used up; the others continue.
+    needs is exhausted; the other shares continue to rise.
 
     Args:
-        demands: what each tenant could use, by resource.
+        demands: Amount of each resource that each tenant could use.
 
-    Returns dominant share of each tenant: the largest part of any resource that is its own.
+    Returns each tenant's dominant share, the largest fraction that it gets of any resource.
     """
     full = {
         name: max((amount / totals[r] for r, amount in demand.items() if totals.get(r, 0.0) > 0), default=0.0)
@@ -192,12 +192,13 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
 
 
 def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
-    """Return what each tenant may use in a first round, in whole workers, and the minimums that this includes.
+    """Return each tenant's resources in a first round, in whole workers, and the minimums that they include.
 
-    In turn: minimums of jobs that are not to be stopped; what fits into each tenant's entitlement; and what is then
-    left, which is lent. Minimums of all tenants come before the growth of any. It is always the tenant's turn that has
-    least for its weight, and of equal ones the one's that would stop a job. Jobs that only some nodes can hold have
-    entitlements to these nodes as if there were no others, and no other jobs; their turns come before those of others.
+    In turn: minimums of jobs that must not be stopped; what fits into each tenant's entitlement; and the remainder,
+    which is lent. Minimums of all tenants come before any growth. The next turn always goes to the tenant that uses
+    least relative to its weight and, among equals, to one whose job would otherwise be stopped. Jobs that only some
+    nodes can run have entitlements to these nodes as if no other nodes and jobs existed; their turns come before
+    those of other jobs.
 
     Returns amounts by tenant and resource, and the minimums by job.
     """
@@ -211,7 +212,7 @@ def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str
 
 
 def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, float]]:
-    """Return each tenant's share of a part of the cluster, by resource."""
+    """Return each tenant's entitlement to a part of the cluster, as amounts by resource."""
     totals = _totals(part.cluster)
     demands = {name: _demand(part, tenant) for name, tenant in tenants.items()}
     share = entitlements(demands, {name: tenant.weight for name, tenant in tenants.items()}, totals)
@@ -219,7 +220,7 @@ def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, 
 
 
 def _parts(problem: Problem) -> list[Problem]:
-    """Return the whole, and its parts that are all that the labels of some job allow, with the jobs they bind."""
+    """Return the whole problem, and its parts limited to the nodes that some job's labels allow, with their jobs."""
     nodes = problem.cluster.nodes
     reach = {
         view.job: frozenset(node.node_id for node in nodes if node.matches(view.selector)) for view in problem.views
@@ -233,7 +234,7 @@ def _parts(problem: Problem) -> list[Problem]:
 
 
 class _Filling:
-    """Trial distribution of workers, one by one or a minimum at a time, to see how much each tenant may use."""
+    """Trial distribution of workers, one worker or one minimum at a time, to see how much each tenant may use."""
 
     def __init__(self, problem: Problem, tenants: Mapping[str, Tenant], totals: Resources) -> None:
         self._order = by_precedence(problem)
@@ -249,18 +250,18 @@ class _Filling:
         self.used: dict[str, dict[str, float]] = {name: dict.fromkeys(totals, 0.0) for name in tenants}
 
     def secure(self, kept: Collection[str]) -> None:
-        """Secure the minimums of jobs that may not be stopped, whatever their tenant's share or quota."""
+        """Reserve the minimums of jobs that may not be stopped, regardless of their tenant's share or quota."""
         for view in self._order:
             if (secured(view) or view.job in kept) and serve(view, self._room):
                 self._count(view, view.min_workers)
                 self.floors[view.job] = view.min_workers
 
     def climb(self, limits: Mapping[frozenset[str], Mapping[str, Resources]] | None, *, starts: bool) -> None:
-        """Give out all jobs' minimums, or workers one by one, up to the limits (and never above a quota).
+        """Distribute all jobs' minimums, or workers one by one, up to the limits (and never above a quota).
 
         Args:
-            limits: by nodes and tenant; None for none.
-            starts: whether minimums are given.
+            limits: Limits by nodes and tenant; None for no limits.
+            starts: True to distribute minimums, False for single workers.
         """
         for reach in sorted(set(self._reach.values()), key=lambda nodes: (len(nodes), sorted(nodes))):
             queues = {name: collections.deque(self._of(name, reach, started=not starts)) for name in self._tenants}
@@ -284,7 +285,7 @@ class _Filling:
 
     @staticmethod
     def _step(queue: collections.deque[JobView], give: Callable[[JobView], bool], *, again: bool) -> bool:
-        """Serve the first job of the queue that fits; drop those before it, which do not."""
+        """Serve the first job of the queue that fits; drop the jobs before it."""
         while queue:
             view = queue.popleft()
             if give(view):
@@ -305,7 +306,7 @@ class _Filling:
         return self._counts[view.job] < most and self._give(view, 1, limits)
 
     def _give(self, view: JobView, workers: int, limits: _Limits) -> bool:
-        """True if the workers fit into quota, limits (None for none) and room; they are then counted."""
+        """True if the workers fit within quota, limits (if not None) and room; they are then counted."""
         used, quota = self.used[view.tenant], self._tenants[view.tenant].quota
         if _exceeds(used, view, workers, {r: quota.get(r, math.inf) for r in view.bundle}):
             return False
@@ -336,7 +337,7 @@ def _add(used: dict[str, float], view: JobView, workers: int) -> None:
 
 
 def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
-    """Return what the tenant's jobs could use of the whole cluster, within the quota."""
+    """Return the resources that the tenant's jobs could use of the whole cluster, within its quota."""
     room = FreeResources(problem.cluster)
     wanted: dict[str, float] = {}
     for view in problem.views:
@@ -366,14 +367,14 @@ def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
 
 
 def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
-    """Return the problem with at most `ceiling` of the cluster; resources that are not named are not limited.
+    """Return the problem limited to `ceiling` of the cluster; resources that `ceiling` omits are not limited.
 
-    The part consists of the given places, then of what the jobs' workers hold beyond them, then of more on these
-    nodes, then of the roomiest others.
+    The part consists of the given placements, then of other workers that the jobs hold, then of more on the same
+    nodes, then of the roomiest other nodes.
 
     Args:
-        problem: the jobs and their room.
-        first: places that must be in it, as far as they are these jobs'.
+        problem: The jobs and the resources that they share.
+        first: Placements that must be in the part, for jobs in ``problem``.
     """
     if not ceiling:
         return problem
@@ -397,7 +398,7 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
 
 def _order(problem: Problem) -> list[Node]:
-    """Return the nodes that some job can use: most of the jobs' workers first, then most room."""
+    """Return the nodes that some job can use, sorted by most workers of the jobs, then by most room."""
     room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
     for view in _kinds(problem.views):
@@ -412,12 +413,12 @@ def _order(problem: Problem) -> list[Node]:
 
 
 def _kinds(views: Sequence[JobView]) -> list[JobView]:
-    """Return one job of each bundle and label selector."""
+    """Return one job for each bundle and label selector."""
     return list({worker_kind(view): view for view in views}.values())
 
 
 class _Partition:
-    """Parts already cut out of the cluster."""
+    """Part of the cluster being cut out, up to a ceiling."""
 
     def __init__(self, cluster: Cluster, ceiling: Resources) -> None:
         self._cluster = cluster
@@ -427,7 +428,7 @@ class _Partition:
         }
 
     def take(self, node: Node, amounts: Mapping[str, float]) -> None:
-        """Reserve these amounts of a node, at most what is free and left below the ceiling."""
+        """Reserve these amounts of a node, limited by what is free and below the ceiling."""
         taken = self._taken[node.node_id]
         for r in taken.keys() & amounts.keys():
             more = max(min(amounts[r], node.free[r] - taken[r], self._left[r]), 0.0)
@@ -435,7 +436,7 @@ class _Partition:
             self._left[r] -= more
 
     def fill(self, node: Node, bundle: Resources | None) -> None:
-        """Reserve the rest of a node; with a bundle, a whole number of bundles."""
+        """Reserve the rest of a node; with a bundle, only a whole number of bundles."""
         taken = self._taken[node.node_id]
         goal = {r: taken[r] + min(node.free[r] - taken[r], self._left[r]) for r in taken}
         if bundle is not None:
@@ -444,7 +445,7 @@ class _Partition:
         self.take(node, {r: goal[r] - taken[r] for r in taken})
 
     def cluster(self) -> Cluster:
-        """Return the part, as a cluster of the same nodes."""
+        """Return the part as a cluster of the same nodes."""
         return Cluster(
             nodes=tuple(
                 dataclasses.replace(node, free={**node.free, **self._taken[node.node_id]})

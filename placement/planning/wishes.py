@@ -1,8 +1,8 @@
-"""Sizes requested by jobs' own policies, served from what the allocation policy leaves over.
+"""Sizes requested by jobs' own policies, served from slots that the allocation policy leaves unused.
 
-The allocation policy sees neither wishes nor the workers that were granted for them: it decides about the others as if
-these slots were free. So a wish takes no worker from another job, and what was granted goes as soon as the policy has a
-use for it, by its own measure of goodput.
+The allocation policy sees neither the wishes nor the workers granted for them: it decides about other jobs as if these
+slots were free. A wish therefore takes no worker from another job, and granted workers are withdrawn as soon as the
+policy has a use for their slots, by its own measure of goodput.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from placement.reasons import Cause, Reason, count
 def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
     """Return the job as the allocation policy sees it.
 
-    It has the workers that the policy itself gave it, never below its minimum where it has that.
+    It keeps the workers that the policy itself gave it, and at least its minimum if it has that many.
 
     Args:
-        granted: workers by node that it has because it asked, ``Plan.granted`` of the last decision.
+        granted: Workers by node that were granted for its wish, from ``Plan.granted`` of the last decision.
     """
     if not granted:
         return view if view.wished is None else dataclasses.replace(view, wished=None)
@@ -39,15 +39,15 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
 
 
 def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
-    """Give jobs what their policies ask for, from slots that the plan leaves free.
+    """Give jobs the workers that their own policies request, from slots that the plan leaves free.
 
-    Served are jobs that run and that their user does not hold at a size, by priority and arrival. Granted workers stay
-    where they are while their slots are free, are on nodes of the GPU type that the job has, and keep quotas, the
-    preference for whole nodes, and, where it is asked for, nodes of one multi-node job.
+    Only running jobs whose size is not fixed by their user are served, by priority and arrival. Granted workers stay
+    in place while their slots are free and are on nodes of the job's GPU type. They respect quotas, the preference
+    for whole nodes and, if required, the rule of one multi-node job per node.
 
     Args:
-        problem: all jobs, where they are now, and the whole cluster.
-        plan: what was decided without wishes.
+        problem: All jobs with their current workers, and the whole cluster.
+        plan: The plan decided without wishes.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]
     if not wishing:
@@ -74,7 +74,7 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
 
 
 class _FreeSlots:
-    """Free slots beside a plan, while they are given out."""
+    """Free slots beside a plan, while they are assigned to jobs."""
 
     def __init__(self, problem: Problem, allocation: Allocation, quotas: Mapping[str, Resources]) -> None:
         self._room = FreeResources(problem.beside(allocation).cluster)
@@ -85,7 +85,7 @@ class _FreeSlots:
         self.allocation: dict[str, dict[str, int]] = {job: dict(place) for job, place in allocation.items()}
 
     def give(self, view: JobView, most: int) -> dict[str, int]:
-        """Reserve up to so many slots for a job; returns them by node."""
+        """Reserve up to ``most`` slots for a job; return the number on each node."""
         given: dict[str, int] = {}
         place = self.allocation[view.job]
         for _ in range(most):
@@ -100,7 +100,7 @@ class _FreeSlots:
         return given
 
     def take_back(self, view: JobView, given: dict[str, int], workers: int) -> None:
-        """Return slots that a job was given, for others."""
+        """Release slots that a job was given, for use by others."""
         place = self.allocation[view.job]
         for node_id in reversed(list(given)):
             less = min(given[node_id], workers)
@@ -114,9 +114,9 @@ class _FreeSlots:
                     del counts[node_id]
 
     def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
-        """Return the node of its next worker: where it has one now, one of its own, or the fullest.
+        """Return the node of the job's next worker: one with a worker to keep, another of its nodes, or the fullest.
 
-        None if there is none.
+        None if no node is available.
         """
         if self._quota_is_used(view):
             return None
@@ -142,7 +142,7 @@ class _FreeSlots:
         return any(used[r] + view.bundle.get(r, 0.0) > quota[r] + TOLERANCE for r in quota if view.bundle.get(r))
 
     def _is_closed(self, view: JobView, place: Mapping[str, int], node_id: str) -> bool:
-        """True if the node is closed to the job: by whole nodes, or by the nodes of another multi-node job."""
+        """True if the node is closed to the job, by a preference for whole nodes or by another multi-node job."""
         others = self._others(view, node_id)
         if node_id not in place and any(view.whole_nodes or other.whole_nodes for other in others):
             return True
@@ -152,5 +152,5 @@ class _FreeSlots:
         return any(len(self.allocation[other.job]) > 1 for each in nodes for other in self._others(view, each))
 
     def _others(self, view: JobView, node_id: str) -> Sequence[JobView]:
-        """Return jobs beside it on a node."""
+        """Return the other jobs with workers on a node."""
         return [self._views[job] for job, at in self.allocation.items() if node_id in at and job != view.job]

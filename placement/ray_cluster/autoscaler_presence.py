@@ -1,4 +1,4 @@
-"""SHELL: Ray's view of the cluster's nodes, before a job is submitted."""
+"""SHELL: Ray's nodes, and whether an autoscaler may add some, as checked before a job is submitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MONITOR_REPORT_S = 3.0
 
 
 def living_nodes() -> tuple[Node, ...]:
-    """Return all living nodes with all of their resources."""
+    """Return all living nodes, with all of their resources counted as free."""
     return tuple(
         Node(
             node_id=node["NodeID"],
@@ -31,17 +31,17 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def may_autoscale() -> bool:
-    """True if an autoscaler may add nodes, or if Ray does not tell.
+    """True if an autoscaler may add nodes, or if Ray does not reveal it.
 
-    Ray says this nowhere outright: a cluster without an autoscaler runs the same monitor process with a
-    "read-only" provider, which names the type of each node ``node_<node id>``. So, measured with Ray 2.60:
+    Ray has no direct answer: a cluster without an autoscaler runs the same monitor process with a "read-only"
+    provider, which names the type of each node ``node_<node id>``. Measured with Ray 2.60:
 
     - autoscaler v1: the status that the monitor stores lists every living node under such a name exactly when
       the provider is read-only; a real provider lists its own types ("ray.head.default", or none yet).
-    - autoscaler v2: a node of a real provider carries the provider's instance id (v2 requires
-      RAY_CLOUD_INSTANCE_ID on every node, the head included); under the read-only provider none does.
+    - autoscaler v2: a node of a real provider has the provider's instance id (v2 requires
+      RAY_CLOUD_INSTANCE_ID on every node, including the head); under the read-only provider no node has one.
 
-    Both interfaces are private. An exception or silence counts as "may": better to wait than to refuse
+    Both interfaces are private. An exception or no answer counts as True: waiting in vain is better than refusing
     wrongly.
     """
     try:
@@ -53,7 +53,7 @@ def may_autoscale() -> bool:
 
 
 def _v1_has_provider() -> bool:
-    """True if Ray's first autoscaler runs with a provider of nodes."""
+    """True if Ray's autoscaler v1 runs with a node provider."""
     from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
     from ray.experimental.internal_kv import _internal_kv_get
 

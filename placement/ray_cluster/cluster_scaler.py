@@ -1,4 +1,4 @@
-"""SHELL: carries out what :class:`placement.autoscaling.autoscaler.Autoscaler` decides about the cluster's nodes."""
+"""SHELL: requests to Ray for nodes, and the loop that applies the decisions of ``Autoscaler``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Bundles = Sequence[tuple[Resources, Mapping[str, str]]]
 # coordinator is looked for with every call. Its class is private; actor name and methods are used as Ray Train does.
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A launch that failed: when [s since the epoch], of which node type, and what the provider said."""
+    """A failed launch: its time [s since the epoch], the node type, and the provider's message."""
 
     node_type: str
     at_s: float
@@ -40,7 +40,7 @@ class Refusal:
 
 
 class NodeRequests:
-    """Requests for the cluster's nodes, sent to Ray whenever they change and every 20 s. Calls block shortly."""
+    """Requests for the cluster's nodes, sent to Ray on every change and every 20 s. Calls block briefly."""
 
     def __init__(self) -> None:
         self._told: list[tuple[dict[str, float], dict[str, str]]] | None = None
@@ -48,10 +48,10 @@ class NodeRequests:
         self._by_coordinator = False
 
     def ask(self, bundles: Bundles) -> None:
-        """Ask for nodes that hold these bundles, all of them at once; what is there already counts.
+        """Request nodes that hold these bundles, all of them at once; existing nodes count.
 
         Args:
-            bundles: resources and labels of each node.
+            bundles: Resources and labels of each node.
         """
         wanted = [(dict(resources), dict(labels)) for resources, labels in bundles]
         coordinator = _coordinator()
@@ -70,14 +70,14 @@ class NodeRequests:
         self._told, self._at_s, self._by_coordinator = wanted, time.monotonic(), coordinator is not None
 
     def withdraw(self) -> None:
-        """Ask for nothing any more: what Ray was told outlives the process that told it."""
+        """Withdraw all requests, since Ray's requests outlive the process that made them."""
         self.ask(())
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
     """Return launches that failed after this time [s since the epoch].
 
-    Empty where Ray's autoscaler (v2) does not tell.
+    Empty if Ray's autoscaler (v2) does not report them.
     """
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
@@ -89,7 +89,7 @@ def refusals(since_s: float) -> tuple[Refusal, ...]:
 
 
 def refusal(launch: Any) -> Refusal:
-    """Return the refusal in Ray's ``LaunchRequest``; its details may be missing, blank, or of many lines."""
+    """Return the refusal in Ray's ``LaunchRequest``, whose details may be missing, blank, or of many lines."""
     lines = (launch.details or "").strip().splitlines()
     return Refusal(
         node_type=launch.ray_node_type_name,
@@ -106,7 +106,7 @@ def _coordinator() -> Any | None:
 
 
 def _through(coordinator: Any, wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> Any:
-    """Return the coordinator's pending answer (an object reference) to asking for these nodes, or for none any more."""
+    """Return an object reference to the coordinator's answer to a request for these nodes, or to a withdrawal."""
     if not wanted:
         return coordinator.cancel_request.remote(_REQUESTER)
     from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority
@@ -133,12 +133,12 @@ _LOOK_S = 20.0  # longest wait for one look; it asks Ray several times, five sec
 
 
 class ClusterScaler:
-    """Scaler of one allocator: looks every ``interval_s`` and never delays running jobs.
+    """Scaler of one allocator, which decides every ``interval_s`` and never delays running jobs.
 
     Args:
-        config: node types, objective, times.
-        policy: of the allocator's kind, but not its own instance: looks take place in a thread.
-        constraints: the allocator's.
+        config: Node types, objective and timing.
+        policy: Another instance of the allocator's policy, since decisions run in a thread.
+        constraints: The allocator's constraints.
     """
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
@@ -158,28 +158,28 @@ class ClusterScaler:
         return self._autoscaler.spent_usd
 
     def bill(self, job: str) -> Bill | None:
-        """Return the bill of a job so far; None before the first look that saw it."""
+        """Return the bill of a job so far; None before the first decision that included it."""
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """Return the cluster for jobs: a node that is given up drains."""
+        """Return the cluster as jobs should see it, with released nodes draining."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
 
     @property
     def spot_types(self) -> frozenset[str]:
-        """Node types whose nodes may be taken away."""
+        """Node types whose nodes may be reclaimed."""
         return frozenset(each.name for each in self._config.node_types if each.spot)
 
     def is_due(self) -> bool:
-        """True if it is time for a look, and the last one is over."""
+        """True if a decision is due and the last one has finished."""
         # A wall clock that is set back would stop all looks, and with them the requests that Ray lets expire.
         waits = time.monotonic() - self._looked_s < self._config.interval_s
         return not waits and (self._look is None or self._look.done())
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Start a new decision; ``is_due`` says when."""
+        """Start a new decision in the background; ``is_due`` says when."""
         self._looked_s = time.monotonic()
         self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
 
@@ -190,7 +190,7 @@ class ClusterScaler:
             logger.exception("a look at the cluster's size failed; the next follows in %g s", self._config.interval_s)
 
     def _decide(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:
-        """Receive failed launches, decide anew, and ask Ray for the nodes; calls block, and what is new is logged."""
+        """Process failed launches, make a new decision, and request the nodes from Ray. Blocks; changes are logged."""
         if self._refused_s is None:
             self._refused_s = now_s
             self._autoscaler.resume(notes.account())
@@ -210,12 +210,12 @@ class ClusterScaler:
         self.decision = decision
 
     async def withdraw(self) -> None:
-        """Ask for no node any more: the allocator makes way for another one."""
+        """Withdraw all requests for nodes, because another allocator will replace this one."""
         self._looked_s = time.monotonic()  # not at once again, before it has gone
         if self._look is not None:
             await asyncio.wait([self._look], timeout=_LOOK_S)
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
     def forget(self, job: str) -> float:
-        """Discard a job that has ended; return its cost [USD]."""
+        """Discard an ended job; return its cost [USD]."""
         return self._autoscaler.forget(job)

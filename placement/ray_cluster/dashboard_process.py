@@ -1,6 +1,6 @@
-"""SHELL: the page as a process of its own beside the allocator, so that it never takes the allocator's time.
+"""SHELL: the dashboard page in its own process beside the allocator, so that it never delays the allocator.
 
-The page is of a package above this one: it is started as a command, by name.
+The page belongs to a higher-level package, so it is started as a command, by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Process of the page that ends with this process: its standard input is then closed.
+    """Process of the page. It ends with this process, because its standard input is then closed.
 
     Args:
         cluster: HOST:PORT of the cluster's control store.
@@ -36,17 +36,17 @@ class DashboardProcess:
 
     @property
     def address(self) -> str:
-        """Address of the page; empty until it is served, and after it has ended."""
+        """Address of the page; empty before it is served and after it has ended."""
         return self._address
 
     def stop(self) -> None:
-        """End it: its standard input does."""
+        """End the page by closing its standard input."""
         self._stopped = True
         if self._input is not None:
             self._input.close()
 
     def _run(self) -> None:
-        """Start it and hear what it says until it ends; a page that fails is reported, and costs nothing else."""
+        """Start the page and read its output until it ends. If the page fails, a warning is logged."""
         try:
             process = subprocess.Popen(
                 [sys.executable, *_COMMAND],
@@ -74,3 +74,41 @@ class DashboardProcess:
         code = process.wait()
         if not self._stopped:
             logger.warning("the dashboard has ended with code %d: %s", code, printable(last))
+
+
+_RESUME = ("-m", "elastic_ray.cli", "resume", "--all")
+_LONGEST_S = 600.0
+
+
+def resume_jobs(storage: str, cluster: str) -> None:
+    """Resubmit in the background the jobs that ran when another head ended, and log the command's output.
+
+    Args:
+        cluster: HOST:PORT of this cluster's control store.
+    """
+    threading.Thread(target=_run, args=(storage, cluster), name="resume", daemon=True).start()
+
+
+def _run(storage: str, cluster: str) -> None:
+    """Run the command until it ends."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *_RESUME, storage],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "RAY_ADDRESS": cluster},
+            timeout=_LONGEST_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logging.getLogger("placement.resume").warning(
+            "jobs of %s are not resumed: %s; try `elastic-ray resume --all %s`", storage, error, storage
+        )
+        return
+    for line in done.stdout.splitlines():
+        logging.getLogger("placement.resume").log(
+            logging.WARNING if done.returncode else logging.INFO, "%s", printable(line)
+        )

@@ -1,9 +1,9 @@
 """SHELL: placement groups of one bundle each, pinned to the node that the allocator chose.
 
-Ray 2.60 loses what it has set aside for a group that is removed between that and its fulfilment (ray-project/ray#64693
-has a kindred case): the node's resources are gone until it restarts. Four of 92 groups lost theirs where seven actors
-asked and gave up at random on a crowded machine. So nothing is asked for before there is room (:class:`Room`), and what
-is no longer wanted is given back once it is fulfilled (:func:`withdraw`).
+If a group is removed after Ray 2.60 has set aside its resources and before the group is fulfilled, these resources are
+lost until the node restarts (ray-project/ray#64693 is a similar case). This happened to four of 92 groups when seven
+actors requested and gave up groups at random on a crowded machine. Groups are therefore only requested when there is
+room (:class:`Room`), and unwanted ones are released after they are fulfilled (:func:`withdraw`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SETTLED_S = 2.0
 
 
 class Room:
-    """Cache of the free resources of Ray's nodes: read once for all requests within a tenth of a second."""
+    """Cache of the free resources of Ray's nodes, read once for all requests within a tenth of a second."""
 
     def __init__(self) -> None:
         self._read_s = -math.inf
@@ -42,13 +42,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, node_id: str, count: int) -> bool:
-        """True if a node has room now.
-
-        Args:
-            bundle: resources of a worker.
-            node_id: Ray's hex node id.
-            count: of workers.
-        """
+        """True if a node has room now."""
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
                 try:
@@ -62,18 +56,19 @@ class Room:
 
 
 def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
-    """Ask for one worker's resources on one node; returns at once, ``ready`` tells when they are there.
+    """Request one worker's resources on one node. Returns at once; ``ready`` waits until they are reserved.
 
-    The group is detached: it outlives the process of a controller that Ray restarts. Its maker releases it; of a
-    controller that is gone for good the allocator does (:func:`release_all`). It stays pending while the node is full,
-    and for ever if the node is gone: :func:`withdraw` it when it is no longer wanted.
+    The group is detached, so it outlives the process of a controller that Ray restarts. Its creator releases it; if
+    the controller is gone for good, the allocator does (:func:`release_all`). The group stays pending while the node
+    is full, and for ever if the node is gone: :func:`withdraw` it when it is no longer wanted.
 
     Args:
-        bundle: resources of the worker; amounts of 0 are left out.
+        bundle: Resources of the worker; amounts of 0 are left out.
         node_id: Ray's hex node id.
-        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, which tells the allocator whose group it is.
+        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, by which the allocator knows the group's
+            owner.
 
-    Raises ValueError: if the bundle asks for nothing.
+    Raises ValueError: the bundle is empty.
     """
     wanted = {resource: float(amount) for resource, amount in bundle.items() if amount > 0}
     if not wanted:
@@ -85,22 +80,22 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
 
 
 def release(group: PlacementGroup) -> None:
-    """Give the resources of a fulfilled group back; one that is gone already is fine.
+    """Release the resources of a fulfilled group; does nothing if the group is already gone.
 
-    Ray kills what still runs in the group.
+    Ray kills any process that still runs in the group.
     """
     remove_placement_group(group)
     internal_kv._internal_kv_del(_holder_key(group.id.hex()), namespace=NAMESPACE.encode())
 
 
 def hold(group_id: str) -> None:
-    """Record that the calling actor, which runs beside its group, uses it. Blocks for a moment."""
+    """Record that the calling actor, which runs beside its group, uses the group. Blocks for a moment."""
     actor = ray.get_runtime_context().get_actor_id() or ""
     internal_kv._internal_kv_put(_holder_key(group_id), actor.encode(), overwrite=True, namespace=NAMESPACE.encode())
 
 
 def holder_lives(group_id: str) -> bool | None:
-    """True while the actor lives that holds a group, or may; None where none has held it. Blocks for a moment."""
+    """True while the actor that holds a group is, or may be, alive; None if no actor held it. Blocks for a moment."""
     holder: bytes | None = internal_kv._internal_kv_get(_holder_key(group_id), namespace=NAMESPACE.encode())
     return None if holder is None else not is_dead(holder.decode())
 
@@ -110,7 +105,7 @@ def _holder_key(group_id: str) -> bytes:
 
 
 async def withdraw(group: PlacementGroup) -> None:
-    """Give back a group that may not be fulfilled yet: once it is, after half a minute, or where this is cancelled."""
+    """Release a group when it is fulfilled, after half a minute, or when this coroutine is cancelled."""
     try:
         await ready(group, WITHDRAWN_S)
     finally:
@@ -123,15 +118,15 @@ def find(group_id: str) -> PlacementGroup:
 
 
 def of_jobs() -> dict[str, str]:
-    """Return elastic jobs' groups that are not removed: hex id -> job. Blocks for some milliseconds."""
+    """Return the existing groups of elastic jobs: hex id -> job. Blocks for some milliseconds."""
     living = {group_id: group["name"] for group_id, group in placement_group_table().items() if _lives(group)}
     return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
 
 
 def release_all(job: str, *, but: Collection[str] = ()) -> int:
-    """Release a job's groups except those with these hex ids; returns how many.
+    """Release a job's groups except those with these hex ids; return the number released.
 
-    Blocks for some milliseconds, and for two seconds where one is not fulfilled and does not come to be.
+    Blocks for some milliseconds, or for two seconds if a pending group is not fulfilled.
     """
     found = [find(group_id) for group_id, owner in of_jobs().items() if owner == job and group_id not in but]
     deadline_s = time.monotonic() + _SETTLED_S
@@ -143,7 +138,7 @@ def release_all(job: str, *, but: Collection[str] = ()) -> int:
 
 
 async def ready(group: PlacementGroup, timeout_s: float) -> bool:
-    """Wait until the resources are reserved: True, or False when the time is up or the group was given back.
+    """Wait until the resources are reserved; return False if the time runs out or the group was removed.
 
     Polls in a thread: ``PlacementGroup.ready()`` would start a task in the group, and with it a process.
     """

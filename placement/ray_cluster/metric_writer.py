@@ -1,16 +1,22 @@
-"""SHELL: hands samples to ``ray.util.metrics``, from which Ray's agent on this node serves them to Prometheus.
+"""SHELL: sends samples to ``ray.util.metrics``, from which Ray's agent on this node serves them to Prometheus.
 
-Ray sends a gauge once after it was set, and its agent drops one that was not sent again for two report intervals (Ray
-2.60, measured). So gauges are written again and again while they hold, and go by themselves once they are not: nothing
-has to delete them, whether a value is not known any more or its process is gone.
+Ray sends a gauge once after it was set, and its agent drops a gauge not sent again within two report intervals (Ray
+2.60, measured). Gauges are therefore rewritten while they are valid, and disappear by themselves afterwards: nothing
+has to delete them if a value becomes unknown or its process ends.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
+import threading
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from placement.instruments import Instrument, InstrumentKind, Sample
@@ -19,14 +25,14 @@ logger = logging.getLogger("placement.metrics")
 
 
 class MetricWriter:
-    """Writer of metrics whose errors never reach the caller: they are logged once."""
+    """Writer of metrics whose errors never reach the caller; the first error is logged."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
         self._failed = False
 
     def __call__(self, samples: Iterable[Sample]) -> None:
-        """Set gauges, add to counters, observe into histograms; microseconds each."""
+        """Set gauges, add to counters, and observe into histograms, within microseconds each."""
         for each in samples:
             try:
                 self._write(each)
@@ -51,10 +57,51 @@ _WRITE: Mapping[InstrumentKind, Any] = {
 
 
 def _make(instrument: Instrument) -> Any:
-    """Return Ray's object of a metric."""
+    """Return Ray's metric object for an instrument."""
     told: dict[str, Any] = {"description": instrument.description, "tag_keys": instrument.labels}
     if instrument.kind is InstrumentKind.GAUGE:
         return Gauge(instrument.name, **told)
     if instrument.kind is InstrumentKind.COUNTER:
         return Counter(instrument.name, **told)
     return Histogram(instrument.name, boundaries=list(instrument.buckets), **told)
+
+
+_FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
+_ROOT = "RAY_METRICS_OUTPUT_ROOT"
+_ASSET = "elastic_ray.observe.metrics", "grafana.json"
+FILE = "elastic_ray_grafana_dashboard.json"
+"""Name of the placed file, beside Ray's."""
+
+
+def cluster_writer(on: bool) -> MetricWriter | None:
+    """Return the writer of the allocator's samples, placing the dashboard too; None if metrics are off."""
+    if not on:
+        return None
+    threading.Thread(target=place_dashboard, name="place dashboard", daemon=True).start()  # storage may hang
+    return MetricWriter()
+
+
+def place_dashboard() -> None:
+    """Write the Grafana dashboard on the head node; errors are logged, not raised."""
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        package, name = _ASSET
+        # Others may write in Ray's folders: a name that they cannot guess, and no link of theirs is followed.
+        handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write((files(package) / name).read_bytes())
+        Path(unfinished).chmod(0o644)
+        Path(unfinished).replace(folder / FILE)
+    except Exception as error:
+        logger.debug("the Grafana dashboard was not placed: %s", error)
+
+
+def _folder() -> Path:
+    """Return Grafana's folder, as computed in ``ray.dashboard.modules.metrics.metrics_head`` of Ray 2.60."""
+    if os.environ.get(_FOLDER):
+        return Path(os.environ[_FOLDER])
+    root = os.environ.get(_ROOT)
+    private: Any = ray._private
+    session = Path(private.worker._global_node.get_session_dir_path())
+    return (Path(root) if root else session / "metrics") / "grafana" / "dashboards"

@@ -1,4 +1,4 @@
-"""SHELL: named actors: how they are made, found, listed and asked again."""
+"""SHELL: named actors: how they are created, found and listed, and how calls to them are retried."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _POLL_S = 0.1
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return ``ray.remote`` of a class, once: each call makes classes that Ray keeps, some 20 kB."""
+    """Return ``ray.remote`` of a class, cached because each call creates classes that Ray keeps, some 20 kB."""
     return ray.remote(kind)
 
 
 class HostedGoneError(ActorDiedError):
-    """One of the objects that an actor hosts has ended."""
+    """Error raised if an object hosted by an actor has ended."""
 
     def __init__(self, name: str) -> None:
         RayActorError.__init__(self, error_msg=f"{name} has ended")
@@ -49,7 +49,7 @@ class HostedGoneError(ActorDiedError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hosted:
-    """Handle of one of the objects that an actor hosts; it is called as that of an actor."""
+    """Handle of an object hosted by an actor; methods are called as on an actor's handle."""
 
     host: Any  # handle of the actor, which has a method ``call(name, method, *arguments, **options)``
     name: str
@@ -66,17 +66,17 @@ class _HostedMethod:
     method: str
 
     def remote(self, *arguments: Any, **options: Any) -> Any:
-        """Call it; as with an actor the answer is a reference."""
+        """Call the method; as with an actor, the result is an object reference."""
         return self.hosted.host.call.remote(self.hosted.name, self.method, *arguments, **options)
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
-    """Make an actor that outlives the process that makes it, on the head node: without that nothing runs.
+    """Create a detached actor on the head node, without which nothing runs.
 
     Args:
-        name: unique in our namespace.
-        *arguments: of the class.
-        **options: further options of Ray's, such as ``get_if_exists``.
+        name: Name of the actor, unique in our namespace.
+        *arguments: Arguments of the class.
+        **options: Further Ray options, such as ``get_if_exists``.
 
     Raises ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
     """
@@ -95,7 +95,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
 
 def find_actor(name: str) -> Any | None:
-    """Return the actor of this name, or alias; None if there is none. Blocks for a moment."""
+    """Return the actor of this name or alias; None if there is none. Blocks for a moment."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(name, namespace=NAMESPACE)
     for own, _ in aliases(name, whole=True):
@@ -106,7 +106,7 @@ def find_actor(name: str) -> Any | None:
 
 
 def names_of_actors(prefix: str) -> list[str]:
-    """Return names and aliases of living actors that begin so, sorted. Blocks for a moment."""
+    """Return names and aliases of living actors with this prefix, sorted. Blocks for a moment."""
     names = _names()
     found = {name for name in names if name.startswith(prefix)}
     return sorted(found | {alias for own, alias in aliases(prefix) if own in names})
@@ -118,15 +118,15 @@ def _names() -> set[str]:
 
 
 def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
-    """Own name and alias of actors that have an alias that begins so, or is so. Blocks for a moment."""
+    """Return (own name, alias) of actors whose alias has this prefix, or equals it. Blocks for a moment."""
     keys = internal_kv._internal_kv_list(_alias_key(prefix, "" if whole else None), namespace=_KV) or ()
     return [(own, alias) for alias, _, own in (key.decode()[len(_ALIAS) :].partition("\n") for key in keys)]
 
 
 def add_alias(alias: str, own: str) -> bool:
-    """Let an actor that was made before its name was known be found by another name; False where that is taken.
+    """Add a second name to an actor, under which it can be found; return False if that name is in use.
 
-    Of two that ask at once none may get it. Blocks for a moment.
+    If two callers add the same alias at once, both may fail. Blocks for a moment.
     """
     if find_actor(alias) is not None:
         return False
@@ -139,7 +139,7 @@ def add_alias(alias: str, own: str) -> bool:
 
 
 def delete_alias(alias: str, own: str) -> None:
-    """Delete an alias, so that the actor is no longer found by it. Blocks for a moment."""
+    """Delete an alias, so that the actor is no longer found under it. Blocks for a moment."""
     internal_kv._internal_kv_del(_alias_key(alias, own), namespace=_KV)
 
 
@@ -148,21 +148,21 @@ def _alias_key(alias: str, own: str | None) -> bytes:
 
 
 def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield living actors whose names begin so, by name. Blocks for a moment."""
+    """Yield (name, actor) of living actors whose names have this prefix, sorted. Blocks for a moment."""
     for name in names_of_actors(prefix):
         if (actor := find_actor(name)) is not None:  # else it has just ended
             yield name, actor
 
 
 def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
-    """Call an actor, again while Ray restarts it, and return its answer.
+    """Call an actor and return its answer, repeating the call while Ray restarts the actor.
 
     Args:
-        call: makes the call; answering it twice must do no harm.
-        timeout_s: longest wait for one answer [s]; None waits for as long as the actor lives.
-        patience_s: longest wait for an actor that is away [s].
+        call: Function that makes the call; the actor must tolerate a repeated call.
+        timeout_s: Longest wait for one answer [s]; None waits for as long as the actor lives.
+        patience_s: Longest wait for an unavailable actor [s].
 
-    Raises RayError: it is gone for good, or was away for too long; GetTimeoutError: it has not answered in time.
+    Raises RayError: the actor is gone for good, or was unavailable for too long; GetTimeoutError: no answer in time.
     """
     away_since_s: float | None = None
     while True:

@@ -1,7 +1,7 @@
 """SHELL: notes of controllers and the allocator in Ray's control store, and the removal of orphaned ones.
 
-A controller that ends deletes its own. One that is ended for good from outside (``ray.kill``, its namespace cleared)
-cannot, and Redis behind the control store would keep them over restarts of the cluster.
+A controller that ends deletes its own notes. One that is killed for good from outside (``ray.kill``, its namespace
+cleared) cannot, and Redis behind the control store would keep the notes over restarts of the cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FORMAT = 1
 
 
 def keep_account(account: Account) -> None:
-    """Record what the cluster has cost, for the next allocator. Blocks for a moment."""
+    """Store the account of the cluster's cost for the next allocator. Blocks for a moment."""
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(account)})
     internal_kv._internal_kv_put(_ACCOUNT, text.encode(), overwrite=True, namespace=NAMESPACE)
 
@@ -57,13 +57,13 @@ def account() -> Account:
 
 
 def keep_settings(settings: Mapping[str, Any]) -> None:
-    """Record what the operator has set, for the next allocator. Blocks for a moment."""
+    """Store the operator's settings for the next allocator. Blocks for a moment."""
     text = json.dumps({"format": _FORMAT, "settings": settings})
     internal_kv._internal_kv_put(_SETTINGS, text.encode(), overwrite=True, namespace=NAMESPACE)
 
 
 def settings() -> Mapping[str, Any]:
-    """Return what the operator has set; empty where nothing was, or a newer release has noted it."""
+    """Return the operator's settings; empty if there are none, or if a newer release has stored them."""
     text: bytes | None = internal_kv._internal_kv_get(_SETTINGS, namespace=NAMESPACE)
     told = json.loads(text) if text is not None else {}
     try:
@@ -76,17 +76,17 @@ def settings() -> Mapping[str, Any]:
 
 
 def keep_asks_for_nodes(asks: bool) -> None:
-    """Record whether Ray's autoscaler is asked for nodes, for the next allocator to withdraw. Blocks for a moment."""
+    """Store whether nodes are requested from Ray, so that the next allocator can withdraw. Blocks briefly."""
     internal_kv._internal_kv_put(_ASKS, b"1" if asks else b"", overwrite=True, namespace=NAMESPACE)
 
 
 def asks_for_nodes() -> bool:
-    """True if an allocator has asked Ray's autoscaler for nodes and not withdrawn it. Blocks for a moment."""
+    """True if an allocator has requested nodes from Ray's autoscaler and not withdrawn. Blocks for a moment."""
     return bool(internal_kv._internal_kv_get(_ASKS, namespace=NAMESPACE))
 
 
 def keep_ended(job: str, ended_s: float, text: str) -> None:
-    """Record how a job ended, and delete notes of those that ended more than an hour before. Blocks for a moment."""
+    """Store how a job ended, and delete notes of jobs that ended over an hour before it. Blocks for a moment."""
     internal_kv._internal_kv_put(_ended_key(job, ended_s), text.encode(), overwrite=True, namespace=NAMESPACE)
     for key in _ended_keys():
         if ended_s - _ended_s(key) > ENDED_FOR_S:
@@ -116,16 +116,16 @@ def key_of(controller: str, name: str) -> bytes:
     """Return the key of a note.
 
     Args:
-        controller: id of the controller's actor, which stays the same when Ray restarts it.
-        name: of the note; an empty one, and one that ends with a slash, is the prefix of others.
+        controller: Id of the controller's actor, which stays the same when Ray restarts it.
+        name: Name of the note; an empty name, or one that ends with a slash, is the prefix of other notes.
     """
     return f"{_CONTROLLERS}{controller}/{name}".encode()
 
 
 def delete_orphaned() -> tuple[str, ...]:
-    """Delete the notes of controllers that Ray knows to be dead for good; returns their ids. Blocks for a moment.
+    """Delete the notes of controllers that Ray reports dead for good; return their ids. Blocks for a moment.
 
-    Of one that Ray does not know, or not for the moment, nothing is deleted: it may be about to be restarted.
+    Nothing is deleted for a controller whose state Ray does not know at the moment, since it may be about to restart.
     """
     keys = internal_kv._internal_kv_list(_CONTROLLERS.encode(), namespace=NAMESPACE) or ()
     controllers = {key.decode().removeprefix(_CONTROLLERS).partition("/")[0] for key in keys}

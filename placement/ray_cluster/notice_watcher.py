@@ -1,7 +1,7 @@
-"""SHELL: watcher of the cloud's notice of a spot node's end, upon which Ray drains the node.
+"""SHELL: watcher of the cloud's notice that a spot node will be reclaimed, upon which Ray drains the node.
 
-All parts know what a draining node is: the allocator moves jobs off it, Ray puts nothing new on it. An actor
-keeps a node from being idle, hence only nodes that elastic jobs use are watched.
+All components handle draining nodes: the allocator moves jobs off them, Ray puts nothing new on them. An actor
+keeps a node from being idle, so only nodes that elastic jobs use are watched.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud t
 
 
 class Watchers:
-    """Watchers of the allocator, one on each watched node, which end with the allocator."""
+    """Watchers of the allocator, one on each watched node; they end with the allocator."""
 
     def __init__(self, config: NoticeConfig) -> None:
         self._config = config
         self._actors: dict[str, Any] = {}
 
     def watch(self, nodes: Collection[RawNode]) -> None:
-        """Watch those of these nodes that jobs use and that may be taken away; stop watching others."""
+        """Watch the nodes that jobs use and that may be reclaimed; stop watching others."""
         wanted = {
             node.node_id
             for node in nodes
@@ -63,7 +63,7 @@ class Watchers:
 
 
 class NoticeWatcher:
-    """Actor class of a watcher for the cloud's notice on one node."""
+    """Actor class that watches for the cloud's notice on one node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
@@ -72,7 +72,7 @@ class NoticeWatcher:
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        """Ask the cloud every ``poll_s`` until it gives notice, then drain the node and return; no failure ends it."""
+        """Poll the cloud every ``poll_s`` until it gives notice, then drain the node; errors are only logged."""
         cloud: str | None = None
         failures = 0
         said = False
@@ -99,13 +99,11 @@ class NoticeWatcher:
 
 
 class Metadata:
-    """Client of a machine's metadata server, which tells the cloud and whether the machine is about to go.
-
-    Calls block. Calls block.
+    """Client of a machine's metadata server, which names the cloud and announces the machine's end. Calls block.
 
     Args:
-        config: its address, and which cloud it is.
-        clock: seconds since any moment, never decreasing; by it the token of AWS is renewed.
+        config: Address of the server, and which cloud it belongs to.
+        clock: Monotonic clock [s], used to renew the AWS token.
     """
 
     def __init__(self, config: NoticeConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -115,7 +113,7 @@ class Metadata:
         self._machine = ""
 
     def find_cloud(self) -> str | None:
-        """Return the first cloud whose own question is answered; None if none is, or not by HTTP."""
+        """Return the first cloud whose specific request is answered; None if none is answered over HTTP."""
         candidates = ("gcp", "azure", "aws") if self._config.cloud == "auto" else (self._config.cloud,)
         for cloud in candidates:
             try:
@@ -128,11 +126,11 @@ class Metadata:
         return None
 
     def look(self, cloud: str) -> Notice | None:
-        """Return the notice of this machine's end; None while there is none.
+        """Return the notice of this machine's end; None if there is none.
 
         Raises:
-            OSError, http.client.HTTPException: no answer, or one that is none.
-            ValueError: an answer that cannot be understood.
+            OSError, http.client.HTTPException: There is no answer, or an invalid one.
+            ValueError: The answer cannot be parsed.
         """
         try:
             answer = self._ask(self._question(cloud))
@@ -149,7 +147,7 @@ class Metadata:
         return question(cloud, self._token)
 
     def _ask(self, request: Request) -> str | None:
-        """Return the body of the answer; None where there is nothing of that name."""
+        """Return the body of the answer; None for 404 (not found)."""
         asked = urllib.request.Request(
             self._config.address.rstrip("/") + request.path, headers=dict(request.headers), method=request.method
         )
@@ -164,7 +162,7 @@ class Metadata:
 
 
 def drain(node_id: str, notice: Notice) -> None:
-    """Let Ray drain a node whose cloud has given notice."""
+    """Drain a node, through Ray, after its cloud has given notice."""
     if refusal := ask_to_drain(node_id, notice.reason, notice.deadline_s):
         logger.warning("node %s cannot be drained: %s", node_id[:8], refusal)
     else:
@@ -172,13 +170,13 @@ def drain(node_id: str, notice: Notice) -> None:
 
 
 def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
-    """Ask Ray to drain a node, as ``ray drain-node`` does, for which there is no public call.
+    """Request Ray to drain a node, as ``ray drain-node`` does, for which there is no public call.
 
     Args:
-        node_id: hex id.
-        deadline_s: when it goes [s, time of day].
+        node_id: Ray's hex node id.
+        deadline_s: Time when the node goes away [s since the epoch].
 
-    Returns why Ray refuses, or "".
+    Returns Ray's reason for a refusal, or "".
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2

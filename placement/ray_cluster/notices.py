@@ -1,7 +1,7 @@
-"""Notices of clouds about the end of a spot node, as their metadata servers give them (pure).
+"""Cloud notices about the end of a spot node, in the format of each metadata server (pure).
 
-Sources: AWS "Spot Instance interruption notices" (``spot/instance-action``, two minutes ahead), Google Cloud "Spot VMs"
-(``instance/preempted``, 30 s ahead), Azure "Scheduled Events" (``Preempt``, 30 s ahead or more).
+Sources: AWS "Spot Instance interruption notices" (``spot/instance-action``, two minutes ahead), Google Cloud "Spot
+VMs" (``instance/preempted``, 30 s ahead), Azure "Scheduled Events" (``Preempt``, 30 s ahead or more).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class NoticeConfig(NamesArguments):
     """Configuration of how nodes learn that their cloud reclaims them.
 
     Attributes:
-        cloud: "aws", "gcp" or "azure"; "auto" asks the metadata server which one it is.
-        address: of the metadata server.
-        poll_s: time between two looks [s].
-        markets: nodes whose label ``ray.io/market-type`` is one of these are watched.
-        enabled: False watches nothing.
+        cloud: "aws", "gcp" or "azure"; "auto" detects it from the metadata server.
+        address: Address of the metadata server.
+        poll_s: Polling interval [s].
+        markets: Values of the label ``ray.io/market-type``; nodes with one of these are watched.
+        enabled: False watches no node.
 
     Examples:
         >>> from placement import NoticeConfig
@@ -52,7 +52,7 @@ class NoticeConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Request to a metadata server, below its address."""
+    """Request to a metadata server, relative to its address."""
 
     path: str
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -61,7 +61,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Notice that a node is about to go."""
+    """Notice that a node will be reclaimed."""
 
     deadline_s: float  # when, in seconds since the epoch
     reason: str  # as a sentence for the log
@@ -74,7 +74,7 @@ AZURE_NAME = Request(
 
 
 def probe(cloud: str) -> Request:
-    """Return the request that only this cloud's metadata server answers."""
+    """Return a request that only this cloud's metadata server answers."""
     requests = {
         "aws": AWS_TOKEN,
         "gcp": Request(path="/computeMetadata/v1/instance/id", headers={"Metadata-Flavor": "Google"}),
@@ -84,7 +84,7 @@ def probe(cloud: str) -> Request:
 
 
 def question(cloud: str, token: str = "") -> Request:
-    """Return the request for a notice; ``token`` is AWS's."""
+    """Return the request for a notice; ``token`` is only used for AWS."""
     if cloud == "aws":
         return Request(path="/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": token})
     if cloud == "gcp":
@@ -93,14 +93,14 @@ def question(cloud: str, token: str = "") -> Request:
 
 
 def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = "") -> Notice | None:
-    """Return the notice in a metadata server's answer; None where there is none.
+    """Return the notice in a metadata server's answer; None if there is none.
 
     Args:
-        answer: the body; None where there is nothing (404).
-        now_s: seconds since the epoch.
-        machine: Azure's name of this machine; its answers name all machines of a set.
+        answer: Body of the answer; None for 404 (not found).
+        now_s: Current time [s since the epoch].
+        machine: Azure's name of this machine, since its answers list all machines of a set.
 
-    Raises ValueError: an answer that cannot be understood; the message shows it.
+    Raises ValueError: the answer cannot be parsed; the message shows it.
     """
     if answer is None:
         return None
@@ -123,7 +123,7 @@ def _aws(answer: Mapping[str, str]) -> Notice | None:
 
 
 def _azure(answer: Mapping[str, list[Mapping[str, object]]], now_s: float, machine: str) -> Notice | None:
-    """Return the first event that takes this machine away (any, if ``machine`` is empty); None where there is none."""
+    """Return the first event that ends this machine (any machine, if ``machine`` is empty); None if none does."""
     for event in answer["Events"]:
         resources = event.get("Resources") or []
         if event["EventType"] not in ("Preempt", "Terminate") or (machine and machine not in resources):  # type: ignore[operator]

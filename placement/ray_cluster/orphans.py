@@ -1,8 +1,9 @@
-"""SHELL: release of what jobs without a controller have left: placement groups, and notes.
+"""SHELL: release of placement groups and notes left behind by jobs without a controller.
 
-Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
-a worker that has lost its controller saves the job first and then gives back its own. What is left is a reservation
-whose process is dead, or that was reported to no process. With its notes in Ray's control store it is the same.
+Groups are detached, so they outlive a controller that Ray restarts. A controller that ends releases its own groups,
+and a worker that has lost its controller first saves the job and then releases its group. What remains are
+reservations whose process is dead, or that were never assigned to a process. The same holds for notes in Ray's
+control store.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 def orphaned(
     holders: Mapping[str, bool | None], since_s: dict[str, float], now_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Return groups to release of jobs that the allocator does not know (pure but for ``since_s``, which it keeps).
+    """Return groups to release, of jobs that the allocator does not know (pure except for updating ``since_s``).
 
-    One whose process is dead serves nobody any more, one that no process holds after ``_ORPHANED_S`` neither.
+    A group is released at once if its process is dead, and after ``_ORPHANED_S`` if no process holds it.
 
     Args:
-        holders: whether each group's process lives; None where none holds it.
-        since_s: when each group was first seen without a known job [s].
-        now_s: the time [s].
-        timeout_s: for how long a process that lives keeps its group [s].
+        holders: For each group, whether its process lives; None if no process holds it.
+        since_s: Time when each group was first seen without a known job [s].
+        now_s: Current time [s].
+        timeout_s: How long a living process keeps its group [s].
     """
     for group in since_s.keys() - holders.keys():
         del since_s[group]
@@ -47,7 +48,7 @@ def orphaned(
 
 
 def _holders(left: Collection[str]) -> dict[str, bool | None]:
-    """Return for each group whether its process lives. Blocks for some milliseconds a group."""
+    """Return for each group whether its process lives. Blocks for some milliseconds per group."""
     return {group: groups.holder_lives(group) for group in left}
 
 
@@ -58,7 +59,7 @@ async def _release(group_id: str) -> None:
 
 
 def _controllers() -> int:
-    """Return the number of controllers of jobs and trials that Ray knows, restarting ones included.
+    """Return the number of controllers of jobs and trials that Ray knows, including restarting ones.
 
     Blocks for a moment.
     """
@@ -66,10 +67,10 @@ def _controllers() -> int:
 
 
 class Orphans:
-    """Search for orphaned groups every few seconds, and for orphaned notes at first, every few minutes, and with cause.
+    """Periodic search for orphaned groups (every few seconds) and orphaned notes (every few minutes, or on demand).
 
     Args:
-        timeout_s: for how long a process without a controller, which may be saving the job, keeps its group [s].
+        timeout_s: How long a process without a controller, which may be saving the job, keeps its group [s].
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -78,7 +79,7 @@ class Orphans:
         self._looked_s = self._looked_for_notes_s = -math.inf
 
     async def release(self, job: str) -> None:
-        """Release what a job has whose controller is gone for good: each group once its process is gone as well."""
+        """Release the groups of a job whose controller is gone for good, each once its process is gone as well."""
         self._looked_for_notes_s = -math.inf
         until_s = time.monotonic() + self._timeout_s
         try:
@@ -94,11 +95,11 @@ class Orphans:
             logger.warning("the placement groups of job %s were not released: %s", job, error)
 
     async def look(self, known: Collection[str], now_s: float) -> None:
-        """Release what has had no job for long, and delete the notes of controllers that are dead.
+        """Release groups that have had no job for long, and delete the notes of dead controllers.
 
         Args:
-            known: jobs that the allocator has heard of.
-            now_s: the time [s, monotonic].
+            known: Jobs that the allocator knows.
+            now_s: Current time [s, monotonic].
         """
         if now_s - self._looked_s < _EVERY_S:
             return
@@ -117,7 +118,7 @@ class Orphans:
             logger.warning("placement groups could not be looked at: %s", error)
 
     async def _look_for_notes(self, now_s: float) -> None:
-        """Delete the notes of dead controllers, once in ``_NOTES_EVERY_S`` at most; a failure is only logged."""
+        """Delete the notes of dead controllers, at most once every ``_NOTES_EVERY_S``; errors are only logged."""
         if now_s - self._looked_for_notes_s < _NOTES_EVERY_S:
             return
         self._looked_for_notes_s = now_s

@@ -1,4 +1,4 @@
-"""SHELL: Ray's view of its nodes; and, pure, the part that elastic jobs may use."""
+"""SHELL: Ray's view of its nodes; and (pure) the resources that elastic jobs may use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP_PREFIX = "elastic_ray"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RawNode:
-    """Description of a living node by Ray."""
+    """A living node, as described by Ray."""
 
     node_id: str  # hex id
     total: Resources
@@ -36,18 +36,18 @@ class RawNode:
 
 
 def group_name(job: str, worker: str) -> str:
-    """Name of the placement group of one worker."""
+    """Return the name of the placement group of one worker."""
     return f"{GROUP_PREFIX}:{job}:{worker}"
 
 
 def job_of(group: str) -> str | None:
-    """Return the job that a placement group's name belongs to; None if it is no elastic job's."""
+    """Return the job that a placement group belongs to, by the group's name; None if it is not an elastic job's."""
     parts = group.split(":")
     return ":".join(parts[1:-1]) if parts[0] == GROUP_PREFIX and len(parts) > 2 else None
 
 
 def read_nodes() -> tuple[RawNode, ...]:
-    """Return Ray's nodes now. Blocks for some milliseconds: call it from a thread, not from an event loop."""
+    """Return Ray's current nodes. Blocks for some milliseconds: call it from a thread, not from an event loop."""
     available = _STATE.available_resources_per_node()
     draining = _STATE.get_draining_nodes() or {}
     reserved = _reserved()
@@ -67,16 +67,14 @@ def read_nodes() -> tuple[RawNode, ...]:
 
 
 def read_available() -> dict[str, dict[str, float]]:
-    """Return what Ray's scheduler has left on each node now, by node id. Blocks for some milliseconds."""
+    """Return the free resources of Ray's scheduler by node id. Blocks for some milliseconds."""
     return {node_id: dict(amounts) for node_id, amounts in _STATE.available_resources_per_node().items()}
 
 
 def is_dead(actor: str) -> bool:
-    """True if Ray knows the actor with this hex id, and knows that it will never run again.
+    """True if Ray knows that the actor with this hex id will never run again. Blocks for a moment.
 
-    Blocks for a moment. Blocks for a moment.
-
-    Not one that Ray is restarting, or has forgotten, or that cannot be asked for now.
+    False if Ray is restarting the actor, no longer knows it, or cannot be queried now.
     """
     try:
         return bool(_STATE.actor_table(actor).get("State") == "DEAD")
@@ -85,26 +83,28 @@ def is_dead(actor: str) -> bool:
 
 
 def on_head() -> dict[str, Any]:
-    """Return actor options that keep an actor on the head node; none if Ray does not tell which node that is.
+    """Return actor options that keep an actor on the head node; empty if Ray does not reveal the head node.
 
-    Not by node affinity: Ray hands an actor without resources to any node, and one that has just joined does not know
-    the head yet, takes a soft affinity to it for one to a lost node, and keeps the actor (measured with Ray 2.60: most
-    such actors within a second of a node's arrival). This resource only the head has, also after it was restarted.
+    Node affinity does not work: Ray may place an actor without resources on any node. A node that has just joined
+    does not know the head yet, treats a soft affinity to it as one to a lost node, and keeps the actor (measured with
+    Ray 2.60: most such actors within a second of a node's arrival). Only the head has this resource, even after a
+    restart.
     """
     has_head = any(_HEAD in node["Resources"] for node in _STATE.node_table() if node["Alive"])
     return {"resources": {_HEAD: _SHARE_OF_HEAD}} if has_head else {}
 
 
 def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Cluster:
-    """Return the cluster as far as elastic jobs may use it.
+    """Return the resources of the cluster that elastic jobs may use.
 
     free = total - used by others, with used by others = max(0, total - available - reserved by our jobs).
-    Ray's view of what is available lags behind placement groups that come and go, in both directions, so the
-    median of the last snapshots is taken: others' use counts, and stops counting, once it has lasted.
+
+    Ray's view of available resources lags behind placement groups that come and go, in both directions. The median of
+    the last snapshots is therefore used: others' use starts and stops to count after it has lasted for a while.
 
     Args:
-        history: the last snapshots, oldest first; the nodes are those of the last.
-        ours: names of the jobs whose groups count as ours; groups of others count as others' use.
+        history: The last snapshots, oldest first; the nodes are those of the last one.
+        ours: Names of the jobs whose groups count as ours; groups of other jobs count as others' use.
     """
     earlier = [{node.node_id: node for node in snapshot} for snapshot in history]
     nodes = []
@@ -128,7 +128,7 @@ def _used_by_others(node: RawNode, name: str, ours: Collection[str]) -> float:
 
 
 def _reserved() -> dict[str, dict[str, dict[str, float]]]:
-    """Return what fulfilled groups of elastic jobs hold: ``{node id: {job: resources}}``."""
+    """Return the resources held by fulfilled groups of elastic jobs: ``{node id: {job: resources}}``."""
     reserved: dict[str, dict[str, dict[str, float]]] = {}
     for group in placement_group_table().values():
         job = job_of(str(group["name"]))
@@ -143,7 +143,7 @@ def _reserved() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _plain(amounts: Mapping[str, Any]) -> dict[str, float]:
-    """Return amounts without Ray's bookkeeping (groups' shadow resources, one resource per node address)."""
+    """Return amounts without Ray's internal entries (shadow resources of groups, one resource per node address)."""
     return {
         name: float(amount)
         for name, amount in sorted(amounts.items())

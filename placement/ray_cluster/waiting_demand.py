@@ -1,6 +1,6 @@
-"""SHELL: requests to Ray's autoscaler, where one runs, for nodes for the jobs that wait.
+"""SHELL: requests for nodes for waiting jobs, sent to Ray's autoscaler if one runs.
 
-This is ``AllocatorConfig(autoscaling="auto")``. Jobs that wait hold no placement groups: Ray sees no demand of theirs.
+This implements ``AllocatorConfig(autoscaling="auto")``. Ray sees no demand of waiting jobs, as they hold no groups.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LOOK_AGAIN_S = 60.0  # for an autoscaler that was not there
 def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterable[Tenant] = ()) -> Bundles:
     """Return the workers that the cluster should have room for, all at once; none while no job waits (pure).
 
-    Each job counts with its minimum, or with the size that it is held at: with room for these nobody waits. A waiting
-    job for which its tenant's quota has no room counts for nothing.
+    Each job counts with its minimum, or with the size that it is held at; with room for these no job waits. A waiting
+    job that does not fit into its tenant's quota is not counted.
 
     Args:
-        jobs: all but paused ones.
-        waiting: names of those that have no workers.
+        jobs: All jobs except paused ones.
+        waiting: Names of the jobs that have no workers.
     """
     if not waiting:
         return ()
@@ -51,7 +51,7 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
 
 class WaitingDemand:
-    """Requests of one allocator to Ray's autoscaler. Calls of Ray block, and run in a thread."""
+    """Requests of one allocator to Ray's autoscaler. Calls of Ray block, so they run in a thread."""
 
     def __init__(self) -> None:
         self._requests = NodeRequests()
@@ -61,7 +61,7 @@ class WaitingDemand:
         self.present = False
 
     def look(self, bundles: Bundles) -> None:
-        """Ask for these, if it is time and the last look is over."""
+        """Request these bundles in the background, if a request is due and the last one has finished."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _EVERY_S or (self._look is not None and not self._look.done()):
             return
@@ -77,7 +77,7 @@ class WaitingDemand:
             logger.exception("Ray's autoscaler was not asked for nodes; the next look follows in %g s", _EVERY_S)
 
     def _ask(self, bundles: Bundles) -> None:
-        """Ask where an autoscaler runs; with nothing only to withdraw what an allocator has asked for."""
+        """Request nodes if an autoscaler runs. Without bundles, only withdraws an earlier allocator request."""
         if self._asked is None:
             self._asked = notes.asks_for_nodes()
         if not bundles and not self._asked:  # a list that a user has asked Ray for is not to be overwritten
@@ -92,7 +92,7 @@ class WaitingDemand:
             self._asked = bool(bundles)
 
     async def withdraw(self) -> None:
-        """Ask for nothing any more."""
+        """Withdraw all requests."""
         if self._look is not None:
             await asyncio.wait([self._look])
         if self._asked:

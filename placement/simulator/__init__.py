@@ -5,7 +5,7 @@
     report.avg_jct_s
 
 The simulator has no policy of its own: it drives ``placement.allocator.core.AllocatorCore``, the class that runs live.
-Names are loaded on first use, so that ``python -m placement.simulator`` can ask for one thread before NumPy loads.
+Names are imported on first use, so that ``python -m placement.simulator`` can limit NumPy to one thread beforehand.
 """
 
 from __future__ import annotations

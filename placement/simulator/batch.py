@@ -31,7 +31,7 @@ from placement.simulator.world.rules import make_rules
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Task of one simulation: a trace under one policy; arguments as of ``simulate``."""
+    """One simulation to run: a trace under one policy, with the arguments of ``simulate``."""
 
     trace: str
     profiles: str
@@ -49,11 +49,11 @@ class Task:
     apart: bool | None = False
 
     def check(self) -> None:
-        """Inspect all input.
+        """Check all input before anything runs.
 
         Raises:
-            InputError: bad input.
-            ValueError: an unknown policy.
+            InputError: The input is invalid.
+            ValueError: The policy is unknown.
         """
         nodes = parse_cluster(self.cluster)
         types = gpu_types(nodes)
@@ -67,13 +67,13 @@ class Task:
 
 
 def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[SimulationReport]:
-    """Run them, several at a time, and return the reports in the order of the tasks.
+    """Run simulations in parallel and return their reports in the order of the tasks.
 
     All input is checked before anything runs.
 
     Raises:
-        InputError: bad input of any task.
-        ValueError: an unknown policy.
+        InputError: The input of some task is invalid.
+        ValueError: A policy is unknown.
     """
     if processes is not None:
         check_number("processes", processes, least=1, error=InputError)
@@ -93,12 +93,12 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
 
 
 def run(task: Task) -> SimulationReport:
-    """Run one."""
+    """Run one simulation."""
     return simulate(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
 
 
 class _ProgressBar:
-    """A bar of simulations done, on the terminal's error stream."""
+    """Progress bar of finished simulations, on standard error."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         from rich.console import Console
@@ -123,7 +123,7 @@ class _ProgressBar:
 
 
 def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean over the traces of every number, by policy; nothing if there is one trace only."""
+    """Return the mean of every number over all traces, one record per policy; empty with a single trace."""
     traces = {record["trace"] for record in records}
     if len(traces) < 2:
         return []
@@ -137,7 +137,7 @@ def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_json(reports: Sequence[SimulationReport], path: Path) -> None:
-    """Write one record per trace and policy; the file is written whole or not at all."""
+    """Write one record per trace and policy. The file is replaced atomically."""
     text = json.dumps([{**report.record(), **report.history()} for report in reports], indent=1)
     beside = path.with_name(f".{path.name}.part")
     try:

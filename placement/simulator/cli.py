@@ -1,4 +1,4 @@
-"""The command line: arguments in, a table, a JSON file and a picture out."""
+"""Command line of the simulator: arguments in, a table, a JSON file and a picture out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EPOCHS = 6
 
 
 def write_demo(folder: Path) -> tuple[Path, Path]:
-    """Write the files below an empty folder.
+    """Write a demo trace and its profiles to an empty folder.
 
     Returns the trace, and the folder of profiles.
     """
@@ -58,7 +58,7 @@ def write_demo(folder: Path) -> tuple[Path, Path]:
 
 
 def _step_s(nodes: int, workers: int, batch: int, sample_s: float) -> tuple[float, float]:
-    """Time of a step, and of its synchronisation: 10 ms for a second worker, 20 ms more for a second node [s]."""
+    """Return the time of a step and of its synchronisation: 10 ms if workers > 1, 20 ms more if nodes > 1 [s]."""
     sync_s = 0.01 * (workers > 1) + 0.02 * (nodes > 1)
     return 0.02 + sample_s * batch + sync_s, sync_s
 
@@ -88,7 +88,7 @@ APART = {"never": False, "measured": None, "always": True}
 
 
 def parser(prog: str = _PROG) -> argparse.ArgumentParser:
-    """Return the arguments of ``python -m placement.simulator``."""
+    """Return the argument parser of ``python -m placement.simulator``."""
     made = argparse.ArgumentParser(prog=prog, description=__doc__)
     made.add_argument("--trace", nargs="+", metavar="FILE", help="CSV files of jobs")
     made.add_argument("--profiles", metavar="DIR", help="folder with one folder per application")
@@ -110,7 +110,7 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Run; returns the exit status: 0, or 2 for bad input, with one line that says what is wrong."""
+    """Run the simulator. Return 0, or 2 for invalid input after printing one line about the error."""
     made = parser(prog)
     options = made.parse_args(arguments)
     try:
@@ -134,7 +134,7 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Exit status 0, after each trace was simulated under each policy, and printed, written and drawn as asked."""
+    """Simulate each trace under each policy, print, write and draw the results, and return exit status 0."""
     policies = [name.strip() for name in options.policy.split(",") if name.strip()]
     if not policies:
         raise InputError("policy must name one policy or more, but got none")
@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def table(records: Sequence[dict[str, object]]) -> str:
-    """Return records side by side, and the mean of each policy over several traces."""
+    """Return records as a text table, followed by each policy's mean if there are several traces."""
     columns = [
         ("trace", "trace", "{}"),
         ("policy", "policy", "{}"),
@@ -218,7 +218,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
 
 
 def add_facts(group: argparse._ArgumentGroup) -> None:
-    """Add the options on what jobs declare, which change the view of every policy."""
+    """Add the options for the facts that jobs declare, which every policy sees."""
     group.add_argument(
         "--declare", choices=("none", "epochs"), default="epochs", help="whether jobs declare how many epochs they run"
     )
@@ -232,7 +232,7 @@ def add_facts(group: argparse._ArgumentGroup) -> None:
 
 
 def add_disturbances(group: argparse._ArgumentGroup) -> None:
-    """Add the options on failures, slow nodes, noise, and spot nodes."""
+    """Add the options for failures, slow nodes, noise, and spot nodes."""
     defaults = Disturbances()
     for field, (option, unit, meaning) in _DISTURBANCES.items():
         value = getattr(defaults, field)
@@ -249,7 +249,7 @@ def add_disturbances(group: argparse._ArgumentGroup) -> None:
 
 
 def add_apart(group: argparse._ArgumentGroup) -> None:
-    """Add the option that keeps jobs of several nodes apart."""
+    """Add the option that keeps multi-node jobs on separate nodes."""
     group.add_argument(
         "--apart",
         choices=sorted(APART),
@@ -259,7 +259,7 @@ def add_apart(group: argparse._ArgumentGroup) -> None:
 
 
 def add_autoscaling(group: argparse._ArgumentGroup) -> None:
-    """Add the options on a cluster whose size follows the jobs."""
+    """Add the options for a cluster that is resized to suit the jobs."""
     defaults, cost = AutoscaledCluster(), CostPerProgress()
     group.add_argument(
         "--autoscale",
@@ -290,7 +290,7 @@ def add_autoscaling(group: argparse._ArgumentGroup) -> None:
 
 
 def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
-    """Return the autoscaled cluster of the options, or None."""
+    """Return the autoscaled cluster that the options describe; None without ``--autoscale``."""
     if options.autoscale is None:
         if options.value != CostPerProgress().value_usd_per_h:
             raise InputError("value goes with --autoscale cost_per_progress, but no --autoscale was given")
@@ -307,18 +307,18 @@ def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
 
 
 def lengths(options: argparse.Namespace) -> Lengths:
-    """Return the lengths of the options."""
+    """Return the job lengths that the options describe."""
     return Lengths(declared=options.declare == "epochs", error=options.length_error, spread=options.random_lengths)
 
 
 def disturbances(options: argparse.Namespace) -> Disturbances:
-    """Return the disturbances of the options; reads the spot traces."""
+    """Return the disturbances that the options describe, including the spot traces that they name."""
     fields: dict[str, Any] = {field: getattr(options, field) for field in _DISTURBANCES}
     return Disturbances(**fields, spot=_spot(options.spot))
 
 
 def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
-    """Return traces by GPU type, the empty one for all nodes; raises InputError where a type has two."""
+    """Return spot traces keyed by GPU type ("" for all nodes). Raise InputError if a type is given twice."""
     traces: dict[str, SpotTrace] = {}
     for value in values:
         match = _TYPED.fullmatch(value)

@@ -1,4 +1,4 @@
-"""Replay of a trace: time stands in a heap, nothing sleeps, and nothing reads a clock."""
+"""Replay of a trace: events come from a heap, nothing sleeps, and nothing reads a clock."""
 
 from __future__ import annotations
 
@@ -72,31 +72,31 @@ def simulate(
     """Replay one trace under one policy.
 
     Args:
-        trace: a file, or jobs.
-        profiles: folder with one folder per application, or the applications by name.
-        cluster: such as ``aws:16x4``.
-        rules: ``pollux``, ``sia``, ``live``, or rules of one's own.
-        policy: a registered name or a policy object.
-        seed: of everything random.
-        requested: jobs run at the trace's batch and count; by default if the policy is for rigid jobs.
-        knowledge: whether jobs of one application share what they measure; not under a policy that says that it
-            has ``shares_knowledge`` false, as Sia as published.
-        lengths: how long jobs are and what they declare; by default as profiled, and truly.
-        disturbances: what goes wrong; nothing by default.
-        prices: of GPUs; rounded defaults if None.
-        autoscale: how the cluster's size follows the jobs, within ``cluster``; None keeps it as it is.
-        statistical: whether jobs know of statistical efficiency; if not, they choose batches by throughput alone.
-        spot_use: how jobs use spot nodes, where those of an autoscaled cluster are.
-        mixed_gpu_types: whether jobs that are not rigid may have GPUs of several types.
-        sizes: numbers of workers that such jobs can train with, as far as their batches allow any of them.
+        trace: A trace file, or jobs.
+        profiles: Folder with one folder per application, or the applications keyed by name.
+        cluster: Cluster string such as ``aws:16x4``.
+        rules: ``pollux``, ``sia``, ``live``, or a custom ``Rules`` object.
+        policy: A registered name or a policy object.
+        seed: Seed for all randomness.
+        requested: True if jobs run with the trace's batch size and GPU count; None if only for rigid policies.
+        knowledge: True if jobs of one application share their measurements. Ignored for a policy with
+            ``shares_knowledge`` set to False, such as Sia as published.
+        lengths: True and declared lengths of jobs; by default as profiled, and declared correctly.
+        disturbances: Failures, slow nodes, spot markets and noise; none by default.
+        prices: GPU prices; rounded defaults if None.
+        autoscale: How the cluster grows and shrinks, up to ``cluster``; None keeps it fixed.
+        statistical: True if jobs know their statistical efficiency; otherwise they maximise throughput alone.
+        spot_use: How jobs use spot nodes in an autoscaled cluster.
+        mixed_gpu_types: True if jobs that are not rigid may run on several GPU types at once.
+        sizes: Worker counts that such jobs can train with, unless their batch size allows none of them.
         apart: ``AllocatorConfig.one_multi_node_job_per_node``.
-        foresight: whether jobs whose batch follows a ramp (``TraceJob.ramp``) tell what is to come of it.
-        on_progress: called about every simulated hour.
+        foresight: True if jobs with a batch-size ramp (``TraceJob.ramp``) announce its later steps.
+        on_progress: Called about once per simulated hour.
 
     Raises:
-        InputError: bad input, before anything was simulated.
-        ValueError: unknown policy.
-        RuntimeError: the trace does not come to an end, since the policy starves a job.
+        InputError: The input is invalid; raised before the simulation starts.
+        ValueError: The policy is unknown.
+        RuntimeError: The simulation never ends, because the policy starves a job.
     """
     nodes = parse_cluster(cluster)
     applications = load_profiles(profiles, gpu_types(nodes)) if isinstance(profiles, (str, Path)) else profiles
@@ -143,7 +143,7 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Simulation:
-    """Checked input of a simulation."""
+    """Validated input of a simulation."""
 
     nodes: Cluster
     rules: Rules
@@ -163,7 +163,7 @@ class _Simulation:
     foresight: bool
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
-        """Return the jobs before anything has happened to them."""
+        """Return the jobs in their initial state."""
         per_node = {node.gpu_type: int(node.total["GPU"]) for node in self.nodes.nodes}
         jobs = []
         for spec in specs:
@@ -187,7 +187,7 @@ class _Simulation:
         return jobs
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: OnProgress | None) -> tuple[World, Rented | None]:
-        """Simulate until all jobs are done; what was rented meanwhile, where that followed the jobs."""
+        """Simulate until all jobs are done; return the world and, for an autoscaled cluster, the rented nodes."""
         rounds = self.rules.round_s is not None
         known = Knowledge() if self.knowledge else None
         nodes = self.nodes if self.autoscale is None else Cluster()
@@ -212,7 +212,7 @@ class _Simulation:
     def _run_scaled(
         self, world: World, jobs: Sequence[SimulatedJob], scale: AutoscaledCluster, on_progress: OnProgress | None
     ) -> Rented:
-        """Run all jobs to their end; return node hours and USD of what was rented until the last one's."""
+        """Run all jobs to completion; return node hours and cost [USD] until the last completion."""
         types = scale.types(self.nodes, self.prices, self.wrong.spot)
         provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
         autoscaler = Autoscaler(types, self.policy, scale.objective, scale.config)
@@ -276,7 +276,7 @@ def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, App
 
 
 def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
-    """Return the rent of all nodes for a time."""
+    """Return the rent of all nodes for a duration [s]."""
     hours = seconds / 3600.0
     usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
     counts = collections.Counter(node.gpu_type for node in nodes.nodes)
@@ -284,7 +284,7 @@ def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
 
 
 def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
-    """Return the policy, told the prices [USD per GPU and hour, by type] if it asks for them."""
+    """Return the policy, given the prices [USD per GPU and hour, keyed by type] if it has a ``priced`` method."""
     told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
     return policy if told is None else told(rates)
 
@@ -292,7 +292,7 @@ def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
 def _told(
     policy: Policy, specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> Policy:
-    """The policy, told what will arrive if it asks for that: how many jobs an hour, and their time at each size."""
+    """Return the policy, given the arrival rates and run times of the jobs if it has a ``told`` method."""
     told: Callable[[Mapping[str, JobClass], float], Policy] | None = getattr(policy, "told", None)
     if told is None or not specs:
         return policy
@@ -307,7 +307,7 @@ def _told(
 def job_classes(
     specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, rules: Rules
 ) -> dict[str, JobClass]:
-    """Return what arrives on a cluster of one GPU type, by application: jobs an hour, and their time at each size."""
+    """Return each application's arrivals per hour and run time at each size, for a cluster of one GPU type."""
     gpu, per_node = nodes.nodes[0].gpu_type, int(nodes.nodes[0].total["GPU"])
     arrivals = [spec.time_s for spec in specs]
     hours = max((max(arrivals) - min(arrivals)) / 3600.0, 1e-3)
@@ -321,7 +321,7 @@ def job_classes(
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:
-    """Run rounds: jobs advance, time moves, the policy decides over all present jobs, changed jobs are placed anew."""
+    """Run rounds: jobs advance, the policy decides over all current jobs, and changed jobs are placed again."""
     arriving = collections.deque(jobs)
     present: list[SimulatedJob] = []
     rounds = [round_s]

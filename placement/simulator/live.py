@@ -1,4 +1,4 @@
-"""Event-driven time: arrivals, ends and lost nodes are reported to the allocator at once, progress at intervals."""
+"""Event-driven time: the allocator gets arrivals, ends and lost nodes at once, progress at intervals."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SCRIPT_S = 30 * 86400.0
 
 
 class LiveDriver:
-    """Driver with a heap of events; ties are handled in the order in which they were pushed.
+    """Driver of a simulation with a heap of events; ties are handled in the order in which they were pushed.
 
     Args:
-        cluster: all nodes, none of them lost.
-        longest_s: a simulation that takes longer is given up [s].
-        pace: how often every job tells how it stands, with the slow round of the allocator; how soon it has measured.
+        cluster: All nodes, none of them lost.
+        longest_s: Simulated time after which the simulation gives up [s].
+        pace: Interval of heartbeats and of the allocator's slow round, and delay until a new size is measured.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s, happens=happens: self._disturb(happens, now_s))  # type: ignore[misc]
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
-        """Run until all jobs are done. Raises RuntimeError: some job is never done."""
+        """Run until all jobs are done. Raises RuntimeError: the simulation takes longer than ``longest_s``."""
         for job in jobs:
             self._at(job.trace.time_s, lambda now_s, job=job: self._arrive(job, now_s))  # type: ignore[misc]
         self._at(jobs[0].trace.time_s, self._tick)
@@ -82,7 +82,7 @@ class LiveDriver:
         self._at(now_s + self._pace.heartbeat_s, self._tick)
 
     def _wake(self, job: SimulatedJob, version: int, now_s: float) -> None:
-        """The job's epoch ends, or its new workers join, unless it was placed anew since this was foreseen."""
+        """Handle the end of a job's epoch or its new workers joining, unless it was placed again meanwhile."""
         if self._version.get(job.name) != version or job.name not in self._present:
             return
         joins, batch = job.joined_s <= now_s, job.fixed_batch
@@ -99,7 +99,7 @@ class LiveDriver:
             self._world.hear(job, now_s)
 
     def _disturb(self, happens: Sequence[tuple[Kind, str]], now_s: float) -> None:
-        """Apply everything that happens to nodes at one moment; the allocator is notified once."""
+        """Apply everything that happens to nodes at one moment, and notify the allocator once."""
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for what, node in happens:
@@ -115,7 +115,7 @@ class LiveDriver:
             self._world.send(NodesChanged(cluster=dataclasses.replace(self._cluster, nodes=nodes)), now_s)
 
     def _advance(self, job: SimulatedJob, now_s: float) -> None:
-        """Bring a job to this moment; if it is done, the allocator hears so at once."""
+        """Advance a job to the current time; if it is done, notify the allocator at once."""
         if now_s > job.now_s and job.finished_s is None:
             job.advance(now_s - job.now_s)
         if job.finished_s is not None and self._present.pop(job.name, None) is not None:
@@ -123,7 +123,7 @@ class LiveDriver:
             self._world.end(job, now_s)
 
     def _settle(self, now_s: float) -> None:
-        """Foresee the next event of every job that was placed anew."""
+        """Schedule the next event of every job that was placed again."""
         while self._world.touched:
             touched = sorted(self._world.touched)
             self._world.touched.clear()
@@ -145,7 +145,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s: self._wake(job, version, now_s))
 
     def _slow_down(self, job: SimulatedJob) -> None:
-        """Slow the job down by its slowest node and by shared links."""
+        """Slow the job down for its slowest node and for shared links."""
         nodes = () if job.location is None else tuple(job.location.nodes)
         job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)})
         if self._disturbances.interference and len(nodes) > 1:

@@ -1,4 +1,4 @@
-"""Event-driven time with a cluster that grows and shrinks: the pure autoscaler asks, a simulated cloud answers."""
+"""Event-driven time with a cluster that grows and shrinks: the autoscaler requests nodes from a simulated cloud."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LEAVE_S = 30.0
 
 
 class ScalingDriver(LiveDriver):
-    """The live driver; its nodes are those that the autoscaler has asked for and that the cloud had.
+    """Live driver whose nodes are those that the autoscaler requested and the simulated cloud could provide.
 
     Args:
-        autoscaler: the very class that runs live.
-        disturbances: what goes wrong; of nodes only spot markets, which are the provider's.
-        notice_s: time between a spot node's notice and its end [s].
-        longest_s: a simulation that takes longer is given up [s].
+        autoscaler: The same class that runs live.
+        disturbances: Disturbances of the jobs. Its spot markets are ignored, since the provider has them.
+        notice_s: Time between a spot node's notice and its end [s].
+        longest_s: Simulated time after which the simulation gives up [s].
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ScalingDriver(LiveDriver):
         self._scale(now_s)
 
     def _scale(self, now_s: float) -> None:
-        """Ask the autoscaler, carry out what it says, and tell the allocator."""
+        """Query the autoscaler, carry out its decision, and notify the allocator."""
         nodes = self._nodes(self._noticed)
         decision = self._autoscaler.decide(self._world.core.views(now_s), nodes, now_s)
         self._released = frozenset(decision.release)
@@ -76,7 +76,7 @@ class ScalingDriver(LiveDriver):
         self._let_go(now_s)
 
     def _let_go(self, now_s: float) -> None:
-        """Release the nodes that carry nothing any more."""
+        """Return released nodes that no longer run any worker."""
         busy = {node for job in self._present.values() if job.location is not None for node in job.location.nodes}
         empty = [node for node in self._released if node in self._ready and node not in busy]
         for node in empty:
@@ -101,7 +101,7 @@ class ScalingDriver(LiveDriver):
             self._tell_nodes(now_s)
 
     def _lose(self, machine: Machine, now_s: float) -> None:
-        """Remove a machine, if it is still rented: its workers die, and allocator and autoscaler hear of it."""
+        """Remove a machine if it is still rented: its workers die, and allocator and autoscaler are notified."""
         node_id = machine.node.node_id
         if node_id not in self._provider.machines:
             return
@@ -114,7 +114,7 @@ class ScalingDriver(LiveDriver):
         self._scale(now_s)
 
     def _nodes(self, away: Collection[str]) -> Cluster:
-        """Return nodes that can take workers, those that are on their way out as draining."""
+        """Return the nodes that are ready for workers; those in ``away`` are marked as draining."""
         machines = self._provider.machines
         return Cluster(nodes=tuple(machines[n].node for n in sorted(self._ready))).draining(away)
 

@@ -1,4 +1,4 @@
-"""Limit of linear algebra to one thread: all systems here are tiny, and waking threads for them costs seconds."""
+"""Limit of linear algebra to one thread, since all systems here are tiny and waking threads costs seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def ask_for_one() -> None:
-    """Ask for one thread; works only before NumPy is imported, and in processes started later."""
+    """Request one thread; only effective before NumPy is imported, and in processes started later."""
     for variable in VARIABLES:
         os.environ.setdefault(variable, "1")
 

@@ -1,1 +1,1 @@
-"""Files of this machine and calls on storage that may never answer."""
+"""Local files, and calls on storage that may never answer."""

@@ -1,7 +1,7 @@
-"""SHELL: files and directories that only their user can read, on file systems of this machine.
+"""SHELL: files and directories that only their user can read, on local file systems.
 
-The process's umask is never touched, for all threads share it: a file gets its mode when it is made. Elsewhere than on
-a ``LocalFileSystem`` (which NFS mounts are as well) the storage says who may read.
+The process's umask is never changed, since all threads share it; each file gets its mode when it is created. On file
+systems other than ``LocalFileSystem`` (which includes NFS mounts), the storage controls who may read.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import grp
+import logging
 import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ class ForeignDirectoryError(PermissionError):
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
-    """Make a directory and its parents; where it is there, and our own, take from it what others may do.
+    """Create a directory and its parents; if private, restrict an existing directory of ours to its user.
 
-    Parents that are there keep their modes.
+    Existing parents keep their modes.
     """
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         filesystem.create_dir(path, recursive=True)
@@ -61,7 +62,7 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
 
 @contextlib.contextmanager
 def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> Iterator[Any]:
-    """Open a stream that replaces a file, or makes it."""
+    """Open a stream that creates or replaces a file."""
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         with filesystem.open_output_stream(path) as stream:
             yield stream
@@ -73,11 +74,10 @@ def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) 
 
 
 def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *, private: bool) -> None:
-    """Write a file beside the one that is there, and put it in its place: whatever happens, one of both is there.
+    """Replace a file by writing the new one beside it and moving it: at any time one of both exists.
 
-    Where a move does not replace a file (HDFS), the new one alone is there for a moment, as ``PATH.part``: see
+    If a move does not replace a file (HDFS), only the new one exists for a moment, as ``PATH.part``: see
     ``open_whole``. An object store replaces an object when the new one is complete.
-
     Raises OSError: the file system refuses.
     """
     part = path if isinstance(filesystem, _OBJECT_STORES) else f"{path}{PART}"
@@ -100,7 +100,7 @@ def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *
 
 
 def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
-    """Open a file that ``replace_file`` writes; raises FileNotFoundError where there is none."""
+    """Open a file written by ``replace_file``. Raises FileNotFoundError if it does not exist."""
     try:
         return filesystem.open_input_stream(path)
     except FileNotFoundError:
@@ -108,19 +108,19 @@ def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
 
 
 def sync_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Wait until a file's content has reached the disk: a node's end would take what only its memory holds."""
+    """Wait until a file's content has reached the disk, so that a crash of the node cannot lose it."""
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # elsewhere a file is kept once it is written
         _open_and_sync(path)
 
 
 def sync_directory(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Wait until the names in a directory have reached the disk: of new files, and of what was moved."""
+    """Wait until the names of new and moved files in a directory have reached the disk."""
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         _open_and_sync(path, os.O_DIRECTORY)
 
 
 def sync(descriptor: int) -> None:
-    """Wait until what is open has reached the disk, where the file system can tell."""
+    """Wait until an open file has reached the disk, if the file system supports it."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -129,7 +129,7 @@ def sync(descriptor: int) -> None:
 
 
 def _open_and_sync(path: str, flags: int = 0) -> None:
-    """Sync a file or directory that is not open; one that may not be read is left to the system."""
+    """Sync a file or directory that is not open; one without read permission is skipped."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except PermissionError:  # may be written but not read: a drop box
@@ -141,7 +141,7 @@ def _open_and_sync(path: str, flags: int = 0) -> None:
 
 
 def open_append(path: str, *, private: bool) -> int:
-    """Open a local file to be written at its end; return its descriptor."""
+    """Open a local file for appending; return its descriptor."""
     mode = FILE_MODE if private else 0o666
     links = os.O_NOFOLLOW if private else 0  # another user of the directory could make us write elsewhere
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | links, mode)
@@ -151,9 +151,9 @@ def open_append(path: str, *, private: bool) -> int:
 
 
 def check_own(path: str) -> None:
-    """Refuse a directory of another user: its owner could read, replace and delete whatever is written into it.
+    """Refuse a directory of another user, who could read, replace and delete any file in it.
 
-    Raises ForeignDirectoryError: it is one; the message says what to do.
+    Raises ForeignDirectoryError: it belongs to another user; the message says what to do.
     """
     owner = os.stat(path).st_uid
     if owner not in (os.geteuid(), _uid_on(path)):
@@ -165,9 +165,9 @@ def check_own(path: str) -> None:
 
 
 def make_own(path: str, below: str) -> None:
-    """Make a private directory and those above it up to ``below``, where other users may write, such as ``/tmp``.
+    """Create a private directory and its parents up to ``below``, where other users may write, such as ``/tmp``.
 
-    Raises ForeignDirectoryError: one of them is another user's, or a link, which may lead anywhere.
+    Raises ForeignDirectoryError: one of them belongs to another user, or is a link, which may lead anywhere.
     """
     levels, level = [], os.path.abspath(path)
     while level != os.path.abspath(below):
@@ -185,9 +185,9 @@ def make_own(path: str, below: str) -> None:
 
 
 def open_to_others(path: str) -> bool:
-    """True if another account of this machine can reach a directory and put files of its own in the place of others.
+    """True if another account of this machine can reach a directory and replace files in it.
 
-    A directory that all may write is one, unless it is sticky, or one above it lets nobody through.
+    That holds if others can write to the directory, unless it is sticky or a directory above it denies them access.
     """
     level, open_ = os.path.realpath(path), False
     while True:
@@ -205,7 +205,7 @@ def open_to_others(path: str) -> bool:
 
 
 def has_neighbours() -> bool:
-    """True if other users have processes on this machine, or people have accounts on it and it is no container."""
+    """True if other users run processes on this machine or, unless it is a container, have accounts on it."""
     own = {0, os.geteuid()}
     for process in os.scandir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError):  # it has ended
@@ -219,7 +219,7 @@ def has_neighbours() -> bool:
 
 
 def _has_other_members(gid: int) -> bool:
-    """True if somebody else than this user is in a group, as far as the group itself says."""
+    """True if a group has members other than this user, according to the group database."""
     if gid == 0:
         return False
     try:
@@ -229,7 +229,7 @@ def _has_other_members(gid: int) -> bool:
 
 
 def _uid_on(path: str) -> int | None:
-    """Return the owner of our files in a directory: NFS may map users, and FUSE may know only one."""
+    """Return the owner that our files get in a directory, since NFS may map users, and FUSE may know only one."""
     try:
         descriptor, probe = tempfile.mkstemp(prefix=".owner_", dir=path)
     except OSError:
@@ -242,7 +242,7 @@ def _uid_on(path: str) -> int | None:
 
 
 def tighten(path: str | int) -> None:
-    """Remove from a file or directory of our own what its group and others may do."""
+    """Remove the permissions of group and others from a file or directory of our own."""
     found = os.stat(path)
     if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
         os.chmod(path, stat.S_IMODE(found.st_mode) & 0o700)
@@ -250,3 +250,38 @@ def tighten(path: str | int) -> None:
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+
+
+logger = logging.getLogger("placement.storage")
+
+
+class LineFile:
+    """File of lines. Appended lines are in the file when the call returns, in order.
+
+    After an error, which is logged, nothing more is written, because a gap between lines would falsify the record.
+
+    Args:
+        path: Path of the file; its folder must exist.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file: int | None = None
+        try:
+            self._file = open_append(path, private=True)
+        except OSError as error:
+            self._give_up(error)
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Append lines that end with a line break."""
+        left = "".join(lines).encode()
+        while left and self._file is not None:
+            try:
+                left = left[os.write(self._file, left) :]
+            except OSError as error:
+                os.close(self._file)
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        logger.warning("nothing is recorded in %s any more: %s", self._path, error)

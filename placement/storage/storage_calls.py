@@ -1,8 +1,8 @@
-"""Calls on storage that may never answer, in threads of their own, each with a deadline, and what they wait for (pure).
+"""Calls on storage that may never answer, each in a thread and with a deadline, and how to wait for them (pure).
 
-A file system is asked through calls that block; NFS without its server and S3 behind a dead link block for good. Such a
-call costs a thread of this pool and nothing else: threads are few, they are daemons (so that none holds up the end of
-its process), and the caller continues at its deadline.
+File systems are accessed through blocking calls; NFS without its server and S3 behind a dead link block for good.
+Such a call costs only one thread of this pool: threads are few, they are daemons (so none delays the end of its
+process), and the caller continues at its deadline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StorageTimeoutError(TimeoutError):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """Call on storage in a thread."""
+    """Call on storage that runs in a thread."""
 
     what: str  # what it does, for messages: "writing events"
     run: Callable[[], Any]
@@ -38,12 +38,12 @@ class Call:
     given_up: bool = False  # its caller does not wait for it any more; a call that continues in pieces ends itself
 
     def heard(self) -> bool:
-        """Record that a piece is done; True if its caller still waits for the others."""
+        """Record that a piece is done; True if the caller still waits for the rest."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
     def give_up(self) -> None:
-        """Abandon the call; if it has not started, it never will."""
+        """Abandon the call. If it has not started yet, it never will."""
         self.given_up = True
         self.answer.cancel()
 
@@ -52,8 +52,8 @@ class StorageCalls:
     """Threads for one owner's calls on one storage.
 
     Args:
-        where: the storage, for messages.
-        threads: most calls at once; further ones wait for their turn.
+        where: Name of the storage, for messages.
+        threads: Most calls at once; further ones wait for their turn.
     """
 
     def __init__(self, where: str, *, threads: int = 4) -> None:
@@ -66,18 +66,18 @@ class StorageCalls:
         self._idle = 0
 
     def start(self, what: str, function: Callable[[], Any]) -> Call:
-        """Make a call; its ``answer`` comes some time."""
+        """Start a call and return it; its ``answer`` is a future."""
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
-        """Make a call that continues in pieces: it calls its argument after each, and ends when that says no."""
+        """Start a call that works in pieces: after each it calls its argument, and ends if that returns False."""
         call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
         return self._add(call)
 
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
         """Make a call and wait for its answer.
 
-        Raises StorageTimeoutError: there was none within ``timeout_s``. And whatever the function raises.
+        Raises StorageTimeoutError if there is none within ``timeout_s``. Errors of the function are raised unchanged.
         """
         call = self.start(what, function)
         try:
@@ -89,7 +89,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """Run a call in pieces; each may take ``timeout_s`` at most."""
+        """Run a call in pieces and wait for its answer; each piece must finish within ``timeout_s``."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():
@@ -101,13 +101,13 @@ class StorageCalls:
         return answer.result()  # type: ignore[no-any-return]
 
     def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Run a call and block until its result."""
+        """Run a call and block until it returns its result."""
         call = self.start(what, function)
         self.wait(call, timeout_s=timeout_s)
         return call.answer.result()  # type: ignore[no-any-return]
 
     def wait(self, call: Call, *, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until a call has ended or ``until`` says so; whether it has ended.
+        """Wait until a call has ended or ``until`` returns True; return True if the call has ended.
 
         Raises StorageTimeoutError: storage was silent for ``timeout_s``.
         """
@@ -125,17 +125,17 @@ class StorageCalls:
         return True
 
     def silent_for(self, call: Call) -> str:
-        """Return a sentence that says how long storage has been silent in a call."""
+        """Return a sentence about how long storage has been silent in a call."""
         return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
 
     @property
     def heard_s(self) -> float:
-        """Time of the last sign of storage in a running call [s, monotonic]; 0 if no call runs."""
+        """Time of the last sign of life from storage in a running call [s, monotonic]; 0 if no call runs."""
         with self._news:
             return max((call.heard_s for call in self._running), default=0.0)
 
     def waiting(self) -> str:
-        """Return the call that storage has not answered for longest, as a sentence; empty where it answers."""
+        """Return a sentence about the longest unanswered call; empty if storage answers."""
         with self._news:
             calls = [*self._running, *(call for call in self._queue if not call.given_up)]
         if not calls:
@@ -144,7 +144,7 @@ class StorageCalls:
         return self.silent_for(oldest) if time.monotonic() - oldest.heard_s >= _TOLD_AFTER_S else ""
 
     def _add(self, call: Call) -> Call:
-        """Queue a call and return it; wakes an idle thread, or starts one more if allowed."""
+        """Queue a call and return it, after waking an idle thread or, if allowed, starting another one."""
         with self._news:
             self._queue.append(call)
             if self._idle >= len(self._queue):
@@ -155,7 +155,7 @@ class StorageCalls:
         return call
 
     def _work(self) -> None:
-        """Run queued calls, each one's result or exception its answer, until none has come for ``_IDLE_S``."""
+        """Run queued calls, storing each result or exception as its answer, until none arrives for ``_IDLE_S``."""
         while (call := self._next()) is not None:
             if call.answer.set_running_or_notify_cancel():
                 call.heard()
@@ -170,7 +170,7 @@ class StorageCalls:
             del call
 
     def _next(self) -> Call | None:
-        """Return the next call; None ends the thread."""
+        """Return the next call; None if the thread should end."""
         with self._news:
             if not self._queue:
                 self._idle += 1
@@ -185,8 +185,8 @@ class StorageCalls:
 
 
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-    """Make one call on storage with a deadline, for who may block.
+    """Make one blocking call on storage with a deadline.
 
-    Raises StorageTimeoutError: no answer within ``timeout_s``. And whatever the function raises.
+    Raises StorageTimeoutError if there is no answer within ``timeout_s``. Errors of the function are raised unchanged.
     """
     return StorageCalls(where, threads=1).call(what, function, timeout_s=timeout_s)

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.adaptation import Policy, PolicyError, PolicyView, Request, ScaleRate, SetBatch, SetStrategy
-from elastic_ray.adaptation.runner import PolicyRunner, flag_and_digest
-from elastic_ray.adaptation.shared_values import SharedValues
+from elastic_ray.adaptation.runner import PolicyRunner, SharedValues, flag_and_digest
 
 
 class Worker:

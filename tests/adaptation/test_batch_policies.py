@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.adaptation import BatchSchedule, NoiseScaleBatch, PolicyView, SetBatch
+from elastic_ray.adaptation import BatchSchedule, NoiseScaleBatch, Pause, PolicyView, SetBatch
 from elastic_ray.adaptation.policies.batch_schedule import parse_schedule
+from elastic_ray.adaptation.policies.branch_batch import BranchBatch
 from placement.goodput.model import NoiseScale
 from tests.adaptation.scripted import ScriptedRun, listed
 
@@ -152,3 +153,93 @@ def test_another_form_is_refused_with_an_example(text: str) -> None:
 def test_arguments_are_checked_by_name(make: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
+
+
+def coming(schedule: dict[float, int], by: str, **facts: Any) -> list[tuple[float, int]]:
+    """The batches to come by a schedule, in a view with these facts."""
+    return list(BatchSchedule(schedule, by=by).coming_batches(PolicyView(batch_size=10, **facts)))
+
+
+def test_steps_to_come_are_told_at_the_present_batch() -> None:
+    steps = {0: 10, 5: 20, 9: 40}
+    assert coming(steps, "step", step=0) == [(50, 20)]
+    assert coming(steps, "step", step=5) == [(40, 40)], "the 20 has begun"
+    assert coming(steps, "step", step=9) == []
+
+
+def test_progress_to_come_is_told_in_samples() -> None:
+    parts = {0: 10, 0.5: 20, 0.75: 40}
+    assert coming(parts, "progress", samples=100, epochs=4, epoch=1) == [(pytest.approx(100), 20), (200, 40)]
+    assert coming(parts, "progress", samples=200, epochs=4, epoch=2) == [(100, 40)]
+    assert coming({0: 10, 1: 20, 3: 40}, "epoch", samples=100, epochs=4, epoch=1) == [(200, 40)]
+    for facts in ({"samples": 100}, {"samples": 400, "epochs": 4, "epoch": 4}, {"epochs": 4}):
+        assert coming(parts, "progress", **facts) == []
+
+
+def test_tokens_to_come_are_samples_within_limits() -> None:
+    tokens = {0: 64, 1000: 256, 3000: 4096}
+    facts = {"samples": 50, "tokens_per_sample": 10.0}  # 500 tokens
+    assert coming(tokens, "tokens", **facts) == [(50, 25), (250, 409)]
+    assert coming(tokens, "tokens", max_batch_size=100, **facts) == [(50, 25), (250, 100)]
+    assert coming({0: 64, 1000: 3}, "tokens", **facts) == [(50, 1)]
+    assert coming({0: 64, 500: 256}, "tokens", **facts) == [], "it counts from now on"
+    assert coming(tokens, "tokens", samples=50) == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "each", "most", "expected"),
+    [
+        (0, 10.0, None, [SetBatch(6)]),
+        (100, 10.0, None, [SetBatch(30)]),
+        (100, 10.0, 20, [SetBatch(20)]),
+        (99, 1000.0, None, [SetBatch(1)]),
+        (100, 0.1, None, [SetBatch(64)]),
+        (10, 300 / 7, None, [SetBatch(1)]),
+        (100, 300 / 7, None, [SetBatch(7)]),
+        (100, None, None, []),
+    ],
+)
+def test_a_schedule_by_tokens_is_in_whole_samples(samples: int, each: Any, most: Any, expected: list[Any]) -> None:
+    policy = BatchSchedule({0: 64, 1000: 300}, by="tokens")
+    view = PolicyView(samples=samples, tokens_per_sample=each, max_batch_size=most)
+    assert listed(policy.before_epoch(view)) == expected
+
+
+def test_requests_differ_by_the_hysteresis() -> None:
+    def asked(scale: float, **options: Any) -> list[Any]:
+        given = {"smoothing": 0.0, "hysteresis": 2.0, "growth": 100.0, "every": 1, "min_batch_size": 1, **options}
+        return run(NoiseScaleBatch(**given)).step(noise=noise(scale))
+
+    assert asked(64.0) == [SetBatch(64)] and asked(63.9) == []
+    assert asked(16.0) == [SetBatch(16)] and asked(16.1) == []
+    assert asked(32.4, hysteresis=1.0) == [], "which rounds to the present batch"
+    assert asked(0.0) == [SetBatch(1)] and asked(0.0, growth=2.0) == [SetBatch(16)]
+    assert asked(1e9, min_batch_size=400, max_batch_size=400) == [SetBatch(400)]
+
+
+def test_the_present_batch_counts_until_one_was_asked() -> None:
+    policy = NoiseScaleBatch(smoothing=0.0, growth=2.0, every=1)
+    view = PolicyView(batch_size=64, initial_batch_size=32, max_batch_size=512, noise=noise(500.0))
+    assert [listed(policy.after_step(view)) for _ in range(3)] == [[SetBatch(size)] for size in (128, 256, 500)]
+
+
+def test_a_branch_holds_its_batch_and_pauses_once() -> None:
+    policy = BranchBatch(100, samples=250)
+
+    def asked(samples: int, batch_size: int) -> list[Any]:
+        return listed(policy.before_step(PolicyView(samples=samples, batch_size=batch_size)))
+
+    assert asked(1000, 32) == [SetBatch(100)]
+    for samples, size in ((1000, 32), (1032, 109), (1141, 91), (1232, 100), (1249, 32), (1249, 32), (1249, 32)):
+        assert asked(samples, size) == []
+    assert asked(1250, 100) == [Pause("the branch has trained on its samples")] and asked(1350, 100) == []
+
+
+def test_a_branch_at_another_batch_ends_in_an_error() -> None:
+    for size in (89, 111, 300):
+        policy = BranchBatch(100, samples=250)
+        policy.before_step(PolicyView(batch_size=32))
+        for _ in range(4):
+            assert policy.before_step(PolicyView(batch_size=size)) is None
+        with pytest.raises(ValueError, match=f"at batch 100 trains at {size}"):
+            policy.before_step(PolicyView(batch_size=size))

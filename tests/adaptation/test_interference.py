@@ -85,6 +85,53 @@ def test_most_workers_must_be_slow_and_not_by_computing(slow: list[tuple[float, 
     assert bool(judged(Interference(), [*FREE, *[slow] * 10])) is asks
 
 
+@pytest.mark.parametrize(("busy", "asks"), [(0.10, True), (0.099, True), (0.101, False)])
+def test_half_of_the_difference_may_be_computation(busy: float, asks: bool) -> None:
+    assert bool(judged(Interference(), [*[[(0.1, 0.05)] * 4] * 6, *[[(0.2, busy)] * 4] * 6])) is asks
+
+
+def test_a_time_is_the_median_of_the_window() -> None:
+    slow = [(0.3, 0.05)] * 4
+    assert not judged(Interference(window=5), [*FREE, slow, slow])
+    assert judged(Interference(window=5), [*FREE, slow, slow, slow]) == [SetStrategy("bf16")]
+    assert judged(Interference(window=1), [*FREE, slow]) == [SetStrategy("bf16")]
+    assert not judged(Interference(window=1), [slow, slow]), "its own best is no slower"
+
+
+def test_strategy_is_that_of_the_named_model() -> None:
+    second = dataclasses.replace(START, strategies=("bf16", "all_reduce"))
+    link = Link(all_reduce=(0.1, 0.3))
+    policy = Interference(["bf16"], model=1, window=1)
+    script = ScriptedRun(policy=policy, view=second, step_s=lambda view: link.times["all_reduce"][link.shared])
+    script.steps(10)
+    link.shared = True
+    assert script.steps(2) == [SetStrategy("bf16", model=1)]
+    alone = ScriptedRun(policy=Interference(model=1, window=1), view=START, step_s=link.step_s)
+    link.shared = False
+    alone.steps(10)
+    link.shared = True
+    assert alone.steps(10) == [], "there is no second model"
+
+
+def test_steps_without_a_time_do_not_count() -> None:
+    policy = Interference(window=2)
+    assert not judged(policy, [[(0.1, 0.05)] * 3 + [(0.0, 0.0)]] * 10) and policy.best == {}
+    judged(policy, [[(0.1, 0.05)] * 4])
+    assert policy.best == {}
+    judged(policy, [[(0.1, 0.05)] * 4])
+    assert list(policy.best.values()) == [[0.1, 0.05]]
+
+
+def test_each_trial_begins_after_the_switch_has_counted() -> None:
+    link = Link(all_reduce=(0.1, 0.3), bf16=(0.1, 0.2), powersgd=(0.1, 0.1))
+    script = ScriptedRun(policy=Interference(["bf16", "powersgd"], window=2, rest=9), view=START, step_s=link.step_s)
+    script.steps(10)
+    link.shared = True
+    script.steps(30)
+    (first, _), (second, _) = script.asked
+    assert second - first == 3 + 2, "three steps of the switch, and the window"
+
+
 def test_after_a_trial_it_rests() -> None:
     link = Link(all_reduce=(0.1, 0.3), bf16=(0.1, 0.1))
     script = ScriptedRun(policy=Interference(["all_reduce", "bf16"], rest=30), view=START, step_s=link.step_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,7 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ray.adaptation import CostCap, EarlyStop, LossPlateau, PolicyView, Resize, ScaleRate, Stop
+from elastic_ray.adaptation import (
+    CostCap,
+    EarlyStop,
+    Interference,
+    LossPlateau,
+    NoiseScaleBatch,
+    PolicyView,
+    Resize,
+    ScaleRate,
+    Stop,
+    ThroughputScaling,
+    UtilityCost,
+)
 from tests.adaptation.scripted import ScriptedRun, listed
 
 
@@ -87,6 +100,25 @@ def test_rates_are_those_of_torchs_reduce_on_plateau(
             assert isinstance(request, ScaleRate)
             rate *= request.factor
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"])
+
+
+def test_settings_default_to_torchs_and_to_what_docs_show() -> None:
+    torchs = inspect.signature(torch.optim.lr_scheduler.ReduceLROnPlateau).parameters
+    ours = vars(LossPlateau())
+    assert {name: ours[name] for name in ours.keys() & torchs.keys()} == {
+        **{name: torchs[name].default for name in ("mode", "factor", "patience", "threshold", "threshold_mode")},
+        "cooldown": torchs["cooldown"].default,
+    }
+    scaling = {"every": 100, "stride": 4, "passes_to_stay": 3, "steps_to_stay": 100}
+    for policy, settings_ in (
+        (EarlyStop(), {"metric": "loss", "patience": 3, "min_delta": 0.0, "mode": "min"}),
+        (NoiseScaleBatch(), {"factor": 1.0, "smoothing": 0.9, "hysteresis": 1.5, "growth": 2.0, "every": 50}),
+        (Interference(), {"threshold": 0.8, "window": 5, "rest": 50, "model": 0}),
+        (ThroughputScaling(), {"threshold": 0.1, **scaling}),
+        (UtilityCost("1,2"), {"price": 1.0, **scaling}),
+        (CostCap(1, price_per_worker_hour=1), {"shrink_at": None, "shrink_to": 1}),
+    ):
+        assert {**vars(policy), **settings_, "strict": False, "deadline_s": 2.0} == vars(policy)
 
 
 def costing(policy: CostCap, workers: int) -> ScriptedRun:

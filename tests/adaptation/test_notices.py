@@ -12,7 +12,7 @@ from typing import Any
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.config import SchedulingConfig
 from elastic_ray.events import EventKind
-from elastic_ray.job.batch_changes import BatchChanges
+from elastic_ray.job.supervisor import BatchChanges
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.worker.actor_controller_client import HeartbeatThread
 from elastic_ray.worker.messages import WorkerHeartbeat, WorkerNotice

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_ray.adaptation import Policy, PolicyError, PolicyView, Report, Request, Resize, ScaleRate, SetBatch, Stop
 from elastic_ray.adaptation.policy import Answer, check_policies
-from elastic_ray.adaptation.runner import PolicyRunner
-from elastic_ray.adaptation.shared_values import SharedValues
+from elastic_ray.adaptation.runner import PolicyRunner, SharedValues
 
 
 class Rank:

@@ -125,6 +125,40 @@ def test_size_that_is_not_granted_is_out_of_reach() -> None:
     assert sizes(script) == [2, 3, 4, 3], "it takes the wish back"
 
 
+def test_a_wish_may_come_for_ten_periods() -> None:
+    policy = ThroughputScaling(every=2, stride=1, steps_to_stay=1, passes_to_stay=1)
+    view = PolicyView(workers=2, batch_size=64, min_workers=1, max_workers=8, step_s=1.0)
+    answers = [policy.after_step(view) for _ in range(40)]
+    assert answers[1] == Resize(to=3) and answers[19] == Resize(to=1), "2 are the most that can be had"
+    assert [each for each in answers if each is not None] == [Resize(to=3), Resize(to=1)]
+
+
+def test_a_size_that_comes_back_is_in_reach_again() -> None:
+    policy = ThroughputScaling(**SMALL)
+    script = run(policy, lambda workers: 1.0 / workers, most=6)
+    script.steps(200)
+    assert script.view.workers == 6
+    script.steps(150, workers=4, generation=50)
+    assert policy.granted == 4 and sizes(script)[-1] == 6
+    script.steps(15, workers=6, generation=51, max_workers=8)
+    assert policy.granted is None and sizes(script)[-1] == 7
+
+
+def test_rates_are_means_over_measured_steps_of_a_size() -> None:
+    policy = ThroughputScaling(every=100)
+    for workers, step_s in ((2, 1.0), (2, 0.5), (4, 0.25), (2, 0.0), (2, 2.0)):
+        policy.after_step(PolicyView(workers=workers, batch_size=8, min_workers=1, max_workers=8, step_s=step_s))
+    assert policy.counts == {2: 3, 4: 1}
+    assert policy.rates == pytest.approx({2: (8 + 16 + 4) / 3, 4: 32.0})
+
+
+@pytest.mark.parametrize(("more", "pays"), [(0.9, False), (1.0, False), (1.1, True)])
+def test_growth_pays_above_the_threshold_alone(more: float, pays: bool) -> None:
+    policy = ThroughputScaling(threshold=0.5)
+    policy.rates = {2: 100.0, 4: 100.0 + 50.0 * more}
+    assert policy.passes(2, 4, PolicyView()) is pays
+
+
 def test_a_group_that_cannot_change_is_left_alone() -> None:
     view = PolicyView(workers=2, batch_size=64)
     script = ScriptedRun(policy=ThroughputScaling(**SMALL), view=view, step_s=lambda view: 0.1)

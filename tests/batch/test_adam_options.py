@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.batch.scaling_rules import Adam, adam_options, bias_correction
+from elastic_ray.batch.scaling_rules import Adam, adam_options, bias_correction, remembered
 from placement.goodput.model import NoiseScale
 
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
@@ -54,3 +54,23 @@ def test_second_moment_of_equal_gradients_is_their_square(scales: list[float], b
 @given(st.integers(1, 1000), st.floats(0.25, 16.0), st.floats(0.5, 0.999))
 def test_one_batch_needs_no_correction(steps: int, scale: float, beta2: float) -> None:
     assert bias_correction(beta2, steps, steps * scale, scale) == pytest.approx(1.0)
+
+
+@given(st.lists(st.floats(0.25, 16.0), min_size=1, max_size=30), st.floats(0.5, 0.999))
+def test_second_moment_of_noise_alone_is_known(scales: list[float], beta2: float) -> None:
+    """Squared gradients of 1 / scale, as noise has them: v_hat is what is remembered."""
+    moment, samples, held = 0.0, 0.0, 1.0
+    for step, scale in enumerate(scales, 1):
+        present, samples = beta2**scale, samples + scale
+        moment = present * moment + (1 - present) / scale
+        held = remembered(held, beta2, samples, scale, math.sqrt(scale))
+        v_hat = moment / (1 - present**step) / bias_correction(beta2, step, samples, scale) ** 2
+        assert v_hat == pytest.approx(held, rel=1e-6)
+
+
+def test_growth_is_remembered_for_a_half_life() -> None:
+    held, steps, beta2 = 1.0, 1e6, 0.99
+    for scale in [1.0] * 3 + [4.0] * 17:  # 68 steps' samples: half of them
+        steps += scale
+        held = remembered(held, beta2, steps, scale, math.sqrt(scale))
+    assert held == pytest.approx(0.25 + 0.75 * beta2**68)

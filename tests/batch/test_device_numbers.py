@@ -24,7 +24,7 @@ def test_all_are_read_in_their_order_by_one_look() -> None:
 def test_sums_stay_on_a_gpu(one: int | None, other: int | None, there: int) -> None:
     with FakeTensorMode():
         first, second = (torch.empty((), device="cpu" if gpu is None else f"cuda:{gpu}") for gpu in (one, other))
-        found = added(added(0.0, first), second)
+        found = added([0.0, first, second])
     assert isinstance(found, torch.Tensor) and found.device == torch.device("cuda", there)
 
 

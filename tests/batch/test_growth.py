@@ -156,6 +156,15 @@ def test_a_growth_after_which_gradients_rise_is_taken_back() -> None:
     assert run.watch.hindrance == ""
 
 
+@pytest.mark.parametrize("several", [RISE_UPDATES - 1, RISE_UPDATES, RISE_UPDATES + 1, 9])
+def test_estimates_may_come_several_at_a_time(several: int) -> None:
+    run = Run()
+    run.go(128, 10)
+    run.go(256, 1)
+    run.updates += several - 1
+    assert bool(run.go(256, 1, size=10.0)) is (several >= RISE_UPDATES)
+
+
 def test_each_further_growth_taken_back_halves_the_step_again() -> None:
     run, steps = Run(), []
     for _ in range(6):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ray.adaptation import PolicyView
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
-from elastic_ray.batch.ramp import read_ramp
+from elastic_ray.batch.growth import read_ramp
 
 
 def test_one_batch_size_is_no_ramp() -> None:

@@ -646,3 +646,25 @@ def test_out_of_memory_trusts_only_batches_well_below() -> None:
     measure(few, choice(90), steps=MIN_STEPS - 1)
     assert few.out_of_memory(100).endswith("the local bound is now 50"), "it may not have run to its end"
     assert few.out_of_memory(20).endswith("the local bound is now 16"), "not below the least"
+
+
+@given(
+    st.sampled_from([2.0**-20, 1 / 8, 64.0]),
+    st.floats(0.01, 30.0),
+    st.lists(st.tuples(st.sampled_from([16, 64, 96, 200]), st.sampled_from([8, TRIED_AFTER])), min_size=1, max_size=4),
+)
+def test_decisions_do_not_depend_on_the_unit_of_gradients(
+    unit: float, var: float, steps: list[tuple[int, int]]
+) -> None:
+    """A loss that is multiplied by a number has the same noise scale."""
+
+    def decisions(by: float) -> list[Any]:
+        tuner = tuner_at(choice(64), NoiseScale(sqr=by, var=var * by))
+        found = []
+        for size, count in steps:
+            measure(tuner, choice(size), steps=count)
+            decision = tuner.decide(1, 1, choice(size))
+            found.append((decision.choice, decision.reason))
+        return found
+
+    assert decisions(unit) == decisions(1.0)

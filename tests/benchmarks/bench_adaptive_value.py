@@ -135,7 +135,7 @@ def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "
 
     import elastic_ray as er
     import elastic_ray.standalone.session as standalone
-    import elastic_ray.steps.clock as clock_module
+    import elastic_ray.steps.step as clock_module
     from elastic_ray.loop.api import current_session
 
     torch.set_num_threads(1)

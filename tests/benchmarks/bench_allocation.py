@@ -15,6 +15,7 @@ Claims hold for the mean over all traces of a family in ``$ELASTIC_RAY_DATA`` (t
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -138,8 +139,10 @@ def _run(run: Run) -> dict[str, Any]:
         lengths=Lengths(declared=declared),
     )
     record = report.record()
-    del record["per_job"]
-    record |= {"family": run.family, "system": run.system}
+    changes: collections.Counter[str] = collections.Counter()
+    for job in record.pop("per_job"):
+        changes[job["application"]] += job["resizes"]
+    record |= {"family": run.family, "system": run.system, "changes": changes}
     print(
         f"{run.family} {'/'.join(Path(run.trace).parts[-2:])} {run.system}: {record['avg_jct_s']:.0f} s on average, "
         f"{time.process_time() - start:.0f} s CPU",
@@ -191,13 +194,24 @@ def _bars(family: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 (" p99", "p99_jct_s", 1.05),
                 (" makespan", "makespan_s", 1.05),
                 (" GPU hours", "gpu_hours", 1.02),
+                (" changes a job", "restarts_per_job", 1.0),
             ):
                 theirs = _baseline(records, baseline, key)
                 both = [trace for trace in ours if trace in theirs]
                 if both:
                     value = sum(ours[t][key] for t in both) / sum(theirs[t] for t in both)
                     bars.append(bar(f"{family}:{claim} {row} / {baseline}", value=value, limit=most, at_least=False))
+            counted = {record["trace"]: record["changes"] for record in records if record["system"] == baseline}
+            if both := [trace for trace in ours if trace in counted]:
+                sums = [sum((each[t] for t in both), collections.Counter()) for each in (_changes(ours), counted)]
+                worst = max(sums[0][application] / max(sums[1][application], 1) for application in sums[0])
+                claim = f"{family}: changes a job, the worst application's, {row} / {baseline}"
+                bars.append(bar(claim, value=worst, limit=1.2, at_least=False))
     return bars
+
+
+def _changes(records: dict[str, dict[str, Any]]) -> dict[str, collections.Counter[str]]:
+    return {trace: record["changes"] for trace, record in records.items()}
 
 
 def _baseline(records: list[dict[str, Any]], name: str, key: str) -> dict[str, float]:

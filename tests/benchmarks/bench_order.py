@@ -17,7 +17,7 @@ from common import bar, finish, median, side_parser
 
 from elastic_ray.data.batches import Fetching, MapBatches, StepSplit
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.data.permutation import Indices, Order
+from elastic_ray.data.sharding import Indices, Order
 
 RANKS, LOCAL_BATCH, STEPS = 8, 64, 1000
 

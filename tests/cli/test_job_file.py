@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ray.cli.job_file import JobFile, read_job_file
+from elastic_ray.cli.submit import JobFile, read_job_file
 from placement.errors import InputError
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ray.data.permutation import Indices
-from elastic_ray.data.sharding import rank_slices
+from elastic_ray.data.sharding import Indices, rank_slices
 
 
 def rank_indices(step_indices: Indices, *, rank: int, world_size: int, micro_steps: int = 1) -> list[Indices]:

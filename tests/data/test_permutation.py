@@ -16,7 +16,7 @@ from scipy import stats
 from elastic_ray.data.arrow import ArrowDataset
 from elastic_ray.data.batches import Fetching, MapBatches, StepSplit
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.data.permutation import Indices, Permutation
+from elastic_ray.data.sharding import Indices, Permutation
 
 UNLIKELY = 1e-4  # of a p value; the keys are fixed, so a test that passes always passes
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.data.batches import StepSplit
-from elastic_ray.data.permutation import Permutation
 from elastic_ray.data.sharding import (
+    Permutation,
+    Shares,
     batch_ends,
     can_switch,
     check_place,
@@ -21,7 +22,6 @@ from elastic_ray.data.sharding import (
     split,
     step_size,
 )
-from elastic_ray.data.shares import Shares
 from tests.data.pieces import rank_indices
 
 worlds = st.integers(1, 8)

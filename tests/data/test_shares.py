@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.data.sharding import rank_slices, split
-from elastic_ray.data.shares import Shares, by_weight
+from elastic_ray.data.sharding import Shares, by_weight, rank_slices, split
 
 WEIGHTS = st.lists(st.floats(1 / 64, 1.0), min_size=1, max_size=8).map(tuple)
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import elastic_ray as er
 from elastic_ray.run.current import set_session
-from elastic_ray.worker import script_classes
+from elastic_ray.worker import train_loop
 
 SCRIPT = """
 import dataclasses, sys, typing
@@ -56,7 +56,7 @@ sys.stdout.buffer.write(ray.cloudpickle.dumps((train, collated)))
 def test_classes_of_the_script_come_back() -> None:
     """A named tuple, a dataclass, an exception: the script's ``__main__`` defines them, and the loader's does not."""
     packed = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True).stdout
-    train, collated = script_classes.load(packed)
+    train, collated = train_loop.load(packed)
     batch = train(collated)
     assert type(batch).__name__ == "Pair" and batch.y == 4
     assert type(train(list)[0]).__name__ == "Item"
@@ -68,7 +68,7 @@ def test_classes_of_the_script_come_back() -> None:
 def test_a_name_that_the_process_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     main: Any = sys.modules["__main__"]
     monkeypatch.setattr(main, "Theirs", "kept", raising=False)
-    script_classes.load(ray.cloudpickle.dumps(type("Theirs", (), {"__module__": "__main__"})))
+    train_loop.load(ray.cloudpickle.dumps(type("Theirs", (), {"__module__": "__main__"})))
     assert main.Theirs == "kept"
 
 

@@ -38,6 +38,7 @@ DIVIDED = ("zero1", "zero2", "ps_balanced", "fully_shard", "hsdp")
 BATCH = 12
 HANGS_S = 25.0
 CLOSE = 1e-6
+LEAST = 3  # members when a fault strikes: two are left
 STEP_MOMENTS = ("forward", "backward", "allreduce", "optimizer_step", "after_step", "edge")
 KINDS = (
     *(f"kill {moment}" for moment in STEP_MOMENTS),
@@ -137,12 +138,17 @@ class Faults:
         self.job.announce((*self.job.members, number), void=False)
         return self.trained(begin_s, f"w{number} has joined") - begin_s
 
+    def refill(self, size: int) -> None:
+        """As many members again, in one change."""
+        numbers = [self.spare() for _ in range(size - len(self.job.members))]
+        self.job.announce((*self.job.members, *numbers), void=False)
+        self.trained(time.monotonic(), "a refill")
+
     def kill(self, moment: str, sent: int) -> dict[str, Any]:
         number = self.dice.choice(self.job.members)
         self.job.arm(number, moment, sent)
         lost_s = self.lost(number, f"{sent} at {moment}", 12.0)
-        next_s = self.trained(lost_s, moment) - lost_s
-        return {"next_s": next_s, "join_s": self.join()}
+        return {"next_s": self.trained(lost_s, moment) - lost_s}
 
     def kill_in_transfer(self, *, source: bool) -> dict[str, Any]:
         job, number = self.job, self.spare()
@@ -151,8 +157,7 @@ class Faults:
         job.arm(victim, "receiving", signal.SIGKILL)
         job.announce((*before, number), void=False)
         lost_s = self.lost(victim, "a kill while the state moves")
-        next_s = self.trained(lost_s, "a kill while the state moves") - lost_s
-        return {"next_s": next_s, "join_s": self.join() if not source else 0.0}
+        return {"next_s": self.trained(lost_s, "a kill while the state moves") - lost_s}
 
     def strike_forming(self, sent: int) -> dict[str, Any]:
         job, number = self.job, self.spare()
@@ -162,8 +167,7 @@ class Faults:
         time.sleep(self.dice.random() * 0.3)  # at some moment of the forming
         os.kill(job.workers[victim].process.pid, sent)
         lost_s = self.lost(victim, "a signal while forming")
-        next_s = self.trained(lost_s, "a signal while forming") - lost_s
-        return {"next_s": next_s, "join_s": self.join() if len(job.members) < 3 else 0.0}
+        return {"next_s": self.trained(lost_s, "a signal while forming") - lost_s}
 
     def cancel_forming(self) -> dict[str, Any]:
         job, number = self.job, self.spare()
@@ -195,7 +199,7 @@ class Faults:
         what, _, where = kind.partition(" ")
         sent = signal.SIGSTOP if what == "stop" else signal.SIGKILL
         if kind == "join":
-            return {"next_s": self.join()}
+            return {"next_s": 0.0, "join_s": self.join()}
         if kind == "leave":
             begin_s = time.monotonic()
             self.job.announce(self.job.members[:-1], void=False)
@@ -245,7 +249,7 @@ def run(
     seed: int,
     until_s: float,
     pace_s: float,
-    workers: int = 3,
+    workers: int = 4,
     spares: int = 2,
 ) -> dict[str, Any]:
     """One job that all these faults strike, as far as time allows."""
@@ -263,9 +267,11 @@ def run(
             job.announce(first, void=False)
             faults.trained(time.monotonic(), "the beginning")
             for kind in kinds:
-                if time.monotonic() > until_s - 12.0:
+                if time.monotonic() > until_s - 8.0:
                     break
                 job.note(f"--- {kind}")
+                if len(job.members) < LEAST:
+                    faults.refill(workers)
                 size = len(job.members)
                 found["faults"].append({"kind": kind, "size": size, **faults.strike(kind)})
             job.finish()
@@ -324,7 +330,8 @@ def main() -> None:
     parser.add_argument("--kinds", default="")
     parser.add_argument("--out", default=".")
     parser.add_argument("--show", action="store_true", help="print each fault's times")
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--spares", type=int, default=2, help="workers that are ready to join")
     parser.add_argument("--bar", type=float, default=0.7)
     chosen = parser.parse_args()
     until_s = time.monotonic() + chosen.seconds
@@ -344,6 +351,7 @@ def main() -> None:
         until_s=until_s,
         pace_s=chosen.pace,
         workers=chosen.workers,
+        spares=chosen.spares,
     )
     found["shown"] = chosen.show
     result = found.pop("result", None)

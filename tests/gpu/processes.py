@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ray.membership.messages import Cancel, GenerationSpec, Member
+from elastic_ray.run.controller_client import ControllerClient
 
 SILENT_S = 0.75  # without a sign of life a worker is lost
 SIGN_S = 0.05
@@ -56,7 +57,7 @@ class _Answer:
     value: Any = None
 
 
-class _Child:
+class _Child(ControllerClient):
     """What runs in a worker's process; takes the place of its controller's client and of its scripted faults."""
 
     paced = False
@@ -119,12 +120,15 @@ class _Child:
     def failed(self, generation: int, cause: str) -> None:
         self.say("failed", generation, cause)
 
-    def switched(self, generation: int, pause: Any) -> None:
+    def switched(self, generation: int, pause: Any, proof: Any) -> None:
         self.say("switched", generation, dataclasses.asdict(pause))
 
     def report_soon(self) -> None: ...
 
     def report(self, metrics: Any, checkpoint: Any, resume_point: Any, index: int) -> None: ...
+
+    def add_files(self, checkpoint: Any, index: int) -> None:
+        raise NotImplementedError
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         self.say("told", kind, text)
@@ -156,8 +160,7 @@ def _main(
     from elastic_ray.communication.bootstrap_store import BootstrapStore
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.membership.worker_side import WorkerMembership
-    from elastic_ray.run.current import set_session
-    from elastic_ray.run.dismissal import WorkerDismissed
+    from elastic_ray.run.current import WorkerDismissed, set_session
     from elastic_ray.session.session import Session
 
     torch.set_num_threads(1)
@@ -193,8 +196,7 @@ def _main(
     if gpu:
         torch.zeros(1, device="cuda")
     faults: Any = child
-    link: Any = child
-    session = Session(f"w{worker}", child.membership, link, faults=faults, regroup_timeout_s=60.0)
+    session = Session(f"w{worker}", child.membership, child, faults=faults, regroup_timeout_s=60.0)
     threading.Thread(target=child.listen, daemon=True).start()
     threading.Thread(target=child.live, daemon=True).start()
     set_session(session)

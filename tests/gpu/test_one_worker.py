@@ -33,7 +33,7 @@ def test_every_collective_of_gradients_takes_tensors_of_the_device(device: torch
     group = GradientGroup(
         0,
         1,
-        lambda tensor: backend,
+        {device.type: backend},
         lambda operation, *arguments: operation(*arguments),
         dict.fromkeys(OPERATIONS, 0),
     )

@@ -11,6 +11,7 @@ their times are those of TCP, and only waits and memory say something.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -40,6 +41,7 @@ import elastic_ray as er
 from elastic_ray.run.current import set_worker_session
 
 STEPS, WARM, WATCHED, ROUNDS = 100, 20, 11, 3
+_KEPT: list[object] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ def group_of_one(device: torch.device) -> Iterator[None]:
     """Torch's process group, for DDP."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    # One that DDP's reducer is the last to hold ends under the interpreter's lock, which gloo's threads may wait for.
+    _KEPT.append(dist.group.WORLD)
     try:
         yield
     finally:
@@ -240,6 +244,36 @@ class Row:
         )
 
 
+def launches(side: Side, case: Case, device: torch.device, steps: int = 5) -> collections.Counter[str]:
+    """How often a step calls each operation of the GPU and of its driver, by name."""
+    found = collections.Counter[str]()
+    set_worker_session(None)
+    profile = torch.profiler.profile()
+    running = side(Batches(case, device))
+    for step, _ in enumerate(running, 1):
+        if step == WARM:
+            profile.start()
+        if step == WARM + steps:
+            profile.stop()
+            break
+    running.close()  # type: ignore[attr-defined]
+    for each in profile.events() or ():
+        on_gpu = str(each.device_type).endswith("CUDA")
+        if device.type == "cpu" or on_gpu or each.name.startswith("cuda"):
+            found[each.name[:70]] += 1
+    return found
+
+
+def show_launches(device: torch.device) -> None:
+    """Print those that the two sides do not call equally often."""
+    for name, side in (("small transformer", "replicated"), ("small transformer", "fused"), ("wide MLP", "replicated")):
+        theirs, ours = (launches(each, CASES[name], device) for each in SIDES[side])
+        print(f"launches in 5 steps, {name}, {side}: {sum(theirs.values())} / {sum(ours.values())}")
+        for each in sorted(theirs | ours, key=lambda n: -abs(ours[n] - theirs[n]))[:14]:
+            if theirs[each] != ours[each]:
+                print(f"  {theirs[each]:5} {ours[each]:5} {each}")
+
+
 def compared(name: str, side: str, device: torch.device, rounds: int = ROUNDS) -> Row:
     """Medians of rounds in which both sides take turns."""
     return row(name, side, [tuple(measured(each, CASES[name], device) for each in SIDES[side]) for _ in range(rounds)])
@@ -336,12 +370,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the code only")
     parser.add_argument("--limit-s", type=float, default=165.0, help="begin no row after so long")
     parser.add_argument("--sides", nargs="+", default=[*SIDES, "two ranks"], help="rows by side")
+    parser.add_argument("--launches", action="store_true", help="count launches of both sides, and measure nothing")
     parser.add_argument("--rank-of", type=int, help="internal: the side that this rank measures")
     parser.add_argument("--case", default="", help="internal: the model that it measures")
     options = parser.parse_args()
     device = torch.device(options.device)
     if options.rank_of is not None:
         run_rank(options.rank_of, options.case, device)
+    if options.launches:
+        return show_launches(device)
     began_s, found, left_out = time.perf_counter(), [], []
     for name, side in ROWS:
         if side not in options.sides:

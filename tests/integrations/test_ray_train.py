@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic_ray as er
 from elastic_ray.integrations import ray_train
 from elastic_ray.loop.api import current_session
-from elastic_ray.run.group import Group
+from elastic_ray.run.run import Group
 from elastic_ray.worker.in_ray_train import in_ray_train
 from tests.loop.changing import Change, Kill, run_job
 

@@ -130,8 +130,8 @@ def test_progress_alone_is_no_news_but_a_fingerprint_is() -> None:
     planner, choice = planner_on()
     before = seen(planner)
     planner.observe(report(2, choice))
-    assert trigger_of(before, seen(planner), 0.1) is None
-    assert trigger_of(dataclasses.replace(before, fingerprint=None), before, 0.1) == "model"
+    assert trigger_of(before, seen(planner)) is None
+    assert trigger_of(dataclasses.replace(before, fingerprint=None), before) == "model"
 
 
 # -- fingerprint ---------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from elastic_ray.checkpoints.line_files import LineFile
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.handle import all_reports
 from elastic_ray.events import JobPhase, Report
-from elastic_ray.record.bounded_log import Backlog, BoundedLog
 from elastic_ray.record.record import JobRecord
-from elastic_ray.record.report_queue import ReportQueue
+from elastic_ray.record.report_queue import Backlog, BoundedLog, ReportQueue
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingHandler, HangingStorage
@@ -53,6 +52,34 @@ def test_lines_stay_in_order_and_are_written_once(steps: list[str]) -> None:
     dropped = backlog.dropped
     assert file == sorted(file, key=int) and len(set(file)) == len(file)
     assert len(file) + dropped == count
+
+
+def test_the_oldest_of_too_many_lines_are_counted() -> None:
+    backlog = Backlog(most=3)
+    for line in "abcd":
+        backlog.add(line)
+    assert (len(backlog), backlog.dropped, "a" in backlog, "b" in backlog) == (3, 1, False, True)
+    assert backlog.take() == ("b", "c", "d") and backlog.tell_dropped() == 1 and backlog.tell_dropped() == 0
+    for line in "efgh":
+        backlog.add(line)
+    assert (len(backlog), backlog.dropped) == (6, 1), "what is being written stays, and e is gone"
+    backlog.written()
+    assert backlog.take() == ("f", "g", "h")
+    backlog.add("i")
+    backlog.failed()
+    assert backlog.take() == ("g", "h", "i") and backlog.dropped == 2
+
+
+def test_a_log_is_full_with_one_too_many() -> None:
+    log: BoundedLog[int] = BoundedLog(2)
+    for number in (5, 4):
+        log.put(number, number)
+    assert (log.low, log.first, log.last, log.gone(3)) == (4, 4, 5, False)
+    log.put(6, 6)
+    assert (log.low, log.values(), log.gone(4), log.gone(5), log.get(4)) == (5, (5, 6), True, False, None)
+    log.put(4, 0)
+    log.put(9, 9)
+    assert log.values() == (6, 9) and (log.low, log.last) == (6, 9)
 
 
 @given(st.permutations(range(1, 40)), st.integers(1, 10))

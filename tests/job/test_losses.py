@@ -59,6 +59,34 @@ def test_an_exception_that_costs_the_last_worker_counts_once() -> None:
     assert not losses.all_lost(0) and (losses.failures, losses.raised) == (2, 1)
 
 
+def test_what_a_worker_raised_before_others_trained_on_counts() -> None:
+    losses = Losses(max_failures=2)
+    losses.recall(lost=0.0, failures=0, raised=1, fruitless=0, saved_steps=0)
+    assert losses.one_raised() and not losses.one_raised()
+    assert not losses.all_lost(0) and (losses.failures, losses.raised, losses.lost) == (1, 2, 1.0)
+
+
+def test_a_restart_without_limit_counts_no_fruitless_ones() -> None:
+    for allowed in (-1, 1):
+        losses = Losses(max_failures=allowed)
+        losses.all_lost(5)
+        assert (losses.fruitless, losses.saved_steps) == (0, 0)
+    losses = Losses(max_failures=0)
+    losses.all_lost(0)
+    losses.all_lost(5)
+    assert (losses.fruitless, losses.saved_steps) == (1, 5)
+
+
+def test_a_group_that_grew_has_lost_nothing() -> None:
+    losses = Losses(max_failures=0)
+    for before, after in ((2, 3), (0, 2), (2, 2)):
+        losses.some_lost(before, after)
+    assert losses.lost == 0.0
+    losses.some_lost(1, 0)
+    losses.some_lost(4, 1)
+    assert losses.lost == 1.75
+
+
 def test_members_count_as_their_part_of_the_job() -> None:
     losses = Losses(max_failures=0)
     losses.some_lost(4, 3)

@@ -14,8 +14,8 @@ import pytest
 
 import elastic_ray as er
 from elastic_ray.events import JobPhase
-from elastic_ray.job import notifier
-from elastic_ray.job.notifier import Notifier
+from elastic_ray.job import shutdown
+from elastic_ray.job.shutdown import Notifier
 from tests.job.specs import spec
 
 
@@ -73,7 +73,7 @@ def test_call_that_fails_is_a_warning_without_the_address(
 ) -> None:
     handler, url = mailbox
     warned: list[str] = []
-    monkeypatch.setattr(notifier, "_DEADLINE_S", 0.5)
+    monkeypatch.setattr(shutdown, "_DEADLINE_S", 0.5)
 
     def tell(address: str) -> str:
         asyncio.run(Notifier(spec(elastic=er.ElasticConfig(webhook=address)), warned.append).tell("finished", ""))

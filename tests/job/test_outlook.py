@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.events import EventKind, JobEvent, Pause
+from elastic_ray.events import EventKind, JobEvent, JobPhase, Pause
+from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.record.outlook import (
     TimeSpent,
     eta_range,
@@ -22,9 +23,12 @@ from elastic_ray.record.outlook import (
     seconds_to_end,
     steps_to_reach,
     time_spent,
+    waits_for,
     with_length,
 )
+from placement.cluster.cluster import GPU_TYPE_LABEL
 from placement.cluster.progress import Progress
+from tests.job.specs import spec
 
 TIMES = st.floats(0, 1e6)
 NUMBERS = ("start_s", "steps", "reached_steps")
@@ -185,3 +189,71 @@ def test_samples_to_the_end_are_epochs_of_the_dataset() -> None:
 def test_a_trial_ends_with_its_last_report() -> None:
     assert reports_to_end(25, 100) == 0.25 and reports_to_end(200, 100) == 1.0 and reports_to_end(5, None) is None
     assert seconds_of_reports(50.0, made=25, left=75) == 150.0 and seconds_of_reports(0.0, made=0, left=9) is None
+
+
+WAITING = {"workers": (), "target_workers": 0, "storage": "", "needs_node": False}
+
+
+@pytest.mark.parametrize(
+    ("phase", "facts", "words"),
+    [
+        (JobPhase.WAITING, {}, "2 slots (CPU 1, GPU 0.5)"),
+        (JobPhase.WAITING, {"needs_node": True}, "a node of the autoscaler with 2 slots (CPU 1, GPU 0.5)"),
+        (JobPhase.WAITING, {"storage": "the state"}, "storage"),
+        (JobPhase.RUNNING, {"storage": "the state"}, "storage"),
+        (JobPhase.RUNNING, {}, ""),
+        (JobPhase.PAUSED, {}, ""),
+        (JobPhase.FAILED, {"storage": "the state"}, ""),
+        (JobPhase.WAITING, {"target_workers": 3}, "start of processes"),
+        (
+            JobPhase.WAITING,
+            {"target_workers": 3, "workers": (WorkerPhase.RESERVING, WorkerPhase.STARTING)},
+            "placement group of 1 of 3 workers",
+        ),
+        (
+            JobPhase.WAITING,
+            {"target_workers": 1, "workers": (WorkerPhase.RESERVING, WorkerPhase.RESERVING)},
+            "placement group of 2 of 2 workers",
+        ),
+        (JobPhase.WAITING, {"target_workers": 1, "workers": (WorkerPhase.READY,)}, "start of processes"),
+    ],
+)
+def test_a_job_says_what_it_waits_for(phase: JobPhase, facts: dict[str, Any], words: str) -> None:
+    job = spec(min_workers=2, bundle={"GPU": 0.5, "CPU": 1.0})
+    assert waits_for(job, phase, **{**WAITING, **facts}) == words
+
+
+def test_a_slot_of_a_type_is_named() -> None:
+    job = spec(min_workers=1, label_selector={GPU_TYPE_LABEL: "T4"})
+    assert waits_for(job, JobPhase.WAITING, **WAITING) == "1 slot (CPU 1) on T4"
+
+
+def test_bounds_of_few_and_of_wild_rates() -> None:
+    assert eta_range(60.0, [1.0, 1.0], 1.0) == (pytest.approx(40.0), pytest.approx(120.0)), "two tell no scatter"
+    assert eta_range(60.0, [1.0, 1.0, 0.0, -1.0], 1.0) == eta_range(60.0, [], 1.0)
+    assert eta_range(70.0, [1.0, 1.0, 100.0], 2.0) == (pytest.approx(40.0), pytest.approx(280.0))
+    assert eta_range(0.0, [1.0] * 3, 1.0) == (0.0, 0.0)
+
+
+def test_an_empty_pass_or_run_tells_no_end() -> None:
+    begun = Progress(done=5, epochs=4)
+    assert with_length(begun, 0, 64) == begun == with_length(begun, 640, 0) and with_length(begun, 1, 64) != begun
+    assert progress_ratio(Progress(done=0.0, epochs=4)) == 0.0
+    assert reports_to_end(-3, 10) == 0.0 and reports_to_end(5, 0) is None
+    assert seconds_of_reports(50.0, made=25, left=-1) == 0.0 and seconds_of_reports(4.0, made=1, left=2) == 8.0
+
+
+def test_pauses_lie_within_what_they_interrupt() -> None:
+    events = [event(EventKind.STARTED, 10, pause_s=5), event(EventKind.RESIZE, 12, pause_s=99)]
+    assert time_spent(events, 0, 20) == TimeSpent(waiting_s=10, pausing_s=10)
+    assert time_spent([events[0]], 0, 20) == TimeSpent(waiting_s=10, training_s=10), "before it nothing trained"
+    again = [event(EventKind.STARTED, 10), event(EventKind.STARTED, 15, pause_s=3), event(EventKind.PAUSED, 18)]
+    assert time_spent(again, 0, 20) == TimeSpent(waiting_s=12, training_s=8)
+    told = [event(EventKind.STARTED, 10), event(EventKind.RESIZE, 12, pause_s=-4.0)]
+    assert time_spent(told, 0, 20) == TimeSpent(waiting_s=10, training_s=10)
+
+
+def test_pauses_of_nothing_are_not_the_last() -> None:
+    real = dataclasses.replace(event(EventKind.FAILURE, 10, 1.0, vote_s=0.5), generation=3)
+    for later in (event(EventKind.RESIZE, 11), event(EventKind.CHECKPOINT, 11, 2.0), event(EventKind.STARTED, 11, 2.0)):
+        assert last_pause([real, later], 3, None) == Pause(vote_s=0.5)

@@ -20,7 +20,7 @@ from elastic_ray.checkpoints import reported as reported_module
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import StorageCalls
 from tests.hanging_storage import HangingStorage

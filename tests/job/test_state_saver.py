@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from elastic_ray.checkpoints.automatic import state_files
-from elastic_ray.checkpoints.copy_buffers import CopyBuffers, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.saver import CopyBuffers, kinds_of
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import StateSaved
 from elastic_ray.worker.state_saver import StateSaver

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.cli.app import cli
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.record.usage import total, usage, week_of
+from elastic_ray.record.usage import UsageRow, total, usage, week_of
 
 SUNDAY_S = 1_795_996_800.0 - 3600.0  # an hour before the week 2026-W49 begins (Monday, 2026-11-30, UTC)
 HOUR_S = 3600.0
@@ -56,6 +56,31 @@ def test_second_run_of_a_name_has_its_own_cost() -> None:
     again = event(EventKind.STARTED, 7.0, 0, 1, owner={**OWNER, "user": "bob"})
     rows = usage("bert", (*RUN, again, event(EventKind.FINISHED, 8.0, 1, 0, cost_usd=3.0)), 0.0)
     assert {row.user: row.cost_usd for row in total(rows, ("user",))} == pytest.approx({"ann": 12.0, "bob": 3.0})
+
+
+def test_a_long_run_has_a_row_for_each_week() -> None:
+    run = (event(EventKind.STARTED, 0.0, 0, 2, owner=OWNER), event(EventKind.FINISHED, 400.0, 2, 0, cost_usd=80.0))
+    rows = usage("bert", run, 0.0)
+    assert [(row.week, row.worker_hours) for row in rows] == [
+        ("2026-W48", 2.0),
+        ("2026-W49", 2 * 168.0),
+        ("2026-W50", 2 * 168.0),
+        ("2026-W51", 2 * 63.0),
+    ]
+    assert [row.cost_usd for row in rows] == pytest.approx([80 * row.worker_hours / 800 for row in rows])
+
+
+@pytest.mark.parametrize("amount", [-1.0, True, "2", None])
+def test_numbers_that_are_none_count_nothing(amount: Any) -> None:
+    run = event(EventKind.STARTED, 0.0, 0, 1, owner={"bundle": {"GPU": amount}})
+    (row,) = usage("j", (run, event(EventKind.FINISHED, 0.5, 1, 0, cost_usd=amount)), 0.0)
+    assert (row.gpu_hours, row.cpu_hours, row.worker_hours, row.cost_usd, row.user) == (0.0, 0.0, 0.5, 0.0, "")
+
+
+def test_sums_leave_out_unknown_costs() -> None:
+    rows = [UsageRow(user="b", cost_usd=None, worker_hours=1.0), UsageRow(user="a", cost_usd=2.0, gpu_hours=3.0)]
+    assert total(rows, ("user",)) == [rows[1], rows[0]]
+    assert total([*rows, rows[1]], ()) == [UsageRow(cost_usd=4.0, gpu_hours=6.0, worker_hours=1.0)]
 
 
 def test_the_command_reads_files_and_sums(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from elastic_ray.cli.app import cli
 from elastic_ray.driver.replay import ReplayResult
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.record.verification import Finding, verify_events
-from elastic_ray.state.proof import Link, hash_of_all
+from elastic_ray.state.progress import Link, hash_of_all
 
 SAMPLES = 40
 

@@ -9,7 +9,7 @@ from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.run.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.session import StandaloneController
-from elastic_ray.state.starting_point import SavedState
+from elastic_ray.state.resume_point import SavedState
 
 
 def session_of(kept: dict[str, Any] | None = None) -> Session:

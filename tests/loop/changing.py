@@ -16,10 +16,9 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.run.current import set_session
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed, set_session
 from elastic_ray.session.session import Session
-from elastic_ray.state.proof import Link
+from elastic_ray.state.progress import Link
 from elastic_ray.state.resume_point import ResumePoint
 from tests.membership.groups import LocalController, local_controller, member
 

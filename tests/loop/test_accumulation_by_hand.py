@@ -19,7 +19,7 @@ from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.alone import session_of
 from tests.loop.changing import Change, Kill, Outcome, run_job

@@ -18,8 +18,7 @@ import elastic_ray as er
 from elastic_ray.data.arrow import ArrowDataset
 from elastic_ray.data.compared_items import item_facts, places, still_facts
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.state.compared_facts import common_rank, differing
-from elastic_ray.state.layout import ReplicasDifferError
+from elastic_ray.state.layout import ReplicasDifferError, common_rank, differing
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks
 from tests.loop.trainee import Trainee, numbers

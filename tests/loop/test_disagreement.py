@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.communication import kept_groups
+from elastic_ray.communication import connections
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus import announcer
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, disagreement
@@ -342,7 +342,7 @@ def late(pause_s: float) -> tuple[float, int]:
     took_s = time.monotonic() - begin_s
     gloo = session.group.communicator._gloo
     session.membership.close(broken=False)  # as a worker does; the group must outlive it
-    return took_s, int(any(group is gloo and not work.is_completed() for work, group in kept_groups._KEPT))
+    return took_s, int(any(group is gloo and not work.is_completed() for work, group in connections._KEPT))
 
 
 @pytest.mark.thorough

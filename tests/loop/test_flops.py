@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from elastic_ray.parallel import flops
-from elastic_ray.parallel.flops import PEAK_FLOPS, peak_of
+from elastic_ray.parallel import model_copy
+from elastic_ray.parallel.model_copy import PEAK_FLOPS, peak_of
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_each_shape_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         counters.append(original(*args, **kwargs))
         return counters[-1]
 
-    monkeypatch.setattr("elastic_ray.parallel.flops.FlopCounterMode", counted)
-    counter, net = flops.ForwardFlops(), nn.Linear(8, 4, bias=False)
+    monkeypatch.setattr("elastic_ray.parallel.model_copy.FlopCounterMode", counted)
+    counter, net = model_copy.ForwardFlops(), nn.Linear(8, 4, bias=False)
     for rows in (3, 3, 5, 3, 5):
         assert counter.call(net, (torch.ones(rows, 8),), {}).shape == (rows, 4)
         assert counter.per_sample == 2 * 8 * 4

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.run.optimizers import watch_optimizers
+from elastic_ray.run.run import watch_optimizers
 from tests.loop.changing import Change, run_job
 
 

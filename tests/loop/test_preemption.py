@@ -14,12 +14,12 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
-from elastic_ray.consensus.agreed_changes import AgreedChanges
+from elastic_ray.consensus.consensus import AgreedChanges
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.record.record import JobRecord
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.session.session import Session
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport

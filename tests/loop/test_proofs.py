@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.state.digests import different_ranks, digest
 from elastic_ray.state.layout import ReplicasDifferError
-from elastic_ray.state.proof import BITS, Link, hash_of_all, sample_hashes
+from elastic_ray.state.progress import BITS, Link, hash_of_all, sample_hashes
+from elastic_ray.state.replicas import different_ranks, digest_of_tensors
 from tests.loop.changing import Change, Kill, Outcome, Spoil, run_job
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
@@ -38,15 +38,15 @@ def test_a_digest_depends_on_each_value(dtype: torch.dtype, numel: int) -> None:
     first, rest = torch.rand(5), torch.zeros(numel, dtype=dtype)
     changed = rest.clone()
     changed[-1] = 1
-    assert digest([first, rest]) == digest([first.clone(), rest.clone()])
-    assert digest([first, rest]) != digest([first, changed])
+    assert digest_of_tensors([first, rest]) == digest_of_tensors([first.clone(), rest.clone()])
+    assert digest_of_tensors([first, rest]) != digest_of_tensors([first, changed])
 
 
 def test_a_digest_depends_on_the_order() -> None:
     one, two = torch.rand(20), torch.rand(20)
-    assert digest([one, two]) != digest([two, one])
-    assert digest([torch.cat([one, two])]) != digest([torch.cat([two, one])])
-    assert digest([]) == 0
+    assert digest_of_tensors([one, two]) != digest_of_tensors([two, one])
+    assert digest_of_tensors([torch.cat([one, two])]) != digest_of_tensors([torch.cat([two, one])])
+    assert digest_of_tensors([]) == 0
 
 
 @pytest.mark.parametrize(

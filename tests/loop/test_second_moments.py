@@ -86,11 +86,14 @@ def train(strategy: str | None = None, scaler: bool = False, several: bool = Fal
 
 
 def by_hand(steps: list[tuple[float, int]]) -> Tensor:
-    """AdamW whose second moments decay by beta2 for each initial batch, with the product of all as their bias."""
+    """AdamW whose second moments decay by beta2 for each initial batch, with the product of all as their bias.
+
+    What they hold of the noise, 1 / scale at each batch, multiplies the rate and eps as far as it is another's.
+    """
     model = net()
     params = list(model.parameters())
     first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
-    left, step, x = 1.0, 0, data()
+    left, noise, step, x = 1.0, 0.0, 0, data()
     (beta1, beta2), at = BETAS, iter(steps)
     for epoch in range(EPOCHS):
         order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]), 0
@@ -100,7 +103,10 @@ def by_hand(steps: list[tuple[float, int]]) -> Tensor:
             position += count
             step, decay = step + 1, beta2**scale
             left *= decay
-            rate, eps = RATE * scale**0.5, EPS / scale**0.5
+            noise = decay * noise + (1 - decay) / scale
+            lag = (scale * noise / (1 - left)) ** 0.5
+            lag = lag if abs(lag - 1) > 1e-3 else 1.0
+            rate, eps = RATE * scale**0.5 * lag, EPS / scale**0.5 * lag
             gradients = torch.autograd.grad(loss_of(model, x[batch]), params)
             for p, m, v, g in zip(params, first, second, gradients, strict=True):
                 m.lerp_(g, 1 - beta1)

@@ -10,7 +10,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
-from elastic_ray.stragglers.slow_workers import SlowWorker, StragglerCause
+from elastic_ray.stragglers.detection import SlowWorker, StragglerCause
 from tests.loop.ranks import Ranks
 
 SAMPLES, EPOCHS, BATCH = 56, 3, 12

@@ -19,7 +19,7 @@ from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.run.current import set_session
 from elastic_ray.session.session import Session
-from elastic_ray.state.proof import Link
+from elastic_ray.state.progress import Link
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.unit import Unit, place_in
 from tests.membership.groups import LocalController, local_controller, member

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.consensus.intents import agreed_generations_ahead
 from elastic_ray.data.sharding import step_size
-from elastic_ray.membership.messages import GenerationSpec, StateVersion
-from elastic_ray.membership.transfer import transfer_rounds
+from elastic_ray.membership.messages import GenerationSpec, StateVersion, transfer_rounds
 
 if TYPE_CHECKING:
     from tests.membership.simulated_job import SimJob

@@ -12,13 +12,12 @@ from torch import nn
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.consensus.agreed_changes import CONTROL_SIZE, AgreedChanges, with_names_of_first_rank
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE, Announcer
-from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.consensus.consensus import CONTROL_SIZE, AgreedChanges, RankConsensus, with_names_of_first_rank
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError
 from elastic_ray.consensus.saving import Readiness, SaveAgreement, Saving
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
-from elastic_ray.run.group import Group
+from elastic_ray.run.run import Group
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
@@ -356,7 +355,7 @@ def test_gradients_of_other_steps_are_told() -> None:
         speaker.start_quietly(Announced(Intent.GRADIENTS), 3 + communicator.rank)
         tags = torch.tensor(Announcer.step_tag(3 + communicator.rank))
         communicator.wait(communicator.all_reduce(tags))
-        return speaker.check_same_step(tags.tolist())
+        return speaker.check_same_step(tags.tolist(), note=0)
 
     for told in on_ranks(2, work):
         assert isinstance(told, RanksDisagreeError) and "after 3 steps; rank 1" in str(told)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from elastic_ray.events import EventKind, Pause
@@ -268,3 +270,57 @@ def test_the_last_joiner_speaks_for_the_generation_it_enters(generation: int, sa
     driver.lost("w1")
     out = driver.tell(StepFailed(worker=joiner, generation=generation, cause="late"), after_s=CONFIG.notice_s / 2)
     assert [members_of(each.spec) for each in only(Announce, out)] == [[joiner]] * saves
+
+
+def reserving() -> Driver:
+    driver = Driver()
+    driver.target(n1=1)
+    return driver
+
+
+def starting() -> Driver:
+    driver = reserving()
+    driver.reserved("w1")
+    return driver
+
+
+def forced() -> Driver:
+    driver = running(3)
+    driver.lost("w1")
+    return driver
+
+
+def leaving() -> Driver:
+    driver = running(2)
+    driver.target(n1=1)
+    driver.switched(2, "w1")
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("made", "limit_s"),
+    [
+        (reserving, CONFIG.reserve_timeout_s),
+        (starting, CONFIG.join_timeout_s),
+        (forced, CONFIG.switch_timeout_s),
+        (leaving, CONFIG.switch_timeout_s),
+    ],
+)
+def test_who_comes_at_the_last_moment_is_not_late(made: Callable[[], Driver], limit_s: float) -> None:
+    driver = made()
+    assert not only(Release, driver.tick(after_s=limit_s))
+    assert only(Release, driver.tick(after_s=0.001))
+
+
+def test_news_of_a_death_has_its_time() -> None:
+    driver = running(3)
+    driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    assert not driver.tick(after_s=CONFIG.notice_s - 0.001)
+    assert only(Announce, driver.tick(after_s=0.001))
+
+
+def test_a_late_reservation_is_followed_by_a_pause() -> None:
+    driver = reserving()
+    assert only(Release, driver.tick(after_s=CONFIG.reserve_timeout_s + 1.0))
+    assert not only(Reserve, driver.tick(after_s=CONFIG.backoff_s - 0.001))
+    assert only(Reserve, driver.tick(after_s=0.001))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ray.communication import nccl
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.communication.nccl import connect_nccl
@@ -28,6 +29,7 @@ class Connecting:
 
     def __init__(self, *, connects: bool = True, fails: str = "") -> None:
         self.calls: list[str] = []
+        self.within = self.aborted_within = False
         self.aborted, self._connects, self._fails = threading.Event(), connects, fails
 
     def rank(self) -> int:
@@ -35,10 +37,12 @@ class Connecting:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.calls.append("connect")
+        self.within = True
         if not self._connects:
-            self.aborted.wait(30.0)
-        if self._fails or not self._connects:
-            raise RuntimeError(self._fails or "aborted")
+            time.sleep(0.5)  # as NCCL, after which it may be connected or have failed
+        self.within = False
+        if self._fails:
+            raise RuntimeError(self._fails)
 
     def _start_coalescing(self) -> None:
         self.calls.append("start")
@@ -54,6 +58,7 @@ class Connecting:
         return Ended()
 
     def abort(self) -> None:
+        self.aborted_within = self.within
         self.aborted.set()
 
 
@@ -69,19 +74,36 @@ class Ended:
 
 def test_a_new_group_meets_no_peer_but_to_connect() -> None:
     backend = Connecting()
-    connect_nccl(backend, CPU, time.monotonic() + 30.0, lambda: False)
+    connect_nccl(backend, None, CPU, time.monotonic() + 30.0, lambda: False)
     assert backend.calls == ["connect", "start", "send 1", "receive 1", "end"], "of its own rank alone"
     assert not backend.aborted.is_set()
 
 
 @pytest.mark.parametrize("called_off", [True, False])
-def test_one_that_does_not_connect_in_time_is_aborted(called_off: bool) -> None:
-    backend = Connecting(connects=False)
+@pytest.mark.parametrize("fails", ["", "a peer is gone"])
+def test_one_that_does_not_connect_in_time_is_aborted(called_off: bool, fails: str) -> None:
+    backend = Connecting(connects=False, fails=fails)
     until_s = time.monotonic() + (30.0 if called_off else 0.2)
     begin_s = time.monotonic()
     with pytest.raises(RuntimeError, match="was not ready in time, or the group was called off"):
-        connect_nccl(backend, CPU, until_s, lambda: called_off)
+        connect_nccl(backend, None, CPU, until_s, lambda: called_off)
     assert time.monotonic() - begin_s < 15.0 and backend.aborted.wait(20.0)
+    assert not backend.aborted_within, "what the call continues to use would be freed"
+    assert backend.calls == ["connect"], "nothing more is started"
+
+
+def test_a_call_that_never_returns_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.3)
+
+    class Stuck(Connecting):
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            self.aborted.wait(30.0)
+            raise RuntimeError("aborted")
+
+    backend = Stuck()
+    with pytest.raises(RuntimeError, match="or the group was called off"):
+        connect_nccl(backend, None, CPU, time.monotonic() + 30.0, lambda: True)
+    assert backend.aborted.wait(20.0)
 
 
 class Slow(Connecting):
@@ -99,14 +121,14 @@ class Slow(Connecting):
 
 def test_a_group_that_connects_slowly_is_waited_for() -> None:
     backend = Slow()
-    connect_nccl(backend, CPU, time.monotonic() + 30.0, lambda: False)
+    connect_nccl(backend, None, CPU, time.monotonic() + 30.0, lambda: False)
     assert backend.calls.count("start") == backend.calls.count("end") == 3 and not backend.aborted.is_set()
 
 
 def test_why_it_could_not_connect_is_told() -> None:
     backend = Connecting(fails="a remote process exited\nat some line")
     with pytest.raises(RuntimeError, match=r"^a remote process exited$"):
-        connect_nccl(backend, CPU, time.monotonic() + 30.0, lambda: False)
+        connect_nccl(backend, None, CPU, time.monotonic() + 30.0, lambda: False)
     assert backend.aborted.wait(20.0)
 
 

@@ -15,8 +15,7 @@ from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
 from elastic_ray.consensus.intents import agreed_generations_ahead
-from elastic_ray.membership.messages import GenerationSpec, Member, StateVersion
-from elastic_ray.membership.transfer import transfer_rounds
+from elastic_ray.membership.messages import GenerationSpec, Member, StateVersion, transfer_rounds
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker_group.failure_detector import FailureDetector

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from placement.autoscaling.autoscaler import Autoscaler, AutoscalerConfig, ScalingDecision
 from placement.autoscaling.fleet import build
 from placement.autoscaling.objectives import OBJECTIVES, WantedSize, make_objective
-from placement.autoscaling.objectives.base import Demand, offers
+from placement.autoscaling.objectives.base import offers
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
-from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Allocation, Cluster
+from placement.cluster.cluster import Allocation, Cluster
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.node_types import NodeType
-from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
@@ -31,34 +30,12 @@ from placement.goodput.speeds import GoodputCache
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.plan import make_plan
 from placement.policies import make_policy
-from placement.reasons import MOST_WORDS, Cause, Reason
-from tests.placement.views import model, node, view
+from placement.reasons import MOST_WORDS
+from tests.placement.fleets import FIRM, NOW, SPOT, UNUSED, Careless, candidate, here, job
+from tests.placement.views import model, node
 
-NOW = 1000.0
-UNUSED = Reason(Cause.UNUSED)
 CONFIG = AutoscalerConfig(linger_s=100.0, launch_timeout_s=50.0, retry_s=500.0)
 every = pytest.mark.parametrize("name", sorted(OBJECTIVES))
-
-
-def candidate(
-    name: str, usd: float = 4.0, *, spot: bool = False, cpus: float = 4.0, gpu_label: str = "T4", **fields: Any
-) -> NodeType:
-    labels = {MARKET_LABEL: "spot" if spot else "on-demand", GPU_TYPE_LABEL: gpu_label}
-    fields = {"max_nodes": 4, "startup_s": 50.0, "lasts_h": 12.0 if spot else float("inf"), **fields}
-    return NodeType(name=name, resources={"CPU": cpus}, labels=labels, usd_per_h=usd, **fields)
-
-
-FIRM, SPOT = candidate("firm"), candidate("spot", 1.0, spot=True)
-
-
-def here(firm: int = 0, spot: int = 0) -> Cluster:
-    return Cluster(nodes=(*(FIRM.node(f"f{i}") for i in range(firm)), *(SPOT.node(f"s{i}") for i in range(spot))))
-
-
-def job(name: str = "a", **fields: Any) -> JobView:
-    """A job that scales well and has told how long it is: 9 more epochs of 1000 iterations."""
-    done = {"progress": Progress(done=1000.0, epoch_ends=(1000.0,), epochs=10.0), "max_workers": 16}
-    return view(name, **{**done, **fields})
 
 
 def autoscaler(
@@ -191,13 +168,6 @@ class Stingy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
         return {each.job: 1 if cluster.nodes else 0 for each in jobs}
-
-
-class Careless:
-    name = "careless"
-
-    def decide(self, demand: Demand, now_s: float) -> dict[str, WantedSize]:
-        return {each.job: WantedSize(job=each.job, workers=0, gpu="T4", reason=UNUSED) for each in demand.jobs}
 
 
 def test_node_the_allocator_would_not_use_is_not_requested() -> None:

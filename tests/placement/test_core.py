@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.core import AllocatorCore
+from placement.allocator.core import IMPOSSIBLE_S, AllocatorCore
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, TimePassed
 from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.recording import SteadyClock
@@ -239,7 +239,7 @@ def test_impossible_jobs_are_told_what_is_missing() -> None:
 def test_an_impossible_job_is_told_so_also_after_settling() -> None:
     world = World(4, settling=True)
     world.arrive(view("a", bundle={"CPU": 9.0}))
-    told = [i for _ in range(5) for i in world.send(TimePassed(), AT_ONCE.unsatisfiable_s / 2)]
+    told = [i for _ in range(5) for i in world.send(TimePassed(), IMPOSSIBLE_S / 2)]
     assert [(type(each), each.job) for each in told] == [(Unsatisfiable, "a")]
 
 

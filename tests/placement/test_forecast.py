@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,8 @@ from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
 from placement.cluster.progress import Progress
 from placement.errors import InputError
-from placement.goodput.forecast import BatchForecast
-from placement.goodput.speeds import GoodputCache, foreseen, table
+from placement.goodput.forecast import BatchForecast, NoiseTrend
+from placement.goodput.speeds import GoodputCache, foreseen, grown, table
 from placement.policies import make_policy
 from placement.simulator import simulate
 from placement.simulator.workloads.traces import TraceJob
@@ -142,3 +144,57 @@ def test_simulated_ramps_are_trained_and_told(tmp_path: Path) -> None:
     assert both.finish_s != pytest.approx(small.finish_s, rel=0.02)
     with pytest.raises(InputError, match="ramp of job 'a' must rise from part 0 to below 1"):
         dataclasses.replace(job, ramp=((0.1, 32),))
+
+
+def trend(noise: Callable[[float], float], until_s: float = 1000.0) -> NoiseTrend:
+    found, at_s = NoiseTrend(), 1.0
+    while at_s <= until_s:
+        found.see(at_s, noise(at_s))
+        at_s += 1.0
+    return found
+
+
+@given(st.floats(-0.01, 0.02), st.floats(1e-3, 1e6), st.floats(0.0, 5000.0))
+def test_steady_growth_continues_within_its_limits(slope: float, start: float, ahead_s: float) -> None:
+    found = trend(lambda at_s: start * math.exp(slope * at_s)).growth(ahead_s)
+    expected = math.exp(min(slope * min(ahead_s, 250.0), math.log(2.0)))
+    assert 1.0 <= found <= 2.0 and found <= max(1.0, expected) * (1 + 1e-6)
+    assert found >= expected / 2 ** (1 / 4) * (1 - 1e-6) or (found == 1.0 and slope < 1e-9)
+
+
+@given(st.lists(st.floats(1e-6, 1e12), min_size=1, max_size=200), st.floats(0.0, 1e9))
+def test_no_history_leads_out_of_the_limits(noises: list[float], ahead_s: float) -> None:
+    found = trend(lambda at_s: noises[int(at_s) % len(noises)], 300.0).growth(ahead_s)
+    assert 1.0 <= found <= 2.0
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda at_s: 50.0,
+        lambda at_s: 1e6 / at_s,
+        lambda at_s: 10.0 if at_s < 900 else 100.0,  # one jump is no trend
+        lambda at_s: math.nan,
+        lambda at_s: -1.0,
+    ],
+    ids=["steady", "falls", "jumps", "unknown", "no signal"],
+)
+def test_what_does_not_grow_steadily_stays(noise: Callable[[float], float]) -> None:
+    assert trend(noise).growth(1e6) == 1.0
+    assert NoiseTrend().growth(1e6) == 1.0
+
+
+def test_growing_noise_is_worth_more_workers() -> None:
+    here, grows = view("a"), view("a", noise_growth=2.0)
+    assert here.goodput is not None
+    later = rates(grown(grows, 2.0))
+    assert rates(grows) == pytest.approx([(a + b) / 2 for a, b in zip(rates(here), later, strict=True)])
+    shares = [b / a for a, b in zip(rates(here), rates(grows), strict=True)]
+    assert shares == sorted(shares) and shares[-1] > 1.0, "large sizes gain most"
+    held = view("a", held_batch=64)
+    assert rates(dataclasses.replace(held, noise_growth=2.0)) == rates(held), "a held batch is forecast by its ramp"
+    ahead = foreseen(grows, "", 300.0, GoodputCache())
+    assert ahead.goodput is not None
+    assert ahead.goodput.noise.var == pytest.approx(2**0.25 * here.goodput.noise.var) and ahead.noise_growth == 1.0
+    with pytest.raises(ValueError, match="noise_growth of job 'a'"):
+        view("a", noise_growth=0.5)

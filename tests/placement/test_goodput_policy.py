@@ -321,6 +321,12 @@ def test_wrong_settings_are_named(field: str, value: float) -> None:
         GoodputPolicy(**{field: value})
 
 
+def test_settings_default_to_the_measured_round_numbers() -> None:
+    shown = {"horizon_s": 300.0, "crowd": 0.25, "hysteresis": 0.05, "exponent": 1.0, "power": 0.5, "fair_power": 0.0}
+    shown |= {"late": 3.0, "charge": 0.5, "sharpness": 2.0, "lengths": True}
+    assert GoodputPolicy() == GoodputPolicy(**shown)  # type: ignore[arg-type]
+
+
 def test_on_a_crowded_cluster_the_longest_stoppable_jobs_wait() -> None:
     long = gpu_view("long", progress=length(3000), allocation={"aws-000": 1})
     short = [gpu_view(f"short{i}", progress=length(3), submitted_s=float(i)) for i in range(4)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,3 +72,23 @@ def test_without_bounds_a_share_is_one_micro_step(limit: int | None) -> None:
     (row,) = goodputs([ask], np.ones(4, dtype=np.int64), workers)
     exact, _, _ = ask.model.best(np.ones(4), workers, max_batch_size=limit)
     assert np.allclose(row, exact, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "bounds", "accumulation", "runs"),
+    [
+        (None, None, False, [True, True, True, False, False]),  # a fixed batch of 64 on more than 64 workers
+        (256, None, False, [True] * 4 + [False]),
+        (256, (8, 64), False, [True, True, False, False, False]),  # and 8 each
+        (256, (8, 16), False, [False, True, False, False, False]),
+        (None, (8, 16), False, [False, True, False, False, False]),  # 64 do not fit on one
+        (None, (8, 16), True, [True, True, False, False, False]),
+    ],
+)
+def test_what_does_not_fit_has_a_goodput_of_nothing(limit: Any, bounds: Any, accumulation: bool, runs: Any) -> None:
+    times = ThroughputModel(0.02, 1e-3, 0.02, 1e-3, 0.01, 1e-3, 1.5)
+    ask = BoundedModel(GoodputModel(times, NoiseScale(1.0, 100.0), 64), limit, bounds, accumulation)
+    workers = np.array([1, 8, 64, 65, 257])
+    (row,) = goodputs([ask], np.ones_like(workers), workers)
+    assert (row > 0).tolist() == runs and (row[~np.array(runs)] == 0.0).all()
+    assert goodputs([ask], np.zeros_like(workers), workers).tolist() == [[0.0] * 5]

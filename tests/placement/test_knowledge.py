@@ -16,7 +16,7 @@ from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.remaining import remaining
 from placement.knowledge.knowledge import Knowledge, KnowledgeConfig, machine_of
-from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, covers, merged
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, covers, merged, shape_of
 from placement.policies import GoodputPolicy
 from tests.placement.measured import MODEL, fresh, measured
 from tests.placement.views import AT_ONCE, cluster, node
@@ -338,3 +338,119 @@ def test_a_version_rises_with_what_is_worth_keeping() -> None:
     begun = dataclasses.replace(fresh(), progress=Progress(done=3.0, epochs=10.0))
     progress = knowledge.complete(begun, 6.0).progress
     assert progress is not None and progress.usual_epoch is None, "an epoch without progress says nothing"
+
+
+def test_what_a_job_repeats_counts_again_on_other_machines() -> None:
+    """The same measurements were dropped with the machine; told again after it, they are of the new one."""
+    knowledge, labels = Knowledge(), {GPU_TYPE_LABEL: "T4"}
+    for job in (old := measured("old", (1, 2)), other := measured("other", (1,), gpu="A100")):
+        knowledge.learn(job, 0.0)
+    for cpus, known in ((4, {"T4", "A100"}), (8, {"A100"})):
+        knowledge.machines(Cluster(nodes=(node("n0", cpus, labels=labels),)))
+        knowledge.learn(other, 0.0)
+        assert typed(knowledge) == known
+        knowledge.learn(old, 0.0)
+        assert typed(knowledge) == {"T4", "A100"}
+
+
+def typed(knowledge: Knowledge) -> set[str]:
+    """GPU types of what is known."""
+    return {each.gpu_type for each in knowledge.measurements(["resnet"], 0.0).steps}
+
+
+def test_a_type_stays_known_while_one_kind_stays() -> None:
+    knowledge, labels = Knowledge(), {GPU_TYPE_LABEL: "T4"}
+    for cpus in ((4,), (4, 8), (8,), ()):
+        nodes = tuple(node(f"n{n}", n, labels=labels) for n in cpus)
+        knowledge.machines(Cluster(nodes=nodes))
+        knowledge.learn(measured("old", (1,)), 0.0)
+        assert knowledge.complete(fresh(), 0.0).models, cpus
+    knowledge.machines(Cluster(nodes=(node("n9", 9, labels=labels),)))
+    assert not knowledge.complete(fresh(), 0.0).models
+
+
+def test_machines_are_told_apart_by_their_devices() -> None:
+    gpus = dataclasses.replace(node("n", 8), total={"GPU": 2.0, "CPU": 8.0, "memory": 9e9, "TPU": 1.0})
+    assert machine_of(gpus) == "8 CPU 2 GPU" and machine_of(dataclasses.replace(gpus, total={"GPU": 0.0})) == ""
+
+
+def test_a_jobs_end_lets_its_name_tell_anew() -> None:
+    knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
+    old = measured("old", (1,))
+    knowledge.learn(old, 0.0)
+    assert not knowledge.complete(fresh(), 200.0).models
+    knowledge.learn(old, 200.0)
+    assert not knowledge.complete(fresh(), 200.0).models, "it was told long ago"
+    knowledge.ended("another", 201.0)
+    knowledge.learn(old, 201.0)
+    assert not knowledge.complete(fresh(), 201.0).models
+    knowledge.ended("old", 202.0)
+    knowledge.learn(old, 202.0)
+    assert knowledge.complete(fresh(), 202.0).models
+
+
+def test_limits_of_growth_are_twice_what_anybody_had() -> None:
+    knowledge = Knowledge()
+    knowledge.learn(measured("old", (1, 3)), 0.0)
+    for limit, most, told in ((None, 0, (None, 3)), (1, 0, (6, 3)), (9, 5, (9, 5))):
+        new = dataclasses.replace(fresh(), growth_limit=limit, most_workers=most)
+        known = knowledge.complete(new, 0.0)
+        assert (known.growth_limit, known.most_workers) == told
+
+
+def test_the_time_of_forgetting_itself_still_counts() -> None:
+    knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
+    knowledge.learn(dataclasses.replace(raced("a", "ring"), observations=measured("a", (1,)).observations), 0.0)
+    knowledge.recall(Measurements(noises=(noise(),)), 100.0)
+    kept = knowledge.measurements(["resnet"], 100.0)
+    assert kept.steps and kept.noises and kept.strategies and names(knowledge, 100.0)
+    assert knowledge.measurements(["resnet"], 100.1) == Measurements()
+
+
+def test_prior_knows_the_largest_batch_with_its_micro_steps() -> None:
+    knowledge = Knowledge()
+    seen = (Observation(1, 2, 64, 3, 1.0), Observation(1, 4, 64, 0, 0.5))
+    knowledge.learn(dataclasses.replace(measured("old", (1,)), observations={"T4": seen}), 0.0)
+    assert knowledge.priors(fresh(), 0.0)["T4"].largest_batch == 2 * 64 * 4
+
+
+def test_of_several_writers_the_newest_of_a_shape_counts() -> None:
+    first = Measurements(
+        steps=(step(at_s=1.0, time=1.0), step(at_s=1.0, replicas=3)), noises=(noise(at_s=5.0, var=5.0),)
+    )
+    later = Measurements(
+        steps=(step(at_s=2.0, time=2.0), step(at_s=0.0, time=9.0, on=("x",))), noises=(noise(at_s=2.0),)
+    )
+    for order in ((first, later), (later, first)):
+        found = merged(order)
+        assert {(each.observation.replicas, each.machines, each.observation.step_time) for each in found.steps} == {
+            *((2, frozenset(), 2.0), (3, frozenset(), 1.0), (2, frozenset({"x"}), 9.0))
+        }
+        assert [each.noise.var for each in found.noises] == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "since_s", "covered"),
+    [
+        (step(on="a"), step(on="a"), 0.0, True),
+        (step(on="a", at_s=2.0), step(on="ab", at_s=2.0), 0.0, True),
+        (step(on="a", at_s=2.0), step(on="b", at_s=2.0), 0.0, False),
+        (step(on="a", at_s=2.0), step(on="a", at_s=3.0), 0.0, False),
+        (step(on="a", at_s=2.0), step(on="a", at_s=3.0), 3.0, True),  # which does not count any more
+        (step(on="a", replicas=3), step(on="a", at_s=3.0), 0.0, False),
+        (noise(at_s=2.0), noise(at_s=2.0), 0.0, True),
+        (noise(at_s=2.0), noise(at_s=3.0), 0.0, False),
+        (noise(at_s=2.0), noise(at_s=3.0), 3.0, True),
+        (noise(1, at_s=9.0), noise(at_s=3.0), 0.0, False),
+    ],
+)
+def test_a_file_covers_another_that_says_no_more(mine: Any, theirs: Any, since_s: float, covered: bool) -> None:
+    def of(each: KnownStep | KnownNoise) -> Measurements:
+        return Measurements(steps=(each,)) if isinstance(each, KnownStep) else Measurements(noises=(each,))
+
+    assert covers(of(mine), of(theirs), since_s) is covered
+
+
+@pytest.mark.parametrize(("batch", "power"), [(1, 0), (2, 1), (45, 5), (46, 6), (64, 6), (90, 6), (91, 7)])
+def test_batches_near_a_power_of_two_are_one_shape(batch: int, power: int) -> None:
+    assert shape_of(Observation(2, 8, batch, 3, 1.0)) == (2, 8, 3, power)

@@ -101,6 +101,60 @@ def test_who_declared_wrongly_is_not_believed_others_are() -> None:
     assert likely_left(scattered) == likely_left(stranger)
 
 
+def test_the_longest_running_job_counts_for_who_lies() -> None:
+    knowledge = Knowledge()
+    for job, done in (("old", 600.0), ("young", 20.0)):
+        knowledge.learn(running(job, done, epochs=40.0), 0.0)
+    beyond = dataclasses.replace(running("bert", 90.0, epochs=0.5), user="liar", fingerprint="bert")
+    knowledge.learn(beyond, 0.5)
+    for user, ends in (("liar", (1200.0,)), ("stranger", ())):
+        new = dataclasses.replace(running(user, 10.0, epochs=3.0), user=user)
+        knowledge.learn(new, 1.0)
+        known = knowledge.complete(new, 1.0).progress
+        assert known is not None and known.usual_ends == ends
+        assert likely_left(known) == (1190.0 if ends else 20.0)
+
+
+def test_who_went_beyond_elsewhere_counts_by_the_longer() -> None:
+    liar = Progress(done=10.0, epoch_ends=(10.0,), epochs=1.5, usual_parts=(4.0,) * 8, usual_ends=(900.0,))
+    assert likely_left(liar) == 890.0
+    assert likely_left(dataclasses.replace(liar, usual_parts=(1.0,) * 8)) == 5.0
+    beyond = dataclasses.replace(liar, done=30.0, epoch_ends=(10.0, 20.0, 30.0), epochs=1.5)
+    assert likely_left(beyond) == 870.0
+
+
+@given(lengths, st.floats(1.0, 1e5), st.floats(0.1, 100.0))
+def test_a_declaration_without_record_never_advances(ends: list[float], done: float, epochs: float) -> None:
+    told = Progress(done=done, epoch_ends=(done,), epochs=epochs, usual_ends=tuple(ends))
+    assert (likely_left(told) or 0.0) >= gittins_left(done, ends) * (1 - 1e-9)
+
+
+@given(lengths, st.lists(st.floats(1.1, 50.0), min_size=1), st.floats(0.1, 100.0), st.floats(1.0, 1e5))
+def test_who_goes_beyond_never_advances(ends: list[float], parts: list[float], epochs: float, done: float) -> None:
+    told = Progress(done=done, epoch_ends=(done,), epochs=epochs, usual_ends=tuple(ends), usual_parts=tuple(parts))
+    assert (likely_left(told) or 0.0) >= gittins_left(done, ends) * (1 - 1e-9)
+
+
+@given(lengths, st.integers(1, 32), st.floats(1.1, 100.0))
+def test_a_record_of_true_declarations_is_believed(ends: list[float], times: int, epochs: float) -> None:
+    told = Progress(done=10.0, epoch_ends=(10.0,), epochs=epochs, usual_ends=tuple(ends), usual_parts=(1.0,) * times)
+    assert likely_left(told) == pytest.approx(remaining(told)), "as far as it is nearer than the model's ends, too"
+
+
+@given(st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.booleans())
+def test_what_one_declares_changes_nothing_for_others(told: float, other: float, ends: bool) -> None:
+    left = []
+    for epochs in (told, other):
+        knowledge = Knowledge()
+        knowledge.learn(dataclasses.replace(running("a", 500.0, epochs=epochs), user="liar"), 0.0)
+        if ends:
+            knowledge.ended("a", 1.0)
+        honest = dataclasses.replace(running("b", 10.0, epochs=40.0), user="honest")
+        knowledge.learn(honest, 2.0)
+        left.append(likely_left(knowledge.complete(honest, 3.0).progress))
+    assert left[0] == left[1]
+
+
 @given(lengths, st.floats(0.1, 1e5), st.floats(0.1, 100.0))
 def test_something_is_left_of_every_job_that_trains(ends: list[float], done: float, epochs: float) -> None:
     left = likely_left(Progress(done=done, epoch_ends=(done / 2, done), epochs=epochs, usual_ends=tuple(ends)))
@@ -127,7 +181,7 @@ def test_declarations_are_learned_by_declarer() -> None:
     beyond = Progress(done=90.0, epoch_ends=(45.0, 90.0), epochs=1.0)
     knowledge.learn(dataclasses.replace(other, job="e", user="late", progress=beyond), 3.0)
     proven = knowledge.complete(dataclasses.replace(other, job="f", user="late"), 3.0).progress
-    assert proven is not None and proven.usual_parts == (2.0,), "by a job that runs beyond its end"
+    assert proven is not None and proven.usual_parts == (4.0,), "by a job that runs beyond its end"
     knowledge.ended("e", 3.0)
     proven = knowledge.complete(dataclasses.replace(other, job="f", user="late"), 3.0).progress
     assert proven is not None and proven.usual_parts == (2.0,), "once"
@@ -158,6 +212,18 @@ def test_jobs_learn_from_ended_ones_in_own_iterations() -> None:
     assert told is not None and told.usual_ends == (250.0, 50.0) and told.usual_parts == (0.25,)
     late = knowledge.complete(running("third", 50.0), 106.0).progress
     assert late is not None and late.usual_ends == (100.0,)
+
+
+def test_a_length_is_worth_keeping_once() -> None:
+    knowledge = Knowledge()
+    for job in (running("a", 0.0), dataclasses.replace(running("c", 5.0), progress=None)):
+        knowledge.learn(job, 0.0)
+        knowledge.ended(job.job, 1.0)
+    assert knowledge.version == 0 and knowledge.measurements(["resnet"], 1.0).lengths == ()
+    knowledge.learn(running("d", 5.0), 2.0)
+    for _ in range(2):
+        knowledge.ended("d", 3.0)
+    assert knowledge.version == 1 and len(knowledge.measurements(["resnet"], 3.0).lengths) == 1
 
 
 def test_shorter_jobs_come_first_though_undeclared() -> None:

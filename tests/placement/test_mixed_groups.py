@@ -70,7 +70,7 @@ def test_shares_are_whole_bounded_and_the_fastest(there: tuple[TypePart, ...], s
     assert sum(map(sum, shares)) == samples
     times, next_times = [], []
     for part, own in zip(there, shares, strict=True):
-        assert len(own) == part.workers
+        assert len(own) == part.workers and list(own) == sorted(own, reverse=True)
         assert all(0 <= m <= (part.most or samples) for m in own)
         times += [float(part.model.grad_time(m)) for m in own if m]
         next_times += [float(part.model.grad_time(m + 1)) for m in own if m < (part.most or samples + 1)]

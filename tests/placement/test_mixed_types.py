@@ -14,10 +14,12 @@ from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster, Node, check
 from placement.cluster.jobs import JobView
 from placement.cluster.sizes import AllowedSizes
 from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.speeds import GoodputCache
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
 from placement.policies import POLICIES, GoodputPolicy
+from placement.policies.goodput.policy import MixedTypes
 from tests.placement.views import model, view
 
 FAST, SLOW = model(beta_c=1e-3), model(beta_c=2e-3)
@@ -67,6 +69,22 @@ def test_the_other_type_returns_once_another_job_wants_it() -> None:
     picky = job("b", label_selector={GPU_TYPE_LABEL: "t4"}, submitted_s=900.0, mixed_gpu_types=False, goodput=SLOW)
     after = allocated([both, picky], cluster)
     assert after == {"a": {"a100-0": 4}, "b": {"t4-0": 4}}
+
+
+def own(view_: JobView) -> dict[str, int]:
+    """Where a job is, seen as one on its own type alone."""
+    parts = MixedTypes(cluster=typed(a100=4, t4=4), horizon_s=300.0, hysteresis=0.05, cache=GoodputCache())
+    return dict(parts.on_one_type(view_).allocation)
+
+
+def test_a_jobs_own_type_does_most_by_itself() -> None:
+    crawls = {**KNOWN, "t4": model(beta_c=1.0)}
+    assert own(job(allocation={"a100-0": 1, "t4-0": 3}, models=crawls)) == {"a100-0": 1}
+    assert own(job(allocation={"a100-0": 1, "t4-0": 3}, goodput=None, models={})) == {"t4-0": 3}, "by their number"
+    assert own(job(allocation={"a100-0": 2, "t4-0": 2}, models=dict.fromkeys(KNOWN, FAST))) == {"a100-0": 2}
+    assert own(job(allocation={"a100-0": 2, "gone": 2})) == {"a100-0": 2, "gone": 2}, "one type alone is known"
+    both = {"a100-0": 1, "t4-0": 3}
+    assert own(job(allocation=both, mixed_gpu_types=False)) == both
 
 
 def test_type_that_is_too_slow_to_help_is_left() -> None:

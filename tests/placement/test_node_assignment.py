@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +77,23 @@ def test_a_shrinking_job_keeps_its_fullest_nodes() -> None:
 def test_small_jobs_make_room_for_a_whole_node() -> None:
     places = assign_nodes(np.array([4, 4]), [1, 1, 4], [{0: 1}, {1: 1}, {}])
     assert len(places[2]) == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "sizes", "present", "expected"),
+    [
+        ([4, 4], [6], [{0: 4, 1: 3}], [{0: 4, 1: 2}]),  # one that shrinks keeps its fullest nodes
+        ([4, 4], [6], [{1: 4, 0: 1}], [{1: 4, 0: 2}]),  # and one that grows fills its fullest first
+        ([4, 4], [1, 4], [{}, {}], [{1: 1}, {0: 4}]),  # the largest chooses first
+        ([2, 4], [4, 2], [{}, {1: 2}], [{1: 4}, {0: 2}]),  # half as large is small enough to be moved
+        ([4, 4], [4, 3, 1], [{}, {0: 3}, {1: 1}], [{1: 4}, {0: 3}, {0: 1}]),
+        ([4, 4], [4, 1, 2], [{}, {0: 1}, {1: 2}], [{0: 4}, {1: 1}, {1: 2}]),  # the fewest workers are moved
+        ([4, 4, 4, 2], [1, 9, 2], [{1: 3}, {}, {1: 1, 0: 1}], [{1: 1}, {2: 4, 0: 4, 3: 1}, {1: 2}]),
+        ([4, 2], [0, 2], [{0: 1}, {0: 2}], [{}, {0: 2}]),  # whom nothing is given leaves
+    ],
+)
+def test_places_worked_out_by_hand(slots: list[int], sizes: list[int], present: Any, expected: Any) -> None:
+    assert assign_nodes(np.array(slots), sizes, present) == expected
 
 
 def test_growth_in_place_moves_nobody_and_takes_own_nodes() -> None:

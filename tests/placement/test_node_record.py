@@ -182,8 +182,8 @@ def test_a_job_retakes_its_node_unless_a_device_failed() -> None:
 
 def test_failure_calls_for_decision_and_its_age_does_not() -> None:
     before = told("a", failure("n0", "w1"))
-    assert trigger_of(before, told("a", failure("n0", "w1", 5.0)), 0.1) is None
-    assert trigger_of(before, told("a", failure("n0", "w1"), failure("n0", "w2")), 0.1) is Trigger.NODES
+    assert trigger_of(before, told("a", failure("n0", "w1", 5.0))) is None
+    assert trigger_of(before, told("a", failure("n0", "w1"), failure("n0", "w2"))) is Trigger.NODES
 
 
 def test_allocator_moves_a_job_off_and_back_when_forgiven() -> None:

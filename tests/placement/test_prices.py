@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from placement.policies.goodput.dual_prices import Options, bound, find_multipliers, solve
+from placement.policies.goodput.dual_prices import Options, _exact, _exchange, bound, fill, find_multipliers, solve
 
 
 def optimum(options: Options) -> float:
@@ -130,3 +132,61 @@ def test_a_base_that_does_not_fit_is_refused() -> None:
             capacities=np.ones(1),
             base=np.zeros(2, dtype=np.int64),
         )
+
+
+def two_jobs(capacity: float = 3.0, base: tuple[int, int] = (0, 0)) -> Options:
+    """Nothing to three units of one type, of which each further one is worth less: 10, 4, 2 and 6, 3, 1."""
+    return Options(
+        values=np.array([[0.0, 10, 14, 16], [0, 6, 9, 10]]),
+        sizes=np.array([[0.0, 1, 2, 3]] * 2),
+        pool_of=np.zeros((2, 4), dtype=np.int64),
+        capacities=np.array([capacity]),
+        base=np.array(base),
+    )
+
+
+@pytest.mark.parametrize(
+    ("capacity", "picks", "price"),
+    [(0, [0, 0], 10), (1, [1, 0], 6), (2, [1, 1], 4), (3, [2, 1], 3), (4, [2, 2], 2), (5, [3, 2], 1), (6, [3, 3], 0)],
+)
+def test_price_is_the_worth_of_what_is_not_had(capacity: float, picks: list[int], price: float) -> None:
+    solution = solve(two_jobs(capacity))
+    assert solution.picks.tolist() == picks
+    assert solution.multipliers.tolist() == pytest.approx([price], rel=2e-3)
+    for near in (0.01, 3.0, 500.0):
+        assert find_multipliers(two_jobs(capacity), np.array([near])).tolist() == pytest.approx([price], rel=2e-3)
+
+
+def test_the_bound_is_values_and_capacity_at_prices() -> None:
+    """At a price of 3.5 the jobs keep 7 and 2.5, and three units are worth 10.5."""
+    assert bound(two_jobs(), np.array([3.5])) == pytest.approx(7.0 + 2.5 + 10.5)
+    assert bound(two_jobs(), np.array([0.0])) == 26.0
+
+
+def test_rest_is_filled_where_it_adds_most() -> None:
+    assert fill(two_jobs(), np.array([0, 0])).tolist() == [2, 1], "10 for the first, 6 for the next, then 4 for one"
+    assert fill(two_jobs(4.0), np.array([1, 1])).tolist() == [2, 2]
+    assert fill(two_jobs(2.0), np.array([2, 0])).tolist() == [2, 0], "nothing is taken away"
+    worse = dataclasses.replace(two_jobs(), values=np.array([[0.0, 10, 9, 8], [0, 6, 6, 6]]))
+    assert fill(worse, np.array([3, 0])).tolist() == [1, 1], "who gains by less leaves it to others"
+
+
+def test_pairs_exchange_what_greed_has_given() -> None:
+    """One unit of each of two types: the first job took the type on which alone the second runs well."""
+    options = Options(
+        values=np.array([[0.0, 5.0, 4.0], [0.0, 5.0, 1.0]]),
+        sizes=np.array([[0.0, 1, 1]] * 2),
+        pool_of=np.array([[0, 0, 1]] * 2),
+        capacities=np.array([1.0, 1.0]),
+        base=np.array([0, 0]),
+    )
+    for start in ([0, 0], [1, 2], [1, 0]):
+        assert _exchange(options, np.array(start)).tolist() == [2, 1]
+    assert solve(options).picks.tolist() == [2, 1] == _exact(options).tolist()
+    assert options.used(np.array([2, 1])).tolist() == [1.0, 1.0] and options.worth(np.array([2, 1])) == 9.0
+
+
+def test_without_jobs_or_options_nothing_is_chosen() -> None:
+    none = np.zeros((0, 0))
+    empty = Options(values=none, sizes=none, pool_of=none.astype(int), capacities=np.ones(2), base=np.zeros(0, int))
+    assert solve(empty).picks.size == 0 and solve(empty).multipliers.tolist() == [0.0, 0.0]

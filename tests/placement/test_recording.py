@@ -44,7 +44,7 @@ from placement.policies.goodput.policy import GoodputPolicy
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.workloads.profiles import load_profiles
 from placement.simulator.workloads.traces import TraceJob
-from placement.storage.line_file import LineFile
+from placement.storage.private_files import LineFile
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import TellingCore, tell
 from tests.placement.views import AT_ONCE, cluster, model, node, view

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
+from placement.cluster.jobs import goodputs
 from placement.cluster.progress import Progress
-from placement.goodput.remaining import concave_value, discount, overdue, rank_weights, remaining, seconds_left
+from placement.goodput.remaining import (
+    concave_value,
+    discount,
+    overdue,
+    rank_weights,
+    remaining,
+    seconds_left,
+    seconds_to_end,
+)
 from tests.placement.views import view
 
 
@@ -42,6 +53,17 @@ def test_a_change_costs_more_the_less_is_left() -> None:
     assert discount(np.array([[1.0]]), np.array([10.0]), np.array([0.0]), np.array([600.0]))[0, 0] == 1.0
 
 
+def test_a_change_that_an_arrival_undoes_costs_two_pauses() -> None:
+    def part(arrivals_per_s: float) -> float:
+        short = np.array([[1.0]]), np.array([100.0]), np.array([50.0]), np.array([600.0])
+        return float(discount(*short, arrivals_per_s)[0, 0])
+
+    assert part(0.0) == pytest.approx(100 / 150)
+    assert part(0.01) == pytest.approx(100 / (100 + 50 * (2 - math.exp(-1.0))))
+    assert part(1e9) == pytest.approx(100 / 200)
+    assert part(0.0) > part(1e-4) > part(1e-2) > part(1.0)
+
+
 def test_happiness_is_continuous_in_its_power() -> None:
     speed = np.array([0.5, 1.0, 8.0])
     assert np.allclose(concave_value(speed, 1e-9), concave_value(speed, 0.0), atol=1e-5)
@@ -66,3 +88,52 @@ def test_lateness_is_time_left_over_time_on_equal_share() -> None:
         65.0,
     )
     assert late[:3].tolist() == pytest.approx([(60 + 20) / 30, (65 + 40) / 60, (65 + 40) / 40]) and np.isnan(late[3])
+
+
+def test_overdue_jobs_have_a_hundredth_of_an_epoch() -> None:
+    assert remaining(Progress(done=99.0, epoch_ends=(10.0, 30.0), epochs=2)) == pytest.approx(0.15)
+    assert remaining(Progress(done=40.0, epoch_ends=(10.0, 30.0), epochs=3)) == pytest.approx(5.0), "15 each"
+
+
+def test_ranks_are_soft_or_sharp() -> None:
+    left = np.array([4.0, 1.0])
+    assert rank_weights(left, 1.0, 1.0).tolist() == pytest.approx([(0.5 + 0.5 + 0.2) / 2, (0.5 + 0.8 + 0.5) / 2])
+    assert rank_weights(left, 2.0).tolist() == [0.25, 1.0] and rank_weights(left, 0.0).tolist() == [1.0, 1.0]
+    assert rank_weights(left, 1.0, 2.0).tolist() == pytest.approx([(1 + 1 / 17) / 2, (1 + 16 / 17) / 2])
+    many = np.arange(1.0, 1002.0)
+    assert rank_weights(many, 1.0, 1.0).tolist() == rank_weights(many, 1.0).tolist()
+    assert rank_weights(many[:1000], 1.0, 1.0).tolist() != rank_weights(many[:1000], 1.0).tolist()
+    assert rank_weights(np.array([]), 1.0).tolist() == [] and rank_weights(np.array([5.0]), 1.0).tolist() == [1.0]
+    # Two of three are known: their ranks of two count as of three.
+    assert rank_weights(np.array([4.0, np.nan, 1.0]), 1.0).tolist() == pytest.approx([0.5, 2 / 3, 1.0])
+
+
+def test_a_changed_job_trains_for_a_second_at_least() -> None:
+    part = discount(np.array([[100.0, 0.0]]), np.array([10.0]), np.array([3.0]), np.array([600.0]))
+    assert part.tolist() == [pytest.approx([1 / 4, 600 / 603])], "a tenth of a second is left, or all time"
+
+
+def test_time_to_the_end_is_known_after_an_epoch() -> None:
+    """Ten iterations of 64 samples are left, at the goodput of each size."""
+    known = view("a", progress=Progress(done=10.0, epoch_ends=(10.0,), epochs=2))
+    found = seconds_to_end(known, [4])
+    assert found is not None and found[1:].tolist() == pytest.approx((640 / goodputs(known, [4])[1:]).tolist())
+    unknown = (Progress(done=10.0, epochs=2, usual_epoch=9.0), Progress(done=10.0, epoch_ends=(10.0,)), None)
+    for progress in unknown:
+        assert seconds_to_end(view("a", progress=progress), [4]) is None
+    assert seconds_to_end(view("a", progress=known.progress, goodput=None), [4]) is None
+
+
+def test_a_job_that_has_done_nothing_is_not_late() -> None:
+    def late(progress: Progress | None, left: float = 40.0, speed: float = 2.0) -> float:
+        job = view("a", progress=progress, init_batch_size=64, submitted_s=5.0)
+        return float(overdue([job], np.array([left]), np.array([32.0]), np.array([speed]), 65.0)[0])
+
+    third = Progress(done=10.0, epoch_ends=(10.0,), epochs=3)
+    assert late(third) == pytest.approx((60 + 20) / 30) and late(third, speed=4.0) == pytest.approx((60 + 10) / 15)
+    assert np.isnan(late(None)) and np.isnan(late(Progress(done=0.0), left=0.0))
+    assert late(Progress(done=5.0, epochs=1)) == 2.0, "as much is taken to be left as was done"
+    early = view("a", progress=third, init_batch_size=64, submitted_s=99.0)
+    assert overdue([early], np.array([40.0]), np.array([32.0]), np.array([2.0]), 65.0).tolist() == pytest.approx(
+        [20 / 30]
+    )

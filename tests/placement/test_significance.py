@@ -58,32 +58,32 @@ FAILED = NodeFailure(node="n1", worker="w1", cause="killed", age_s=1.0)
 def test_heartbeat_is_news_where_a_decision_depends_on_it(change: dict[str, Any], trigger: Trigger | None) -> None:
     """A new place of the workers is none: it is what the last decision asked for."""
     after = dataclasses.replace(HERE, **change)
-    assert trigger_of(HERE, after, 0.1) is trigger
+    assert trigger_of(HERE, after) is trigger
     back = Trigger.WEIGHT if "weight" in change and trigger else trigger
-    assert trigger_of(after, HERE, 0.1) is back, "and so is its end"
+    assert trigger_of(after, HERE) is back, "and so is its end"
 
 
 def test_the_same_again_is_no_news() -> None:
-    assert trigger_of(HERE, HERE, 0.0) is None
-    assert trigger_of(HERE, dataclasses.replace(HERE), 0.0) is None
+    assert trigger_of(HERE, HERE) is None
+    assert trigger_of(HERE, dataclasses.replace(HERE)) is None
     costs = dataclasses.replace(HERE, stop_cost_s=3.0, growth_limit=4)
-    assert trigger_of(costs, dataclasses.replace(costs, stop_cost_s=9.0, growth_limit=5), 0.1) is None
+    assert trigger_of(costs, dataclasses.replace(costs, stop_cost_s=9.0, growth_limit=5)) is None
     slow = dataclasses.replace(HERE, slow_nodes={"n1": 2.0}, node_failures=(FAILED,))
     later = dataclasses.replace(FAILED, age_s=9.0)
-    assert trigger_of(slow, dataclasses.replace(slow, slow_nodes={"n1": 3.0}, node_failures=(later,)), 0.1) is None
+    assert trigger_of(slow, dataclasses.replace(slow, slow_nodes={"n1": 3.0}, node_failures=(later,))) is None
 
 
 def test_job_without_a_model_is_news_by_its_sizes() -> None:
     before = dataclasses.replace(HERE, goodput=None)
-    assert trigger_of(before, dataclasses.replace(before), 0.1) is None
-    assert trigger_of(before, dataclasses.replace(before, max_batch_size=2048), 0.1) is Trigger.MODEL
-    assert trigger_of(before, HERE, 0.1) is Trigger.MODEL
+    assert trigger_of(before, dataclasses.replace(before)) is None
+    assert trigger_of(before, dataclasses.replace(before, max_batch_size=2048)) is Trigger.MODEL
+    assert trigger_of(before, HERE) is Trigger.MODEL
 
 
 @pytest.mark.parametrize(("other", "news"), [(model(noise=101.0), False), (model(sync_s=0.5), True)])
 def test_a_model_is_news_where_it_changes_workers_worth(other: GoodputModel, news: bool) -> None:
     after = dataclasses.replace(HERE, goodput=other)
-    assert trigger_of(HERE, after, 0.1) is (Trigger.MODEL if news else None)
+    assert trigger_of(HERE, after) is (Trigger.MODEL if news else None)
 
 
 def test_job_remembers_its_reason_and_since_when_nothing_fits() -> None:

@@ -60,9 +60,9 @@ def test_healthy_jobs_are_planned_as_before() -> None:
 
 def test_node_that_has_become_slow_calls_for_a_decision() -> None:
     before = view("a", slow_nodes={})
-    assert trigger_of(before, dataclasses.replace(before, slow_nodes={"n0": 2.0}), 0.1) is Trigger.NODES
+    assert trigger_of(before, dataclasses.replace(before, slow_nodes={"n0": 2.0})) is Trigger.NODES
     seen = dataclasses.replace(before, slow_nodes={"n0": 2.0})
-    assert trigger_of(seen, dataclasses.replace(before, slow_nodes={"n0": 2.1}), 0.1) is None
+    assert trigger_of(seen, dataclasses.replace(before, slow_nodes={"n0": 2.1})) is None
 
 
 @given(

@@ -36,6 +36,8 @@ def test_tenants_of_different_resources_do_not_compete() -> None:
     demands = {"cpu": {"CPU": 10.0}, "gpu": {"GPU": 4.0, "CPU": 4.0}}
     share = entitlements(demands, {"cpu": 1.0, "gpu": 1.0}, {"CPU": 100.0, "GPU": 4.0})
     assert share == pytest.approx({"cpu": 0.1, "gpu": 1.0})
+    small = entitlements({"a": {"CPU": 2.0}, "b": {"GPU": 1.0}}, {"a": 1.0, "b": 0.5}, {"CPU": 1.0, "GPU": 1.0})
+    assert small == pytest.approx({"a": 1.0, "b": 1.0}), "b rises on when a has all CPUs"
 
 
 def test_the_published_example_of_dominant_resource_fairness() -> None:
@@ -61,6 +63,45 @@ def test_shares_fit_and_nobody_has_less_than_its_due(demands: list[dict[str, flo
     for name, each in share.items():
         due = weight[name] / sum(weight.values())
         assert min(due, full[name]) * (1 - 1e-6) - 1e-9 <= each <= full[name] * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    demands=st.lists(amounts, min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.1, 8), min_size=4, max_size=4),
+    units=st.sampled_from([2.0**-10, 1 / 8, 8.0]),
+    of_weights=st.sampled_from([1 / 16, 1.0, 16.0]),
+)
+def test_shares_do_not_depend_on_units(
+    demands: list[dict[str, float]], weights: list[float], units: float, of_weights: float
+) -> None:
+    def shares(scale: float, by: float) -> dict[str, float]:
+        wanted = {str(i): {r: amount * scale for r, amount in demand.items()} for i, demand in enumerate(demands)}
+        weight = {str(i): weights[i] * by for i in range(len(demands))}
+        return entitlements(wanted, weight, {"CPU": 32.0 * scale, "GPU": 8.0 * scale})
+
+    assert shares(units, of_weights) == pytest.approx(shares(1.0, 1.0), rel=1e-5, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cpus=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    demands=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=7),
+    quota=st.none() | st.integers(0, 8),
+    units=st.sampled_from([1 / 8, 4.0]),
+)
+def test_plans_do_not_depend_on_units(
+    cpus: list[int], demands: list[tuple[str, int, int]], quota: int | None, units: float
+) -> None:
+    def plan(scale: float) -> dict[str, int]:
+        jobs = [
+            view(f"j{i}", tenant=name, min_workers=low, max_workers=low + more, bundle={"CPU": scale})
+            for i, (name, low, more) in enumerate(demands)
+        ]
+        tenants = Tenant(name="a", quota={} if quota is None else {"CPU": quota * scale}), Tenant(name="b", weight=2.0)
+        return sizes("goodput", jobs, cluster(*(n * scale for n in cpus)), *tenants)
+
+    assert plan(units) == plan(1.0)
 
 
 @every

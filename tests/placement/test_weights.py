@@ -70,22 +70,22 @@ def test_the_clusters_configuration_overrules_it() -> None:
 
 def test_changed_weight_is_news_once_it_changes_by_tenth() -> None:
     before = job("a", weight=1.0)
-    assert trigger_of(before, dataclasses.replace(before, weight=1.05), 0.1) is None
-    assert trigger_of(before, dataclasses.replace(before, weight=1.5), 0.1) == "weight"
-    assert trigger_of(before, dataclasses.replace(before, tenant_weight=2.0), 0.1) == "limits"
+    assert trigger_of(before, dataclasses.replace(before, weight=1.05)) is None
+    assert trigger_of(before, dataclasses.replace(before, weight=1.5)) == "weight"
+    assert trigger_of(before, dataclasses.replace(before, tenant_weight=2.0)) == "limits"
 
 
 def test_being_stoppable_is_news_its_cost_is_not() -> None:
     before = job("a")
     stoppable = dataclasses.replace(before, stop_cost_s=5.0)
-    assert trigger_of(before, stoppable, 0.1) == trigger_of(stoppable, before, 0.1) == "limits"
-    assert trigger_of(stoppable, dataclasses.replace(before, stop_cost_s=9.0), 0.1) is None
+    assert trigger_of(before, stoppable) == trigger_of(stoppable, before) == "limits"
+    assert trigger_of(stoppable, dataclasses.replace(before, stop_cost_s=9.0)) is None
 
 
 def test_that_a_trial_may_grow_now_is_news() -> None:
     before = dataclasses.replace(job("a"), growth_limit=1)
-    assert trigger_of(before, dataclasses.replace(before, growth_limit=None), 0.1) == "limits"
-    assert trigger_of(before, dataclasses.replace(before, growth_limit=2), 0.1) is None
+    assert trigger_of(before, dataclasses.replace(before, growth_limit=None)) == "limits"
+    assert trigger_of(before, dataclasses.replace(before, growth_limit=2)) is None
 
 
 @pytest.mark.parametrize("name", ["weight", "tenant_weight"])

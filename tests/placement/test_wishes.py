@@ -187,7 +187,7 @@ def test_the_core_decides_at_once_on_a_changed_wish() -> None:
     core.handle(JobHeartbeat(view=job), 0.0)
     here = dataclasses.replace(job, allocation=core.snapshot().jobs["a"].target)
     core.handle(JobHeartbeat(view=here), 0.1)
-    assert trigger_of(here, dataclasses.replace(here, wished=3), 0.1) is Trigger.LIMITS
+    assert trigger_of(here, dataclasses.replace(here, wished=3)) is Trigger.LIMITS
     (grown,) = core.handle(JobHeartbeat(view=dataclasses.replace(here, wished=3)), 0.2)
     assert sum(grown.nodes.values()) == 3 and "its policy asked for" in grown.reason.words
     there = dataclasses.replace(here, wished=3, allocation=grown.nodes)
@@ -231,7 +231,7 @@ def test_a_small_held_batch_is_worth_fewer_workers() -> None:
     job = view("a", goodput=model(noise=1e5, beta_c=1e-2))
     free, held = (speeds(each, [8]) for each in (job, dataclasses.replace(job, held_batch=64)))
     assert free[8] > held[8]
-    assert trigger_of(job, dataclasses.replace(job, held_batch=64), 0.1) is Trigger.MODEL
+    assert trigger_of(job, dataclasses.replace(job, held_batch=64)) is Trigger.MODEL
 
 
 def test_what_makes_no_allowed_size_returns_from_one_node() -> None:

@@ -18,13 +18,11 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.run.current import set_session
-from elastic_ray.run.dismissal import WorkerDismissed
-from elastic_ray.run.group import Group
+from elastic_ray.run.current import WorkerDismissed, set_session
 from elastic_ray.run.registry import HookPoint, Registry
-from elastic_ray.session.group_changes import GroupChanges
+from elastic_ray.run.run import Group
+from elastic_ray.session.group_changes import CollectiveResults, GroupChanges
 from elastic_ray.session.session import Session
-from elastic_ray.session.user_collectives import CollectiveResults
 from elastic_ray.sync.checks import StrategyError
 from placement.goodput.model import NoiseScale
 from tests.loop.alone import session_of

@@ -16,10 +16,9 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import BatchProposal, Cancel, GenerationSpec, StopJob
 from elastic_ray.membership.worker_side import LostGroupError
-from elastic_ray.run.current import session_of_thread
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed, session_of_thread
 from elastic_ray.run.registry import HookPoint
-from elastic_ray.state.starting_point import SavedState
+from elastic_ray.state.resume_point import SavedState
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.trainee import Trainee, numbers
 from tests.membership.groups import local_controller, member

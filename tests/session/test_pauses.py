@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.events import Pause
-from elastic_ray.steps.clock import StepClock
+from elastic_ray.steps.step import StepClock
 
 SHAPE = BatchChoice(atomic_bsz=8)
 WAIT_S = 0.02

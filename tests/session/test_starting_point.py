@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ray.state.starting_point import StartingPoint
+from elastic_ray.state.resume_point import StartingPoint
 
 
 def test_it_begins_at_the_start_or_after_its_checkpoint() -> None:

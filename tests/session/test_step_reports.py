@@ -7,7 +7,7 @@ import torch
 import elastic_ray as er
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.loop.api import current_session
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from tests.loop.changing import Change, run_job
 
 

@@ -11,7 +11,7 @@ from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.state.progress import PassProgress
-from elastic_ray.steps.clock import StepClock
+from elastic_ray.steps.step import StepClock
 from tests.session.steps import step_of
 
 SHAPE = BatchChoice(atomic_bsz=8)

@@ -19,7 +19,7 @@ from elastic_ray.run.current import set_session
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.session import StandaloneController
-from elastic_ray.state.proof import Link
+from elastic_ray.state.progress import Link
 
 WAIT_S = 20.0
 

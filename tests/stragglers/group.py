@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.data.shares import Shares, by_weight
+from elastic_ray.data.sharding import Shares, by_weight
+from elastic_ray.membership.messages import Member
 from elastic_ray.monitoring.measures import WorkerMeasures
-from elastic_ray.stragglers.slow_workers import StragglerConfig
+from elastic_ray.stragglers.detection import Response, StragglerConfig
+from elastic_ray.stragglers.gpu_types import TypeShares
 from elastic_ray.stragglers.watch import StragglerWatch
 
 
@@ -101,3 +103,51 @@ class Group:
 def sequence_noise(generator: random.Random, spread: float) -> Callable[[], float]:
     """Times of batches padded to their longest sequence: 1 on average, with a long tail."""
     return lambda: generator.lognormvariate(-spread * spread / 2, spread)
+
+
+@dataclasses.dataclass
+class Times:
+    """How long the workers take: a fixed part, and one per sample."""
+
+    fixed_s: float = 0.0
+    sample_s: float = 0.01
+    noise: float = 0.0
+
+
+class TypedGroup:
+    """Steps of a group on several types under one watch."""
+
+    def __init__(
+        self, types: Sequence[str], slow: dict[str, float], times: Times | None = None, response: Response = "tell"
+    ) -> None:
+        self.members = [Member(worker=f"w{i}", node=f"n-{gpu}", gpu_type=gpu) for i, gpu in enumerate(types)]
+        self.slow, self.times, self.random = slow, times or Times(), random.Random(0)
+        self.worker_slow: dict[str, float] = {}
+        self.measured: list[WorkerMeasures] = []
+        self.told: list[str] = []
+        self.equal = False
+        self.types = TypeShares(members=lambda: self.members, measured=lambda: self.measured, equal=lambda: self.equal)
+        self.watch = StragglerWatch(
+            StragglerConfig(response=response),
+            members=lambda: self.members,
+            measured=self.types.comparable_measures,
+            tell=lambda text, detail: self.told.append(text),
+        )
+        self.sizes: list[int] = []
+        self.last_s = 0.0
+
+    def run(self, steps: int, batch: int = 240) -> None:
+        for _ in range(steps):
+            weights = self.types.weights(self.watch.weights) or (1.0,) * len(self.members)
+            self.sizes = by_weight(batch, Shares(weights=weights), 1)
+            seconds = [self._seconds(member, n) for member, n in zip(self.members, self.sizes, strict=True)]
+            self.last_s = max(seconds)
+            self.measured = [WorkerMeasures(compute_s=s, step_s=self.last_s) for s in seconds]
+            sizes = [[float(n)] for n in self.sizes]
+            self.watch.after_step(self.types.comparable(sizes))
+            self.types.after_step(sizes)
+
+    def _seconds(self, member: Member, samples: int) -> float:
+        times = self.slow[member.gpu_type] * self.worker_slow.get(member.worker, 1.0)
+        noise = max(0.2, self.random.gauss(1.0, self.times.noise))
+        return (self.times.fixed_s + self.times.sample_s * samples) * times * noise

@@ -12,8 +12,7 @@ import pytest
 
 from elastic_ray.communication.connections import Connections
 from elastic_ray.monitoring.monitoring import _group_used, _host_used, major_faults, memory_used
-from elastic_ray.stragglers.network import SendTrace
-from elastic_ray.stragglers.slow_workers import StragglerConfig
+from elastic_ray.stragglers.detection import SendTrace, StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 from tests.stragglers.group import Group
 

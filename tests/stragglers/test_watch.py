@@ -8,8 +8,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from elastic_ray.stragglers.detection import SpeedTrace
-from elastic_ray.stragglers.slow_workers import StragglerConfig
+from elastic_ray.stragglers.detection import SpeedTrace, StragglerConfig
 from tests.stragglers.group import Group, Place, sequence_noise
 
 TELL, SHARE = StragglerConfig(response="tell"), StragglerConfig(response="share")

@@ -12,7 +12,7 @@ from torch import Tensor
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
-from elastic_ray.state.proof import BITS, sample_hashes
+from elastic_ray.state.progress import BITS, sample_hashes
 from elastic_ray.sync import Strategy
 from elastic_ray.sync.spec import Average
 from tests.loop.changing import Change, Kill, Outcome, run_job

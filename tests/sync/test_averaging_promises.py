@@ -17,7 +17,7 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.sync import AdaptiveSGD, LocalSGD, Strategy, StrategyError
 from elastic_ray.sync.spec import Average

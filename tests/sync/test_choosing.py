@@ -14,11 +14,20 @@ from elastic_ray.state.codec import decode, encode
 from elastic_ray.state.layout import digest
 from elastic_ray.sync import StrategyError
 from elastic_ray.sync.choosing.candidates import candidates, consider, describe, what_is_done
-from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, watch_rows
-from elastic_ray.sync.choosing.race import Standing, Step, most_candidates, standing
+from elastic_ray.sync.choosing.choice import (
+    UNHEARD,
+    Choice,
+    Measured,
+    Standing,
+    Step,
+    advance,
+    leave,
+    most_candidates,
+    standing,
+    watch_rows,
+)
 from elastic_ray.sync.naming import NAMED
-from elastic_ray.sync.plan import lower
-from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
+from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo, Topology, lower
 from elastic_ray.sync.spec import Reduce, Rows, Strategy
 
 SECONDS = st.floats(1e-6, 10.0)

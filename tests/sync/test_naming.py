@@ -9,7 +9,7 @@ import pytest
 from elastic_ray.sync import Strategy, StrategyError
 from elastic_ray.sync.builders import PS
 from elastic_ray.sync.naming import resolve_strategy
-from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.plan import ModelProfile, ParamInfo, Topology
 
 MODEL = ModelProfile(params=(ParamInfo(names=("w",), shape=(2, 2)),))
 

@@ -14,7 +14,7 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.engine.factory import carries_tail, make_operation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.buckets import Bucket
-from elastic_ray.sync.operations.compressed import CompressedOperation
+from elastic_ray.sync.operations.owing import CompressedOperation
 from elastic_ray.sync.operations.partitioned_reduce import partition_axis
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.spec import Owner, Reduce, Sync, Wire

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from elastic_ray.sync import AllReduce, Parallax, Strategy, StrategyError
 from elastic_ray.sync.builders import PSLoadBalancing, exactly
 from elastic_ray.sync.naming import NAMED, resolve_strategy
-from elastic_ray.sync.plan import lower
-from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
+from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo, Topology, lower
 from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule
 
 MB = 1 << 18  # elements of float32

@@ -14,7 +14,7 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.parallel.model_copy import describe_model
-from elastic_ray.steps.clock import StepClock
+from elastic_ray.steps.step import StepClock
 from elastic_ray.sync import AllReduce, Auto, Strategy
 from elastic_ray.sync.naming import resolve_strategy
 from placement.goodput.model import NoiseScale

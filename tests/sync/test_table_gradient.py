@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ray.sync.engine.model_profile import profile_of
+from elastic_ray.sync.engine.trainable import profile_of
 from elastic_ray.sync.tables.table_gradient import TableGradient
 
 TABLE, WIDTH = 30, 3

@@ -18,8 +18,7 @@ from elastic_ray.sync.engine.factory import carries_tail, make_operation
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.topologies import SCHEDULES, Round
-from elastic_ray.sync.plan import BucketPlan, lower
-from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.plan import BucketPlan, ModelProfile, ParamInfo, Topology, lower
 from elastic_ray.sync.spec import Reduce, Rows, Rule, Wire
 from tests.membership.groups import on_ranks
 

@@ -11,8 +11,7 @@ import torch
 from elastic_ray.state.codec import decode, encode
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto
-from elastic_ray.sync.plan import SyncPlan, lower
-from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.plan import ModelProfile, ParamInfo, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.switching import strategy_in_force
 from elastic_ray.sync.switching.strategy_in_force import StrategyTuner

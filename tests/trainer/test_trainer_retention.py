@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.checkpoints.retention import CheckpointRetention
+from elastic_ray.checkpoints.interval import CheckpointRetention
 
 scores = st.one_of(st.none(), st.floats(allow_nan=True), st.just("text"), st.integers(-5, 5))
 

@@ -1,4 +1,4 @@
-"""NNI on elastic jobs: an experiment with NNI's manager, and its tuners and assessors in Ray Tune without it."""
+"""NNI on elastic jobs: experiments run by NNI's manager, and NNI's tuners and assessors inside Ray Tune."""
 
 from __future__ import annotations
 

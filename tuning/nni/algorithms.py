@@ -1,4 +1,4 @@
-"""NNI's algorithms on this stack: supported ones, alternatives to others, and how they get the mode."""
+"""NNI's algorithms on this stack: the working ones, substitutes for the rest, and how each gets the mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """Support of one of NNI's algorithms."""
+    """Support status of one NNI algorithm."""
 
     kind: str = "tuner"  # "tuner", "advisor" (a tuner that stops trials itself) or "assessor"
     optimizes: bool = True  # whether it takes ``optimize_mode``
@@ -59,7 +59,7 @@ KNOWN: Mapping[str, AlgorithmSupport] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A tuner, advisor or assessor with its arguments, in NNI's own words."""
+    """A tuner, advisor or assessor with its arguments, in NNI's own terms."""
 
     name: str = ""
     class_name: str = ""
@@ -68,27 +68,27 @@ class Algorithm:
 
     @property
     def is_advisor(self) -> bool:
-        """True if the algorithm is an advisor, which stops trials itself, so that there can be no assessor."""
+        """True if the algorithm is an advisor. An advisor stops trials itself, so no assessor may be used with it."""
         return self.name in KNOWN and KNOWN[self.name].kind == "advisor"
 
 
 def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
-    """Return the tuner that a user names: ``"TPE"``, or what NNI's configuration has below ``tuner``.
+    """Return the tuner that a user specified, as a name such as ``"TPE"`` or as an NNI ``tuner`` configuration.
 
     Args:
-        given: name, mapping with ``name`` (or ``class_name`` and ``code_directory``) and ``class_args``, or an
-            ``AlgorithmConfig`` of NNI's.
-        mode: "max" or "min", from which ``optimize_mode`` follows.
-        in_tune: for use without NNI's manager.
+        given: A name, a mapping with ``name`` (or ``class_name`` and ``code_directory``) and ``class_args``, or
+            an NNI ``AlgorithmConfig``.
+        mode: "max" or "min", which sets ``optimize_mode``.
+        in_tune: True if the tuner will run in Ray Tune, without NNI's manager.
 
-    Raises TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message
+    Raises TypeError: ``given`` has another form. ValueError: the tuner is unknown or does not run here; the message
     names one that does.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
 
 def read_assessor(given: Any, mode: str) -> Algorithm | None:
-    """Return the assessor that a user names, as :func:`read_tuner`; None for none."""
+    """Return the assessor that a user specified, in the same forms as for :func:`read_tuner`; None for None."""
     if given is None:
         return None
     assessor = _read("assessor", ("assessor",), given)
@@ -101,12 +101,7 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """Return the promise by which an assessor of NNI's compares trials; None for a user's own, or none.
-
-    Args:
-        metric: name of the reported metric.
-        mode: "max" or "min".
-    """
+    """Return the promise equivalent to an NNI assessor; None for a custom assessor or without an assessor."""
     if assessor is None or not assessor.name:
         return None
     said = assessor.class_args
@@ -119,7 +114,7 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
-    """Refuse an assessor beside a tuner that stops trials itself. Raises ValueError: there is one."""
+    """Raise ValueError if an assessor is combined with a tuner that stops trials itself."""
     if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
         raise ValueError(
             f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "
@@ -128,13 +123,13 @@ def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
 
 
 def works(kind: str) -> list[str]:
-    """Return names of the algorithms that run here; ``kind`` is "tuner" (advisors included) or "assessor"."""
+    """Return the names of the algorithms that run here; ``kind`` is "assessor" or "tuner" (which includes advisors)."""
     kinds = ("tuner", "advisor") if kind == "tuner" else (kind,)
     return [name for name, known in KNOWN.items() if known.kind in kinds and not known.broken]
 
 
 def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = False) -> Algorithm:
-    """Return the algorithm that is named, or the user's own class; raises TypeError where it is neither or both."""
+    """Return the named algorithm or the user's own class. Raise TypeError if both or neither are given."""
     if isinstance(given, str):
         given = {"name": given}
     elif not isinstance(given, Mapping):
@@ -159,7 +154,7 @@ def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = Fals
 
 
 def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> str:
-    """Return NNI's spelling of the name; it does not care for upper and lower case either."""
+    """Return NNI's spelling of an algorithm's name, matched case-insensitively as NNI does."""
     spelled = {each.lower(): each for each in KNOWN if KNOWN[each].kind in kinds}
     found = spelled.get(str(name).lower())
     if found is None and str(name).lower().endswith("tuner"):
@@ -178,7 +173,7 @@ def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> 
 
 
 def _with_mode(what: str, algorithm: Algorithm, mode: str) -> Algorithm:
-    """Return the algorithm with ``optimize_mode``, if it takes that; raises ValueError if they disagree."""
+    """Return the algorithm with ``optimize_mode`` if it accepts one. Raise ValueError if it contradicts ``mode``."""
     if mode not in ("max", "min"):
         raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
     word = {"max": "maximize", "min": "minimize"}[mode]

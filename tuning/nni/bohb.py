@@ -8,4 +8,4 @@ from tuning.nni.hyperband import TextIds
 
 
 class BOHB(TextIds, NNIBOHB):  # type: ignore[misc]  # NNI has no types
-    """Advisor for ``tuner="BOHB"``."""
+    """NNI's advisor for ``tuner="BOHB"``, with text ids."""

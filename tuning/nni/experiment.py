@@ -1,4 +1,4 @@
-"""SHELL: an NNI experiment, with its manager and web page, whose trials are elastic jobs."""
+"""SHELL: NNI experiments, with NNI's manager and web page, whose trials are elastic jobs."""
 
 from __future__ import annotations
 
@@ -44,44 +44,46 @@ _NAME = r"[A-Za-z0-9._=,+-]{1,100}"
 
 
 class Experiment:
-    """An NNI experiment on elastic jobs: its manager, web page, tuners and assessors; its trials are the allocator's.
+    """An NNI experiment on elastic jobs: NNI runs the manager, web page and tuner; the allocator sizes the trials.
 
     ``Experiment(train, {"lr": {"_type": "loguniform", "_value": [1e-4, 1e-1]}}, max_trial_number=24).run(8080)``, where
     ``train`` is a train loop in which NNI's functions work (``nni.get_next_parameter``, ``report_intermediate_result``,
-    ``report_final_result``), or one that takes the parameters as its config and calls ``elastic_ray.report``. Workers
-    all call them, rank 0's reports count. A learning rate among the parameters is the one at the loader's initial batch
-    size; it is scaled from there when the batch grows.
+    ``report_final_result``), or one that receives the parameters as its config and calls ``elastic_ray.report``. Every
+    worker calls these functions; only rank 0's reports count. A learning rate among the parameters applies to the
+    loader's initial batch size and is scaled from there when the batch grows.
 
-    Trials run on the Ray cluster that this process is connected to, or connects to (``RAY_ADDRESS``), and end with it.
+    Trials run on the Ray cluster that this process is connected to, or connects to (``RAY_ADDRESS``), and end when this
+    process ends.
 
     Args:
-        train_loop_or_trainer: a train loop, or an ``ElasticTrainer`` whose settings trials are to have.
-        search_space: in NNI's words.
-        tuner: name, or what NNI's configuration has below ``tuner``: ``{"name": ..., "class_args": {...}}``.
-        assessor: the same; None stops no trial.
-        metric: name of the reported metric; what NNI's functions report is always understood.
-        mode: "max" if a larger metric is better, "min" otherwise; tuner and assessor are told.
-        trial_concurrency: how many trials run at a time.
-        max_trial_number: trials in all; None continues until the tuner has no more, or for ever.
-        max_experiment_duration: "1h", "30m"...; no trial is started after it.
-        train_loop_config: as for ``ElasticTrainer``; a trial's parameters go over it.
-        scaling_config: workers of a trial, ``num_workers=(min, max)``, and what each of them needs.
-        elastic_config: as for ``ElasticTrainer``, but for ``warm_workers_per_node``, which is 0 by default.
-        scheduling_config: as for ``ElasticTrainer``; without a tenant the experiment is one of its own.
-        model_fingerprint: as for ``ElasticTrainer``.
-        weight: of the experiment against other jobs.
-        promise: by what trials are compared while they run, so that those near the top grow; by default what the
-            assessor says. What NNI sees counts where a report lacks its metric ("default", say); its mode must be the
-            experiment's.
-        name: of the experiment, on the web page, and of its tenant.
-        storage_path: directory or URI for the trials' events and checkpoints, which all nodes see; by default it is
+        train_loop_or_trainer: A train loop, or an ``ElasticTrainer`` whose settings apply to all trials.
+        search_space: Search space in NNI's format.
+        tuner: Name, or an NNI ``tuner`` configuration: ``{"name": ..., "class_args": {...}}``.
+        assessor: Assessor, in the same forms as ``tuner``; None never stops a trial early.
+        metric: Name of the reported metric. Values reported with NNI's own functions are always accepted.
+        mode: "max" if a larger metric is better, "min" otherwise; passed on to tuner and assessor.
+        trial_concurrency: Number of trials that run at a time.
+        max_trial_number: Total number of trials; None continues until the tuner has no more, or for ever.
+        max_experiment_duration: "1h", "30m"...; no trial is started after this time.
+        train_loop_config: As for ``ElasticTrainer``; a trial's parameters override it.
+        scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
+        elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
+        scheduling_config: As for ``ElasticTrainer``; without a tenant the experiment becomes a tenant itself.
+        model_fingerprint: As for ``ElasticTrainer``.
+        weight: Weight of the experiment relative to other jobs.
+        promise: How running trials are compared, so that those near the top grow; by default derived from the
+            assessor. If a report lacks the promise's metric, the value that NNI sees ("default", say) is used. Its
+            mode must equal ``mode``.
+        name: Name of the experiment on the web page, and of its tenant.
+        storage_path: Directory or URI for the trials' events and checkpoints, visible to all nodes; by default
             NNI's directory of the experiment.
-        directory: NNI's ``experiment_working_directory``; ``nnictl`` looks in the default one.
-        host: "127.0.0.1" lets only this machine reach the web page and REST API, which have no password and start
-            commands; "0.0.0.0" lets every machine.
+        directory: NNI's ``experiment_working_directory``; ``nnictl`` only searches NNI's default directory.
+        host: Address that the web page and REST API listen on: "127.0.0.1" is reachable from this machine only,
+            "0.0.0.0" from every machine. They have no password and can start commands.
 
     Raises:
-        TypeError: and ValueError: an argument is wrong. ImportError: NNI is not installed.
+        TypeError, ValueError: An argument is invalid.
+        ImportError: NNI is not installed.
     """
 
     def __init__(
@@ -158,26 +160,26 @@ class Experiment:
 
     @property
     def id(self) -> str:
-        """NNI's id of the experiment."""
+        """Id that NNI has assigned to the experiment."""
         return str(self.nni.id)
 
     @property
     def url(self) -> str:
-        """Address of the web page; empty while there is none."""
+        """Address of the web page; empty while the experiment is not running."""
         return self._manager.url
 
     def run(self, port: int = 8080) -> Results:
-        """Run the experiment to its end; Ctrl-C stops it.
+        """Run the experiment until it ends; Ctrl-C stops it.
 
-        The web page is there until then; ``nnictl view ID`` shows it again.
+        The web page exists only while the experiment runs; ``nnictl view ID`` shows it again later.
 
         Args:
-            port: of web page and REST API; 0 takes any that is free.
+            port: Port of the web page and REST API; 0 picks a free one.
 
         Raises:
-            ExperimentFailedError: the Ray cluster, NNI's manager or the tuner is gone; it has the results so far.
-            ImpossibleResourcesError: the cluster could never run a trial.
-            RuntimeError: the port is taken, or another experiment of this name runs.
+            ExperimentFailedError: The Ray cluster, NNI's manager or the tuner has failed; it holds the results so far.
+            ImpossibleResourcesError: The cluster could never run a trial.
+            RuntimeError: The port is in use, or another experiment of this name is running.
         """
         self.start(port)
         try:
@@ -187,7 +189,7 @@ class Experiment:
         return self.results()
 
     def start(self, port: int = 8080) -> None:
-        """Start the experiment and return; ``stop()`` it in the end. Arguments and errors are those of :meth:`run`."""
+        """Start the experiment and return at once; end it with ``stop()``. Arguments and errors: see :meth:`run`."""
         if self._server is not None:
             raise RuntimeError(f"experiment {self.id} has been started already; make another one")
         join()
@@ -207,12 +209,12 @@ class Experiment:
         print(f"NNI experiment {self.id}: {self.url}", flush=True)
 
     def wait(self) -> None:
-        """Wait for the experiment's end; raises as :meth:`run`."""
+        """Wait until the experiment ends. Raises the same errors as :meth:`run`."""
         while not self._over():
             time.sleep(_LOOK_S)
 
     def stop(self) -> None:
-        """End the experiment and its trials, with all they hold."""
+        """End the experiment and its trials, and release all their resources."""
         if self._manager.running:
             with contextlib.suppress(OSError):
                 self._last = self._manager.state()
@@ -242,11 +244,11 @@ class Experiment:
 
     @property
     def _sweep(self) -> str:
-        """Name of the trials' sweep."""
+        """Name of the sweep that the trials belong to."""
         return self._name or f"nni-{self.id}"
 
     def _context(self) -> ExperimentContext:
-        """Return where the trials keep files: below ``storage_path`` if given, else in NNI's experiment folder."""
+        """Return the trials' names and paths: below ``storage_path`` if given, otherwise in NNI's experiment folder."""
         root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
         if self._storage_path is not None:
             root, inside = self._storage_path, self.id
@@ -261,7 +263,7 @@ class Experiment:
         )
 
     def _reachable(self) -> bool:
-        """True if the head of the Ray cluster answers; Ray's own calls would wait for it for a minute."""
+        """True if the head of the Ray cluster answers. Ray's own calls would block for a minute."""
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
@@ -270,7 +272,7 @@ class Experiment:
         return True
 
     def _over(self) -> bool:
-        """True if the experiment has ended or lacks trials; raises ExperimentFailedError if it cannot continue."""
+        """True if the experiment has ended or has no more trials. Raises ExperimentFailedError if it has failed."""
         now_s = time.monotonic()
         if self._reachable():
             self._answered_s = now_s
@@ -309,7 +311,7 @@ class Experiment:
 
 
 def _agreed(promise: Promise | None, mode: str) -> Promise | None:
-    """Return the promise, if it finds the same trials good as NNI does."""
+    """Return the promise. Raise ValueError if its mode differs from the experiment's."""
     if isinstance(promise, Promise) and promise.mode != mode:
         raise ValueError(
             f"promise.mode must be {mode!r}, the experiment's mode, but got {promise.mode!r}: trials would grow that "

@@ -8,12 +8,12 @@ from nni.algorithms.hpo.hyperband_advisor import Hyperband as NNIHyperband
 
 
 class TextIds:
-    """Mixin for text ids: NNI 3.0 compares ids as numbers to find those of a resumed experiment."""
+    """Mixin for text ids. NNI 3.0 compares ids as numbers to recognise those of a resumed experiment."""
 
     def is_created_in_previous_exp(self, param_id: Any) -> bool:
-        """Return False: advisors keep nothing of an earlier run."""
+        """Return False, since advisors keep nothing from an earlier run."""
         return False
 
 
 class Hyperband(TextIds, NNIHyperband):  # type: ignore[misc]  # NNI has no types
-    """Advisor for ``tuner="Hyperband"``."""
+    """NNI's advisor for ``tuner="Hyperband"``, with text ids."""

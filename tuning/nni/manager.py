@@ -1,4 +1,4 @@
-"""SHELL: NNI's manager: configured, started where only this machine reaches it, asked, and stopped."""
+"""SHELL: NNI's manager: configured, started so that only this machine reaches it, queried, and stopped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]  # a trial's command need not run
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentConfig:
-    """An experiment in NNI's own terms; those that are not explained are ``tuning.nni.Experiment``'s."""
+    """Configuration of an experiment in NNI's terms. See ``tuning.nni.Experiment`` for the fields."""
 
     name: str | None
     space: Mapping[str, Any]
@@ -41,7 +41,7 @@ class ExperimentConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentState:
-    """The manager's answer."""
+    """State of an experiment, as NNI's manager reports it."""
 
     status: str  # of the experiment, in NNI's words
     trials: Mapping[str, Mapping[str, Any]]  # NNI's record of every trial, by its id
@@ -62,12 +62,12 @@ class Manager:
 
     @property
     def url(self) -> str:
-        """Address of the web page; empty while there is none."""
+        """Address of the web page; empty while the manager is not running."""
         return f"http://127.0.0.1:{self.nni.port}" if self.running else ""
 
     @property
     def running(self) -> bool:
-        """True if the manager was started and not stopped."""
+        """True if the manager has been started and not stopped."""
         return self.nni.port is not None
 
     @property
@@ -77,7 +77,7 @@ class Manager:
         return process is not None and process.poll() is None
 
     def tuner_works(self) -> bool:
-        """True if the tuner's process exists and none of its threads has failed; NNI need not notice either."""
+        """True if the tuner's process exists and none of its threads has failed. NNI itself may miss either failure."""
         import psutil
 
         with contextlib.suppress(OSError), open(self.folder / "log" / "dispatcher.log", "rb") as log:
@@ -97,13 +97,13 @@ class Manager:
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start it; ``trials_at`` is where trials' commands connect to. Raises RuntimeError: the port is taken."""
+        """Start the manager; trials connect to ``trials_at``. Raises RuntimeError: the port is in use."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)
 
     def state(self) -> ExperimentState:
-        """Ask for the experiment's state; raises ``OSError`` if there is no answer."""
+        """Fetch the experiment's state from the manager. Raises ``OSError`` if it does not answer."""
         from nni.experiment import rest
 
         rows = rest.get(self.nni.port, "/trial-jobs")
@@ -122,12 +122,12 @@ class Manager:
         return "it left no log"
 
     def stop(self) -> None:
-        """Stop it, and the trials' commands with it."""
+        """Stop the manager, and the trials' commands with it."""
         self.nni.stop()
 
 
 def _configured(config: ExperimentConfig) -> Any:
-    """Return an ``nni.experiment.Experiment`` that is set up and not started; raises ImportError without NNI."""
+    """Return a configured ``nni.experiment.Experiment`` that is not started. Raise ImportError without NNI."""
     try:
         import nni
         from nni.experiment import Experiment
@@ -150,7 +150,7 @@ def _configured(config: ExperimentConfig) -> Any:
 
 
 def _algorithm(algorithm: Algorithm) -> Any:
-    """Return NNI's configuration of it; a custom one for the user's class, or for ours in place of NNI's."""
+    """Return NNI's configuration of an algorithm: a custom one for the user's class or our replacement class."""
     from nni.experiment import AlgorithmConfig, CustomAlgorithmConfig
 
     arguments = dict(algorithm.class_args)
@@ -166,7 +166,7 @@ def _algorithm(algorithm: Algorithm) -> Any:
 
 @contextlib.contextmanager
 def _environment(trials_at: str, host: str) -> Iterator[None]:
-    """Set the environment of the manager, and through it of every trial's command."""
+    """Set the environment of the manager and, through it, of every trial's command."""
     preload = json.dumps(str(Path(__file__).with_name("manager.js")))
     wanted = {
         ADDRESS: trials_at,
@@ -188,7 +188,7 @@ def _environment(trials_at: str, host: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """Give NNI's manager more than 3 s to answer, which on a busy machine is not enough."""
+    """Give NNI's manager more than its default 3 s to answer, which is too short on a busy machine."""
     from nni.experiment import launcher
 
     before = launcher._check_rest_server
@@ -200,7 +200,7 @@ def _patience() -> Iterator[None]:
 
 
 def _free_port(port: int) -> int:
-    """Return the port itself, or any free one for 0; raises RuntimeError where it is taken."""
+    """Return the port itself, or any free one for 0. Raise RuntimeError if it is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

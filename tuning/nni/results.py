@@ -1,4 +1,4 @@
-"""Results of an NNI experiment: its trials, the best of them, and an error that keeps them."""
+"""Results of an NNI experiment: its trials, the best trial, and an error that carries the results so far."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Outcome:
     """Outcome of a trial.
 
     Attributes:
-        trial: NNI's id of it.
-        sequence: its number in the experiment, from 0.
-        status: NNI's: "SUCCEEDED", "EARLY_STOPPED", "FAILED", "USER_CANCELED", "RUNNING"...
-        parameters: what the tuner chose.
-        value: the metric as it was reported last; None if it never was.
-        reports: the metric at each report.
-        workers: the trial's size at each report.
-        path: directory of its events and checkpoints, on the experiment's storage; empty if it never started.
-        error: why it failed; empty if it did not.
+        trial: NNI's id of the trial.
+        sequence: Number of the trial in the experiment, from 0.
+        status: NNI's status: "SUCCEEDED", "EARLY_STOPPED", "FAILED", "USER_CANCELED", "RUNNING"...
+        parameters: Parameters that the tuner chose.
+        value: Last reported value of the metric; None if it was never reported.
+        reports: Value of the metric at each report.
+        workers: Number of workers at each report.
+        path: Directory of the trial's events and checkpoints on the experiment's storage; empty if it never started.
+        error: Reason of the failure; empty if the trial did not fail.
 
     Examples:
         >>> from tuning.nni import Outcome
@@ -44,8 +44,8 @@ class Results:
     """Results of an experiment: all trials, in the order of their numbers.
 
     Attributes:
-        experiment: NNI's id of it, as ``nnictl experiment list`` shows it.
-        trials: the trials.
+        experiment: NNI's id of the experiment, as shown by ``nnictl experiment list``.
+        trials: All trials, finished or not.
         mode: "max" if a larger value is better, "min" otherwise.
 
     Examples:
@@ -61,7 +61,7 @@ class Results:
 
     @property
     def finished(self) -> tuple[Outcome, ...]:
-        """Trials that came to their end."""
+        """Trials that succeeded and reported a value."""
         return tuple(each for each in self.trials if each.status == "SUCCEEDED" and each.value is not None)
 
     @property
@@ -69,7 +69,7 @@ class Results:
         """The finished trial with the best value.
 
         Raises:
-            LookupError: none has finished.
+            LookupError: No trial has finished.
         """
         if not self.finished:
             found = ", ".join(f"{each.trial}: {each.status}" for each in self.trials) or "there were none"
@@ -79,11 +79,11 @@ class Results:
 
 
 class ExperimentFailedError(RuntimeError):
-    """Error raised if the experiment cannot continue; ``results`` are those so far.
+    """Error raised if the experiment cannot continue; its ``results`` hold the trials so far.
 
     Args:
-        message: why.
-        results: the trials so far.
+        message: Reason of the failure.
+        results: The trials so far.
     """
 
     def __init__(self, message: str, results: Results) -> None:

@@ -1,4 +1,4 @@
-"""SHELL: NNI's tuners as Ray Tune's ``Searcher``, and its assessors as a ``TrialScheduler``, without NNI's manager."""
+"""SHELL: NNI's tuners as Ray Tune ``Searcher``, and its assessors as ``TrialScheduler``, without NNI's manager."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 class NNISearch(Searcher):
-    """Searcher of Ray Tune that asks one of NNI's tuners, for ``TuneConfig(search_alg=...)``.
+    """Ray Tune searcher backed by one of NNI's tuners, for ``TuneConfig(search_alg=...)``.
 
-    ``TuneConfig(search_alg=NNISearch("TPE"), metric="accuracy", mode="max")``; the space is the ``Tuner``'s
-    ``param_space``, or one in NNI's words.
+    ``TuneConfig(search_alg=NNISearch("TPE"), metric="accuracy", mode="max")``; the search space is the ``Tuner``'s
+    ``param_space``, or one in NNI's format.
 
     Args:
-        tuner: name, or what NNI's configuration has below ``tuner``: ``{"name": ..., "class_args": {...}}``.
-        space: search space in NNI's words; None takes ``param_space``.
-        metric: name of the reported metric; None takes ``TuneConfig``'s, as for ``mode``.
-        mode: "max" or "min"; the tuner is told.
+        tuner: Name, or an NNI ``tuner`` configuration: ``{"name": ..., "class_args": {...}}``.
+        space: Search space in NNI's format; None uses ``param_space``.
+        metric: Name of the reported metric; None uses ``TuneConfig``'s.
+        mode: "max" or "min", passed on to the tuner; None uses ``TuneConfig``'s.
 
     Raises:
-        TypeError: and ValueError: an argument is wrong, or the tuner needs NNI's manager or does not run on this stack.
+        TypeError, ValueError: An argument is invalid, or the tuner needs NNI's manager or does not run here.
         ImportError: NNI is not installed.
 
     Examples:
@@ -63,9 +63,9 @@ class NNISearch(Searcher):
             self._open(self._space)
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Set the metric, the mode and the space for Tune.
+        """Set the metric, mode and search space, as Ray Tune requests.
 
-        False if there is a space already and ``config`` has another one.
+        Returns False if a space is already set and ``config`` contains another one.
         """
         searched, _ = from_tune(config)
         if self._space is not None and searched:
@@ -83,7 +83,7 @@ class NNISearch(Searcher):
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        """Return parameters of the next trial; None if the tuner waits for results, ``FINISHED`` if it has no more."""
+        """Return the next trial's parameters, None if the tuner waits for results, ``FINISHED`` if it has no more."""
         if self._tuner is None:
             raise RuntimeError("NNISearch has no search space yet: it is to be used by a ray.tune.Tuner")
         if not self._ready and not self._refused:
@@ -95,7 +95,7 @@ class NNISearch(Searcher):
         return dict(self._parameters[index])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Report a trial's result to the tuner, also of a trial that a scheduler has stopped."""
+        """Report the result of a finished or stopped trial to the tuner."""
         index = self._ids.pop(trial_id, None)
         if index is None:
             return
@@ -107,7 +107,7 @@ class NNISearch(Searcher):
         self._tuner.trial_end(index, value is not None)
 
     def save(self, checkpoint_path: str) -> None:
-        """Keep the tuner with all it knows, for ``Tuner.restore``."""
+        """Save the tuner with its state, for ``Tuner.restore``."""
         state = {name: value for name, value in vars(self).items() if name != "_tuner"}
         tuner = copy.copy(self._tuner)  # the one in use keeps its callback
         if hasattr(tuner, "send_trial_callback"):
@@ -116,7 +116,7 @@ class NNISearch(Searcher):
             pickle.dump((state, tuner), file)
 
     def restore(self, checkpoint_path: str) -> None:
-        """Restore the searcher that was saved."""
+        """Restore a searcher from :meth:`save`."""
         with open(checkpoint_path, "rb") as file:
             state, self._tuner = pickle.load(file)
         if hasattr(self._tuner, "send_trial_callback"):
@@ -130,7 +130,7 @@ class NNISearch(Searcher):
         self._tuner.update_search_space(self._space)
 
     def _ask(self) -> None:
-        """Ask the tuner for one more; it may give it later."""
+        """Request parameters from the tuner, which may also deliver them later through the callback."""
         from nni import NoMoreTrialError
 
         index, self._count = self._count, self._count + 1
@@ -148,21 +148,22 @@ class NNISearch(Searcher):
             self._refused = bool(self._ids)
 
     def _later(self, index: int, parameters: Any) -> None:
-        """Draw parameters from the tuner later."""
+        """Queue parameters that the tuner has delivered."""
         self._parameters[index] = {name: _plain(value) for name, value in parameters.items()}
         self._ready.append(index)
 
 
 class AssessorScheduler(FIFOScheduler):
-    """Scheduler for ``TuneConfig(scheduler=...)`` that stops trials which one of NNI's assessors finds hopeless.
+    """Ray Tune scheduler that stops trials an NNI assessor judges hopeless, for ``TuneConfig(scheduler=...)``.
 
     Args:
-        assessor: "Medianstop", "Curvefitting", or what NNI's configuration has below ``assessor``.
-        metric: name of the reported metric; None takes ``TuneConfig``'s, as for ``mode``.
-        mode: "max" or "min"; the assessor is told.
+        assessor: "Medianstop", "Curvefitting", or an NNI ``assessor`` configuration.
+        metric: Name of the reported metric; None uses ``TuneConfig``'s.
+        mode: "max" or "min", passed on to the assessor; None uses ``TuneConfig``'s.
 
     Raises:
-        TypeError: and ValueError: an argument is wrong. ImportError: NNI is not installed.
+        TypeError, ValueError: An argument is invalid.
+        ImportError: NNI is not installed.
 
     Examples:
         >>> from tuning.nni import AssessorScheduler
@@ -185,14 +186,14 @@ class AssessorScheduler(FIFOScheduler):
         return self._metric
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Set the metric and the mode for Tune."""
+        """Set the metric and the mode, as Ray Tune requests. Returns False if either is set already."""
         if (metric and self._metric) or (mode and self._mode):
             return False
         self._metric, self._mode = self._metric or metric, self._mode or mode
         return True
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Return whether the trial continues or stops."""
+        """Return Ray Tune's decision to continue or stop the trial, from the assessor's verdict."""
         value = finite(result.get(str(self._metric)))
         if result.get("done") or value is None:
             return str(TrialScheduler.CONTINUE)
@@ -203,15 +204,15 @@ class AssessorScheduler(FIFOScheduler):
         return str(TrialScheduler.CONTINUE if good else TrialScheduler.STOP)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Notify the assessor."""
+        """Notify the assessor that the trial has completed."""
         self._end(trial, good=True)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        """Notify the assessor."""
+        """Notify the assessor that the trial has failed."""
         self._end(trial, good=False)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        """Notify the assessor."""
+        """Notify the assessor that the trial was removed."""
         self._end(trial, good=False)
 
     def _end(self, trial: Any, *, good: bool) -> None:
@@ -229,7 +230,7 @@ class AssessorScheduler(FIFOScheduler):
 
 
 def make(algorithm: Algorithm, kind: str) -> Any:
-    """Return an instance of one of NNI's algorithms, or of the user's class of that sort; ``kind`` is NNI's."""
+    """Return an instance of an NNI algorithm or of the user's class; ``kind`` is "tuners" or "assessors"."""
     try:
         import nni
         from nni.tools.package_utils import tuner_factory
@@ -248,5 +249,5 @@ def make(algorithm: Algorithm, kind: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy scalar as a plain value; some tuners leave them in."""
+    """Return a NumPy scalar, which some tuners leave in parameters, as a plain value."""
     return value.item() if hasattr(value, "item") and not isinstance(value, Mapping) else value

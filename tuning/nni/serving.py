@@ -1,7 +1,7 @@
-"""SHELL: the jobs of an NNI experiment's trials, held by the experiment's process, one thread each.
+"""SHELL: jobs of an NNI experiment's trials, held by the experiment's process, one thread each.
 
-A trial's command (``tuning.nni.trial``) connects and waits. While the connection lasts the trial does; NNI ends a trial
-by killing its command. What the job reports goes to NNI's manager by the channel that NNI gives every trial.
+A trial's command (``tuning.nni.trial``) connects and waits. The trial runs as long as the connection exists; NNI ends
+a trial by killing its command. The job's reports reach NNI's manager through the channel that NNI gives every trial.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_ANSWER_YET = 408
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentContext:
-    """Context of an experiment's trials: its names, paths and file system."""
+    """Context shared by an experiment's trials: names, paths and file system."""
 
     experiment: str  # NNI's id of it
     sweep: str  # name of the sweep that its trials are
@@ -59,7 +59,7 @@ class ManagerChannel:
         self._url = url
 
     def parameter(self) -> Mapping[str, Any]:
-        """Return the tuner's record for this trial; waits for it."""
+        """Wait for the tuner's record for this trial and return it."""
         self._call("PUT", {"type": "request_parameter"})
         while not (answer := self._call("GET")):
             pass
@@ -67,11 +67,11 @@ class ManagerChannel:
         return record
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send NNI a message."""
+        """Send a message to NNI."""
         self._call("PUT", message)
 
     def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
-        """Return the body of the manager's answer; empty where it has none yet.
+        """Return the body of the manager's answer; empty if there is none yet.
 
         Raises HTTPError for any other refusal.
         """
@@ -89,12 +89,12 @@ class ManagerChannel:
 
 
 class TrialServer:
-    """Waits for trials' commands and runs their jobs.
+    """Server that waits for trials' commands and runs their jobs.
 
     Args:
-        template: what the trials have in common.
-        metric: name of the reported metric that NNI's tuner is to see.
-        context: where they belong.
+        template: Settings that the trials share.
+        metric: Name of the reported metric that NNI's tuner receives.
+        context: Names, paths and file system of the experiment.
     """
 
     def __init__(self, template: Template, metric: str, context: ExperimentContext) -> None:
@@ -112,15 +112,15 @@ class TrialServer:
         threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return the trials' outcomes by NNI's ids; their status is not known here."""
+        """Return the trials' outcomes, keyed by NNI's id. Only NNI's manager knows their status."""
         with self._lock:
             return dict(self._outcomes)
 
     def close(self, wait_s: float) -> None:
-        """End all trials that still run.
+        """End all running trials.
 
         Args:
-            wait_s: longest wait for their jobs to have given back what they hold [s]; their leases end the others.
+            wait_s: Longest wait for their jobs to release resources [s]. A job that takes longer ends with its lease.
         """
         self._open = False
         with contextlib.suppress(OSError):
@@ -137,7 +137,7 @@ class TrialServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _accept(self) -> None:
-        """Serve every command that connects in a thread of its own, until the listener is closed."""
+        """Serve each connecting command in its own thread, until the listener is closed."""
         while self._open:
             try:
                 connection, _ = self._listener.accept()
@@ -151,7 +151,7 @@ class TrialServer:
                 thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Run the trial of one command, then send it (exit status, message); a failure of any kind is its message."""
+        """Run the trial of one command, then send (exit status, message). For a failure, the message is its error."""
         told: dict[str, str] = {}
         try:
             told = json.loads(connection.makefile().readline())
@@ -170,7 +170,7 @@ class TrialServer:
         connection.close()
 
     def _run(self, connection: socket.socket, told: Mapping[str, str]) -> str:
-        """Run one trial until it has ended or its command is gone; return why it failed, or ""."""
+        """Run one trial until it ends or its command is gone; return the reason of a failure, or ""."""
         channel = ManagerChannel(told["channel"])
         record = channel.parameter()
         sequence = int(told["sequence"])
@@ -188,7 +188,7 @@ class TrialServer:
             job.stop()
 
     def _start(self, trial: TrialId, parameters: Any) -> TrialJob:
-        """Start the trial's job in a directory of its own; raises TypeError where the parameters are no mapping."""
+        """Start the trial's job in its own directory. Raise TypeError if the parameters are not a mapping."""
         if not isinstance(parameters, Mapping):
             raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
         directory = posixpath.join(self._context.path, trial.trial)
@@ -207,7 +207,7 @@ class TrialServer:
         )
 
     def _follow(self, connection: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob) -> str:
-        """Report to NNI what the job reports."""
+        """Forward the job's reports to NNI until the trial ends; return the reason of a failure, or ""."""
         values: list[float] = []
         workers: list[int] = []
         last: Mapping[str, Any] = {}
@@ -247,7 +247,7 @@ class TrialServer:
 
 
 def _gone(connection: socket.socket) -> bool:
-    """True if the other end is closed; it never sends anything more."""
+    """True if the command has closed its end of the connection. It sends nothing after its first line."""
     try:
         readable, _, _ = select.select([connection], [], [], 0.0)
         return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""

@@ -1,4 +1,4 @@
-"""NNI's search spaces: checked with words that help, and made from Ray Tune's (pure but for Tune's types)."""
+"""NNI's search spaces: checked with helpful messages, and converted from Ray Tune's (pure but for Tune's types)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _VALUES = {
 
 
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
-    """Return the search space, if the tuner can search it.
+    """Return the search space if the tuner can search it.
 
-    Raises TypeError: it is no mapping. ValueError: a parameter is not described as NNI wants it, or cannot be searched;
-    the message names it.
+    Raises TypeError: it is not a mapping. ValueError: a parameter is not in NNI's format or cannot be searched; the
+    message names the parameter.
     """
     if not isinstance(space, Mapping):
         raise TypeError(
@@ -48,7 +48,7 @@ def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
 
 
 def _check_parameter(name: Any, spec: Any) -> None:
-    """Raise ValueError unless the parameter has a type of NNI's and values that fit it; the message says which do."""
+    """Raise ValueError unless the parameter has one of NNI's types and matching values; the message lists both."""
     where = f"search_space[{name!r}]"
     if not isinstance(spec, Mapping) or not {"_type", "_value"} <= spec.keys():
         raise ValueError(f'{where} must be {{"_type": ..., "_value": [...]}}, but got {spec!r}')
@@ -69,9 +69,9 @@ def _check_parameter(name: Any, spec: Any) -> None:
 
 
 def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the searched part of Tune's ``param_space`` in NNI's terms, and the fixed part.
+    """Return the searched part of Tune's ``param_space`` in NNI's format, and the fixed part.
 
-    Raises ValueError: NNI has nothing like it; the message names the parameter.
+    Raises ValueError: NNI has no equivalent; the message names the parameter.
     """
     from ray.tune.search.sample import Categorical, Domain, Float, Integer
 
@@ -102,7 +102,7 @@ def _has_domain(value: Any) -> bool:
 
 
 def _from_domain(name: str, domain: Any) -> dict[str, Any]:
-    """Return NNI's words for a numeric domain of Tune's; raises ValueError where NNI has no equal."""
+    """Return a numeric Tune domain in NNI's format. Raise ValueError if NNI has no equivalent."""
     from ray.tune.search.sample import Integer, LogUniform, Normal, Quantized
 
     sampler: Any = domain.get_sampler()

@@ -1,8 +1,8 @@
-"""SHELL: NNI's trial command: lends a trial to the experiment's process, and ends with it.
+"""SHELL: NNI's trial command, which connects a trial to the experiment's process and ends with it.
 
-``exec python -m tuning.nni.trial``. It imports nothing that takes time: the trial's job is held by the process that
-runs :class:`tuning.nni.Experiment`. NNI stops a trial with SIGINT, and shows it as EARLY_STOPPED only if it dies by
-that; the broken connection tells the experiment's process.
+``exec python -m tuning.nni.trial``. It imports nothing slow: the process that runs :class:`tuning.nni.Experiment`
+holds the trial's job. NNI stops a trial with SIGINT, and shows it as EARLY_STOPPED only if the command dies from that
+signal; the broken connection informs the experiment's process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tuning.nni.wire import ADDRESS, SENT
 
 
 def main() -> int:
-    """Wait for the trial's end; its exit status."""
+    """Wait for the trial's end and return its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     address = os.environ.get(ADDRESS)
     if not address:

@@ -1,4 +1,4 @@
-"""Messages between NNI's manager, a trial's command, and the process that holds the trial's job (pure, and light)."""
+"""Messages between NNI's manager, a trial's command and the process that holds the trial's job (pure, light)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT = "default"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialId:
-    """A trial as NNI knows it, and what its tuner chose for it."""
+    """A trial as NNI knows it, with the parameters that the tuner chose."""
 
     experiment: str  # NNI's id of the experiment
     trial: str  # NNI's id of the trial
@@ -35,9 +35,9 @@ class TrialId:
 
 
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return what NNI gets of a report: the metric as ``default``, and other numbers and text under their names.
+    """Return the part of a report that NNI gets: the metric as ``default``, other numbers and text by name.
 
-    Raises ValueError: the metric is missing or no finite number; the message says what there was.
+    Raises ValueError: the metric is missing or not a finite number; the message lists what was reported.
     """
     name = metric if metric in metrics else DEFAULT
     value = finite(metrics.get(name))
@@ -53,12 +53,12 @@ def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trial's metric for NNI's manager.
+    """Return the message that reports a trial's metric to NNI's manager.
 
     Args:
-        final: whether it is the trial's result.
-        index: number of the intermediate result, from 0.
-        value: the metrics, ``default`` among them.
+        final: True if the metric is the trial's final result.
+        index: Number of the intermediate result, from 0.
+        value: The metrics, including ``default``.
     """
     data = {
         "parameter_id": trial.parameter.get("parameter_id"),
@@ -71,7 +71,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
 
 def finite(value: Any) -> float | None:
-    """Return a reported value as a number, also where it is NumPy's or a tensor; None if it is none, or not finite."""
+    """Return a reported value (possibly NumPy or a tensor) as a float; None if it is not a finite number."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:

@@ -1,4 +1,4 @@
-"""SHELL: completion of a sharded checkpoint: once all parts are there, its manifest is written, last (torch)."""
+"""SHELL: completion of a sharded checkpoint: once all parts exist, its manifest is written last (torch)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Values = Iterable[tuple[Path, tuple[int, int]]]
 
 
 class PartsMissingError(Exception):
-    """Error raised if ranks have not written their parts.
+    """Error raised if some ranks have not written their parts.
 
     Args:
-        text: which, and for how long they were waited for.
-        unseen: whether nothing of them has come into the directory, though others' parts have.
+        text: message with the missing ranks and the time waited.
+        unseen: True if no file of the missing ranks has appeared in the directory.
     """
 
     def __init__(self, text: str, *, unseen: bool) -> None:
@@ -59,15 +59,15 @@ def await_parts(
     go_on: Callable[[], bool],
     all_live: Callable[[], bool] = lambda: True,
 ) -> tuple[Part, ...]:
-    """Wait until all ranks have written their parts, by rank.
+    """Wait until all ranks have written their parts, and return the parts in rank order.
 
     Args:
-        own: the first rank's part, which is written.
-        timeout_s: longest time without any news of those that are missing [s].
-        go_on: asked now and then; once it says no, this ends with ``InterruptedError``.
-        all_live: whether all workers that are to write a part are in the group still.
+        own: the part of rank 0, already written.
+        timeout_s: longest time without any change in the directory [s].
+        go_on: polled while waiting; if it returns False, waiting stops with ``InterruptedError``.
+        all_live: returns True if all workers that should write a part are still in the group.
 
-    Raises PartsMissingError: some have not. ManifestError: a part is not what its rank says that it is.
+    Raises PartsMissingError: some ranks have not written their parts. ManifestError: a part does not match its account.
     """
     found: dict[int, Part] = {0: own}
     sizes: dict[str, int] = {}
@@ -104,9 +104,9 @@ def finish(
     resume_point: ResumePoint,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write torch's metadata, the manifest, and last the note with which the checkpoint counts.
+    """Write torch's metadata, the manifest and finally the note, which makes the checkpoint complete.
 
-    Raises ManifestError: the parts do not make up a state. InterruptedError: ``go_on`` said no before it counted.
+    Raises ManifestError: the parts do not form a complete state. InterruptedError: ``go_on`` returned False in time.
     """
     manifest = complete(parts)
     metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()
@@ -123,15 +123,15 @@ def finish(
 
 
 def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
-    """Return files in the directory with their sizes [bytes]."""
+    """Return the size [bytes] of each file in a directory, keyed by name."""
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     return {posixpath.basename(each.path): int(each.size or 0) for each in entries if each.is_file}
 
 
 def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part | None:
-    """Read a rank's account of its part and compare it with the part; None while it is being written.
+    """Read a rank's account of its part and compare it with the part; None while the account is being written.
 
-    Raises ManifestError: it is another size, or of another step.
+    Raises ManifestError: the account is of another rank, step or size.
     """
     name = account_name(rank)
     size = storage.filesystem.get_file_info(posixpath.join(directory, name)).size or 0
@@ -154,10 +154,10 @@ def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part
 def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     """Return the content of torch's metadata file.
 
-    A tensor's name is its path with dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
+    A tensor's name is its path joined by dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
 
     Args:
-        values: paths of plain values, and where torch's archive of each is in the first rank's part.
+        values: path of each plain value, and the location of its torch archive in rank 0's part (offset and size).
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
@@ -193,7 +193,7 @@ def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
 
 
 def _new_name(path: Path, taken: Iterable[str]) -> str:
-    """Return a name that no other path has, though keys may have dots."""
+    """Return an unused name for a path; two paths may have the same text, because keys may contain dots."""
     name, number = shown(path), 1
     while name in taken:
         number += 1
@@ -202,5 +202,5 @@ def _new_name(path: Path, taken: Iterable[str]) -> str:
 
 
 def _torch_path(path: Path) -> tuple[str | int, ...]:
-    """Return a path with keys as text, because torch takes numbers for positions in lists."""
+    """Return a path with all keys as text, because torch treats integers as list positions."""
     return tuple(str(key) for key in path)

@@ -1,7 +1,7 @@
 """Contents of a sharded checkpoint's files: each rank's account of its part, and the manifest of all parts.
 
-Both are plain values in the codec of ``elastic_ray/state/codec.py``: reading them runs no code. A file's contents are
-believed as far as its size goes, which is compared with storage before memory is taken.
+Both are plain values in the codec of ``elastic_ray/state/codec.py``: reading them runs no code. Sizes given in a file
+are checked against storage before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Path = tuple[Any, ...]
 
 
 class ManifestError(ValueError):
-    """Error raised for a manifest, or a rank's account of its part, with impossible contents."""
+    """Error raised if a manifest, or a rank's account of its part, has impossible contents."""
 
 
 def part_name(rank: int) -> str:
-    """Return the file name of a rank's part, as torch's distributed checkpoints name it."""
+    """Return the file name of a rank's part, in the style of torch's distributed checkpoints."""
     return f"__{rank}_0.distcp"
 
 
 def account_name(rank: int) -> str:
-    """Return the file name of a rank's account of its part; it is written after the part."""
+    """Return the file name of a rank's account of its part, which is written after the part."""
     return f"part_{rank}.bin"
 
 
@@ -44,12 +44,9 @@ class StoredPiece:
     """Consecutive elements of a tensor in a file.
 
     Attributes:
-        start: place of the first one in the flattened tensor.
-        length: elements.
-        offset: where their bytes begin in the file.
-        nbytes: how many these are.
-        offsets, sizes: the rectangle that they are in the tensor.
-        archive: where torch's archive around them begins in the file, and how many bytes it has.
+        start: index of the first element in the flattened tensor.
+        offset: position of the elements' first byte in the file.
+        archive: position and size [bytes] of the torch archive in the file that contains the elements.
     """
 
     start: int
@@ -63,7 +60,7 @@ class StoredPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, and its pieces, each with the number of the rank whose part has it."""
+    """A tensor and its pieces, each with the rank whose part contains it."""
 
     path: Path  # keys that lead to it in the tree of all states
     shape: tuple[int, ...]
@@ -73,7 +70,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Part of a checkpoint that one rank has written."""
+    """Description of the part of a checkpoint that one rank has written."""
 
     rank: int
     steps: int  # optimizer steps that its state holds
@@ -86,16 +83,16 @@ class Part:
     values: tuple[tuple[Path, tuple[int, int]], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return bytes for :meth:`from_bytes`; they begin with a digest of what follows."""
+        """Return a serialised form for :meth:`from_bytes`, which starts with a digest of the rest."""
         told = {"version": VERSION, "rank": self.rank, "steps": self.steps, "sha256": self.sha256, "size": self.size}
         content = encode({**told, "tensors": _plain_tensors(self.tensors), "plain": list(self.plain)})
         return hashlib.sha256(content).digest() + content
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Part | None:
-        """Read the bytes of :meth:`to_bytes`; None where some of them are still to come.
+        """Parse the output of :meth:`to_bytes`; None if it is still incomplete.
 
-        Raises ManifestError: a rank has written something else.
+        Raises ManifestError: the content is invalid.
         """
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
             return None
@@ -115,7 +112,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Manifest of a sharded checkpoint: its files, its tree, and its tensors."""
+    """Manifest of a sharded checkpoint: its files, its tree of states, and its tensors."""
 
     steps: int  # optimizer steps
     files: tuple[tuple[str, int], ...]  # checksum and size [bytes] of each rank's part, by rank
@@ -123,17 +120,17 @@ class Manifest:
     tensors: tuple[StoredTensor, ...]
 
     def to_bytes(self) -> bytes:
-        """Return bytes for :meth:`from_bytes`."""
+        """Return a serialised form for :meth:`from_bytes`."""
         files = [(part_name(rank), *each) for rank, each in enumerate(self.files)]
         told = {"version": VERSION, "steps": self.steps, "files": files}
         return encode({**told, "tree": self.tree, "tensors": _plain_tensors(self.tensors)})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read the bytes of :meth:`to_bytes`.
+        """Parse the output of :meth:`to_bytes`.
 
-        Raises ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger
-        than these, or a file has another name than a part.
+        Raises ManifestError: the bytes are not a valid manifest: tensors have gaps, exceed their files, or are larger
+        in total than the files, or a file does not have the name of a part.
         """
         told = _read(content)
         try:
@@ -148,9 +145,9 @@ class Manifest:
         return found
 
     def check(self) -> None:
-        """Check that each tensor is covered by its pieces, which must lie within the files.
+        """Check that the pieces of each tensor cover it completely and lie within the files.
 
-        Raises ManifestError: it does not.
+        Raises ManifestError: they do not.
         """
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")
@@ -171,9 +168,9 @@ def complete(parts: Sequence[Part]) -> Manifest:
     """Return the manifest of all ranks' parts.
 
     Args:
-        parts: of all ranks, by rank.
+        parts: one part per rank, in rank order.
 
-    Raises ManifestError: they are not of the same step, or leave gaps.
+    Raises ManifestError: the parts belong to different steps, or leave gaps.
     """
     if [part.rank for part in parts] != list(range(len(parts))) or len({part.steps for part in parts}) != 1:
         steps = {part.rank: part.steps for part in parts}
@@ -204,12 +201,12 @@ def complete(parts: Sequence[Part]) -> Manifest:
 
 
 def shown(path: Path) -> str:
-    """Return a path for people: its keys with dots between them."""
+    """Return a path as readable text: its keys joined by dots."""
     return ".".join(str(key) for key in path)
 
 
 def _insert(tree: Any, path: Path, value: Any) -> None:
-    """Add what the first rank does not have; it has what is there already."""
+    """Insert a value into rank 0's tree unless the tree already has a value at that path."""
     node = tree
     for key in path[:-1]:
         if type(node) is not dict:
@@ -276,7 +273,7 @@ def _piece(told: Any) -> tuple[int, StoredPiece]:
 
 
 def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
-    """Return checksum and size of a part."""
+    """Return checksum and size of a part. Raises ManifestError: the part's name is not that of its rank."""
     found = _PART.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) != rank:
         raise ManifestError(
@@ -286,7 +283,7 @@ def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
 
 
 def _read(content: bytes) -> dict[Any, Any]:
-    """Decode the fields of an account or a manifest. Raises ManifestError: it is none of this version."""
+    """Decode the fields of an account or a manifest. Raises ManifestError: invalid, or of another version."""
     try:
         told = decode(content)
     except ValueError as error:

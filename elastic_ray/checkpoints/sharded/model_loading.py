@@ -1,4 +1,4 @@
-"""SHELL: a model out of the automatic checkpoints of a run, in any process and with any number of workers (torch)."""
+"""SHELL: loads a model from a run's automatic checkpoints in any process, whatever its number of workers (torch)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from elastic_ray.checkpoints.automatic import DIRECTORY, CorruptStateError, StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
-from elastic_ray.state.registered import ModuleExtras
+from elastic_ray.state.shared_state import ModuleExtras
 from elastic_ray.state.unread import read_all
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 
@@ -28,8 +28,8 @@ def load_model_state(
 ) -> dict[str, torch.Tensor]:
     """Return a model's parameters and buffers from a job's automatic checkpoint, and load them into ``model``.
 
-    Nothing in a checkpoint is executed. It does not matter how many workers have trained, nor whether the model was in
-    shards: this process reads the whole model into CPU memory, and needs neither Ray nor a GPU.
+    Nothing in a checkpoint is executed. The number of workers that trained does not matter, nor whether the model was
+    sharded: this process reads the whole model into CPU memory, and needs neither Ray nor a GPU.
 
     >>> import elastic_ray as er
     >>> result = trainer.fit()  # doctest: +SKIP
@@ -37,20 +37,20 @@ def load_model_state(
     >>> state = er.load_model_state(result.checkpoint, model)  # doctest: +SKIP
 
     Args:
-        checkpoint: ``Result.checkpoint`` of a job that reports no checkpoints; or, where it reports some, the
-            ``Result`` itself, for the job's last automatic checkpoint; or a run's directory or URI
+        checkpoint: ``Result.checkpoint`` of a job that reports no checkpoints. If the job reports checkpoints, the
+            ``Result`` itself, for the last automatic checkpoint. Or a run's directory or URI
             (``JobHandle.storage_path``), or a copy of its ``automatic`` folder.
-        model: takes them over, as the train function has built it before it was wrapped.
-        number: of the model, in the order in which the train function wraps them.
+        model: model to load into, built as in the train function before it was wrapped; None only returns the tensors.
+        number: index of the model, in the order in which the train function wraps its models.
 
     Returns:
-        Tensors by name, on the CPU; parameters that are tied once, under their first name. Without a ``model`` the
-        weights of its ``ShardedEmbedding`` modules are ``"rows/0/0"`` and so on.
+        Tensors keyed by name, on the CPU; tied parameters appear once, under their first name. Without a ``model``, the
+        weights of its ``ShardedEmbedding`` modules are named ``"rows/0/0"`` and so on.
 
     Raises:
-        FileNotFoundError: there is no complete automatic checkpoint; a checkpoint that was reported is none.
-        CorruptStateError: it is not what was written.
-        KeyError: it has no model of this number.
+        FileNotFoundError: there is no complete automatic checkpoint. A reported checkpoint does not count.
+        CorruptStateError: the checkpoint differs from what was written.
+        KeyError: the checkpoint has no model of this number.
         RuntimeError: ``model`` has other parameters.
     """
     storage, state = find_state(checkpoint)
@@ -76,9 +76,9 @@ def load_model_state(
 
 
 def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, StateFile]) -> dict[str, float]:
-    """Return how far the models of two automatic checkpoints lie apart: by tensor, max |a - b| / max |a|.
+    """Return the difference between the models of two automatic checkpoints: max |a - b| / max |a| for each tensor.
 
-    Raises ValueError: they hold other tensors.
+    Raises ValueError: the checkpoints do not hold the same tensors.
     """
     models = [_models(*each) for each in (one, other)]
     if len({tuple(sorted((name, tensor.shape) for name, tensor in each.items())) for each in models}) > 1:
@@ -92,7 +92,7 @@ def differences(one: tuple[RunStorage, StateFile], other: tuple[RunStorage, Stat
 
 
 def _models(storage: RunStorage, state: StateFile) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of all models in a checkpoint, by the number of the model and their name."""
+    """Return the parameters and buffers of all models in a checkpoint, keyed by model number and name."""
     trees = open_checkpoint(storage, state)
     found: dict[str, torch.Tensor] = {}
     for key in sorted(trees):
@@ -105,7 +105,7 @@ def _models(storage: RunStorage, state: StateFile) -> dict[str, torch.Tensor]:
 
 
 def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
-    """The newest complete automatic checkpoint of a run, and where it lies. Raises FileNotFoundError: there is none."""
+    """Return a run's newest complete automatic checkpoint and its storage. Raises FileNotFoundError: there is none."""
     filesystem = getattr(checkpoint, "filesystem", None)
     if filesystem is None:
         storage = RunStorage(os.fspath(checkpoint))  # type: ignore[arg-type]
@@ -128,13 +128,13 @@ def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name; a model in shards has kept them apart."""
+    """Return parameters and buffers keyed by name; a sharded model stores the two separately."""
     apart = isinstance(tree.get("buffers"), Mapping)
     return {**tree.get("parameters", {}), **tree["buffers"]} if apart else dict(tree)
 
 
 def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str) -> list[str]:
-    """Names of the weights of a model's sharded tables, in order. Raises RuntimeError: ``model`` has not as many."""
+    """Return the weight names of a model's sharded tables. Raises RuntimeError: ``model`` has more or fewer tables."""
     if model is None:
         return list(keys)
     modules = [(name, part) for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)]
@@ -147,7 +147,7 @@ def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str)
 
 
 def _load(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str) -> None:
-    """Copy tensors into a model's. Raises RuntimeError: it has others."""
+    """Copy tensors into a model. Raises RuntimeError: the model has other tensors."""
     tables = {name: part for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)}
     state = dict(state)
     for name, part in tables.items():

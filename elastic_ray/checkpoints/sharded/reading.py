@@ -1,4 +1,4 @@
-"""SHELL: automatic checkpoints, read by any number of ranks; nothing is unpickled (torch)."""
+"""SHELL: reads automatic checkpoints with any number of ranks, without unpickling anything (torch)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ _READ_BYTES = 4 << 20  # at once, in whole blocks
 def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int = _LEAST_BYTES) -> dict[str, Any]:
     """Open an automatic checkpoint and return its captured states on the CPU.
 
-    `UnreadTensor` stands for tensors of which each rank reads its rows, or its tiles.
-
-    All parts are read through and compared with their checksums; they must stay until the others are read.
+    Large tensors of which each rank needs only its rows or tiles are returned as `UnreadTensor`, to be read later. All
+    parts are read once and compared with their checksums; they must stay in storage until these tensors are read.
 
     Args:
-        least_bytes: of such a tensor; smaller ones are read at once, which costs less than to come back for them.
+        least_bytes: such a tensor is read at once if it is smaller, which is cheaper than reading it later.
 
-    Raises CorruptStateError: it is not what was written, or cannot be read, also after a while.
+    Raises CorruptStateError: the checkpoint differs from what was written, or cannot be read after several attempts.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -57,9 +56,9 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 
 
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
-    """Read, also where storage has a bad moment, which must not cost the progress since the state before this one.
+    """Retry a read while storage fails, so that a short failure does not cost the progress since an earlier state.
 
-    Raises CorruptStateError: it cannot be read.
+    Raises CorruptStateError: all attempts failed.
     """
     try:
         for pause_s in _PAUSES_S:
@@ -78,7 +77,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     """Read the manifest of a checkpoint.
 
-    Raises CorruptStateError, ManifestError, OSError: it is not what was written.
+    Raises CorruptStateError, ManifestError, OSError: the manifest cannot be read, or has changed.
     """
     path = posixpath.join(state.path, MANIFEST)
     size = _size(storage, path)
@@ -98,7 +97,7 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
 
 
 def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
-    """Read a sharded checkpoint; as :func:`open_checkpoint`, but raises also ManifestError and OSError."""
+    """Read a sharded checkpoint like :func:`open_checkpoint`; also raises ManifestError and OSError."""
     manifest = read_manifest(storage, state)
     files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
     for rank, (_, size) in enumerate(manifest.files):  # before memory is taken for them
@@ -130,7 +129,7 @@ def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) ->
 
 
 def _elements(path: str, files: Sequence[PartFile], tensor: StoredTensor, start: int, stop: int) -> Tensor:
-    """Return consecutive elements of a tensor, from the parts that have them; see `UnreadTensor`."""
+    """Return consecutive elements of a tensor from the parts that contain them; see `UnreadTensor`."""
     itemsize = _itemsize(tensor)
     content = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
     view = content.numpy().data
@@ -159,7 +158,7 @@ def _size(storage: RunStorage, path: str) -> int:
 
 
 class PartFile:
-    """Reader of one part file. What is read later is compared, block by block, with what was read through."""
+    """Reader of one part file. Later reads are compared, block by block, with the first complete read."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
         self._storage, self._path = storage, path
@@ -167,10 +166,10 @@ class PartFile:
         self._sums = array.array("I")
 
     def scatter(self, pieces: Sequence[tuple[int, memoryview]] = ()) -> str:
-        """Read all of the file, and put pieces of it where they belong; returns its SHA-256, in hexadecimal.
+        """Read the whole file, copy pieces of it to their targets, and return its SHA-256 in hexadecimal.
 
         Args:
-            pieces: where the bytes of each begin in the file, and where they go.
+            pieces: position of each piece's first byte in the file, and the target for its bytes.
         """
         digest, at = hashlib.sha256(), 0
         waiting = sorted(pieces, key=lambda piece: piece[0])
@@ -193,13 +192,12 @@ class PartFile:
         return digest.hexdigest()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Read bytes of the file into `target`, after it was read through, with no more memory than a few blocks.
+        """Read bytes of the file into `target`, using only a few blocks of memory; call :meth:`scatter` first.
 
         Args:
-            offset: where they begin in the file.
-            target: where they go; they lie within the file.
+            target: buffer for the bytes, which must lie within the file.
 
-        Raises CorruptStateError: they are other ones than then. OSError: they cannot be read.
+        Raises CorruptStateError: the bytes have changed since :meth:`scatter`. OSError: they cannot be read.
         """
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
@@ -226,7 +224,7 @@ class _Blocks:
         self._sums, self._running, self._left = array.array("I"), 0, BLOCK_BYTES
 
     def add(self, data: memoryview) -> None:
-        """Add the bytes that follow."""
+        """Add the next bytes."""
         while data:
             head, data = data[: self._left], data[self._left :]
             self._running, self._left = zlib.crc32(head, self._running), self._left - len(head)
@@ -240,6 +238,6 @@ class _Blocks:
 
 
 def _put(target: memoryview, offset: int, chunk: memoryview, at: int) -> None:
-    """Copy what a chunk, which begins at ``at`` in a file, has of a target, which begins at ``offset``."""
+    """Copy the overlap of a chunk (at position ``at`` in a file) and a target (at ``offset``) into the target."""
     first, last = max(offset, at), min(offset + len(target), at + len(chunk))
     target[first - offset : last - offset] = chunk[first - at : last - at]

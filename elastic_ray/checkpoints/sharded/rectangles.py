@@ -1,4 +1,4 @@
-"""Consecutive elements of a tensor as rectangles, which is how torch's distributed checkpoints know parts (pure)."""
+"""Consecutive elements of a tensor as rectangles, the form that torch's distributed checkpoints require (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Elements of a tensor that are consecutive in it and a rectangle."""
+    """Consecutive elements of a tensor that form a rectangle."""
 
     start: int  # place of the first one in the flattened tensor
     offsets: tuple[int, ...]  # index of the first one, by dimension
@@ -22,14 +22,14 @@ class Rectangle:
 
 
 def rectangles(shape: tuple[int, ...], start: int, length: int) -> Iterator[Rectangle]:
-    """Yield the fewest rectangles of consecutive elements that make up a run of elements, in their order.
+    """Yield the fewest rectangles, in order, that together make up a run of consecutive elements.
 
-    For d dimensions they are at most 2 d - 1: what is left of the first row, whole rows, and the beginning of the
-    last one, and so on for each of the two that are not whole. A tensor without elements is one rectangle.
+    For d dimensions there are at most 2 d - 1: the rest of the first row, whole rows, and the beginning of the last
+    row; each of the two partial rows is divided in the same way. A tensor without elements is one rectangle.
 
     Args:
-        start: the first element of the flattened tensor.
-        length: elements, 0 only for a tensor that has none.
+        start: index of the first element in the flattened tensor.
+        length: number of elements; 0 only for a tensor without elements.
     """
     if not shape:
         yield Rectangle(0, (), ())

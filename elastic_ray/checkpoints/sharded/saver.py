@@ -1,7 +1,9 @@
-"""SHELL: this rank's part of a checkpoint, or all of it: copied between two steps, written by a thread (torch)."""
+"""SHELL: saves this rank's part of a checkpoint, or all of it: copied between steps, written in a thread (torch)."""
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import io
@@ -11,7 +13,7 @@ import struct
 import time
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,6 @@ from torch import Tensor
 
 from elastic_ray.checkpoints.automatic import StateFile, delete_state, new_path
 from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
-from elastic_ray.checkpoints.copy_buffers import CopyBuffers, copy_into, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import await_parts, finish
 from elastic_ray.checkpoints.sharded.manifest import Part, Path, StoredPiece, StoredTensor, account_name, part_name
@@ -37,6 +38,71 @@ from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutEr
 if TYPE_CHECKING:
     from elastic_ray.state.shared_state import SharedState
 
+Kind = tuple[torch.Size, torch.dtype, bool]
+"""Shape and type of a tensor, and whether it is on a GPU."""
+
+
+class CopyBuffers:
+    """Preallocated buffers for copies of tensors.
+
+    Writing to fresh memory is several times slower, so the buffers are allocated and touched in advance.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self.made = 0
+
+    def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return a buffer for each tensor; None if one is missing.
+
+        Buffers may be left over, because gradients exist at some steps only.
+        """
+        free = collections.defaultdict(list)
+        for buffer in reversed(self._buffers):
+            free[buffer.shape, buffer.dtype].append(buffer)
+        found = [free[t.shape, t.dtype].pop() for t in tensors if free[t.shape, t.dtype]]
+        return found if len(found) == len(tensors) else None
+
+    def make(self, kinds: Sequence[Kind]) -> None:
+        """Replace all buffers by new ones of the given kinds. Raises MemoryError: there is not enough memory."""
+        self.made += 1
+        self._buffers = []  # old and new buffers must not take memory at the same time
+        why = ""
+        for pin in (True, False):  # pinned memory is scarce; without it a copy from a GPU takes longer
+            try:
+                self._buffers = [
+                    torch.zeros(shape, dtype=dtype, pin_memory=pin and cuda) for shape, dtype, cuda in kinds
+                ]
+                return
+            except Exception as error:
+                why = str(error)
+        raise MemoryError(f"there is no memory for a copy of the state: {why}")
+
+
+def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
+    """Return the kinds of the tensors: shape, dtype, and whether they are on a GPU."""
+    return [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
+
+
+def copy_into(buffers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into buffers, and wait until the copies are complete."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    for device in devices:  # the copies run on other streams than what computes the tensors
+        torch.cuda.synchronize(device)
+    pairs = sorted(zip(buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread does not fill the memory's bandwidth
+        other = pool.submit(_copy_all, pairs[1::2])
+        _copy_all(pairs[::2])
+        other.result()
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, tensor in pairs:
+        buffer.copy_(tensor, non_blocking=True)
+
+
 _LONGEST_LOOK_S = 10.0
 logger = logging.getLogger(__name__)
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths of its name and of what follows that
@@ -44,7 +110,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPart:
-    """State to be written by this rank: its part, or the whole state if ``order`` is None."""
+    """State for this rank to write: its part, or the whole state if ``order`` is None."""
 
     order: SaveOrder | None
     resume_point: ResumePoint
@@ -57,11 +123,9 @@ class PartSaver:
     """Saver of this rank's part of a checkpoint; a ``PartWriter``.
 
     Args:
-        storage: where the run's files are.
-        calls: the run's calls on storage.
-        workers: gives those of the present group by rank; none while it changes.
-        busy: whether something is being written.
-        timeout_s: longest time without news of a part that the first rank waits for [s].
+        workers: returns the workers of the current group in rank order; empty while the group changes.
+        busy: returns True while something is being written.
+        timeout_s: longest time that rank 0 waits without news of the other parts [s].
     """
 
     def __init__(
@@ -85,11 +149,11 @@ class PartSaver:
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
     def begin(self) -> None:
-        """Enter a group, in which this rank writes another part."""
+        """Prepare for a new group, in which this rank writes another part."""
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Return this rank's readiness, as far as :meth:`readiness` has found out and started."""
+        """Return this rank's readiness as last determined by :meth:`readiness`, without starting anything."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._look(wait=False)
@@ -99,11 +163,11 @@ class PartSaver:
         return Readiness.NOT_YET if waits or not self._looking.answer.done() else Readiness.READY
 
     def refuse(self, why: str) -> None:
-        """Refuse to write parts from now on, because of `why`."""
+        """Refuse to write parts from now on; `why` is the reason."""
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return whether this rank can write its part; starts what is missing for that."""
+        """Return this rank's readiness to write its part, starting what is missing; with ``now``, without a copy."""
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)
@@ -142,7 +206,7 @@ class PartSaver:
             self._never = str(error)
 
     def _make(self, tensors: Sequence[Tensor], group: int, *, completes: bool) -> None:
-        """Make memory for copies of these: what is written in a group, or by one rank alone (-1)."""
+        """Allocate memory for copies of `tensors`, which `group` writes (-1: one rank alone)."""
         kinds = kinds_of(tensors)
 
         def make() -> None:
@@ -161,11 +225,10 @@ class PartSaver:
         """Capture this rank's state for :meth:`write`; None while memory for a copy of the whole state is allocated.
 
         Args:
-            order: what the ranks have agreed on; None where this rank writes all that there is, alone.
-            resume_point: where the run stands.
-            copy: whether training continues while it is written.
+            order: the ranks' agreement on this checkpoint; None if this rank alone writes the whole state.
+            copy: copy the state, because training continues while it is written.
 
-        Raises MemoryError: there is no memory for a copy.
+        Raises MemoryError: there is not enough memory for a copy.
         """
         states = self._states
         trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
@@ -181,7 +244,7 @@ class PartSaver:
         )
 
     def _copied(self, tensors: Sequence[NamedPieces]) -> list[NamedPieces]:
-        """Return the tensors with copies of their elements."""
+        """Return the tensors with their elements copied into buffers."""
         originals = _tensors(tensors)
         buffers = self._buffers.fit(originals)
         if buffers is None:  # the state has come to have other tensors since it was looked at
@@ -201,13 +264,14 @@ class PartSaver:
         ]
 
     def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
-        """Write it; on the first rank, wait for those of the others, and complete the checkpoint.
+        """Write a captured part. Rank 0 then waits for the other ranks' parts and completes the checkpoint.
 
-        Returns the checkpoint, on the first rank.
+        Returns the checkpoint on rank 0, None on other ranks.
 
         Raises:
-            InterruptedError: ``go_on`` said no. UnsafeStateError: it holds more than tensors and plain values.
-            PartsMissingError: others have not written theirs. ManifestError: what they have written does not fit.
+            InterruptedError: ``go_on`` returned False. UnsafeStateError: the state holds more than tensors and plain
+                values.
+            PartsMissingError: other ranks have not written their parts. ManifestError: the parts do not fit together.
         """
         order, steps = part.order, part.resume_point.steps
         tensors = [_on_cpu(each) for each in part.tensors]
@@ -231,18 +295,18 @@ class PartSaver:
         return finish(self._storage, directory, parts, part.resume_point, go_on)
 
     def _all_live(self, workers: tuple[str, ...]) -> bool:
-        """True if all `workers` are in the present group, which may be changing."""
+        """True if all `workers` are in the current group, or if the group is changing."""
         present = self._workers()
         return not present or set(workers) <= set(present)
 
 
 def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
-    """Return the tensors to copy, in order."""
+    """Return the tensors to be copied, in order."""
     return [tensor for each in named for _, tensor in each.pieces.held]
 
 
 def _on_cpu(named: NamedPieces) -> NamedPieces:
-    """Return the tensors in CPU memory; a preempted job has made no copy."""
+    """Return the tensors in CPU memory; those of a preempted job were not copied."""
     held = tuple((start, tensor.cpu()) for start, tensor in named.pieces.held)
     return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))
 
@@ -254,14 +318,13 @@ def write_state(
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
-    """Write captured states (``SharedState.capture``) as a checkpoint of one part, wholly or not at all.
+    """Write captured states (``SharedState.capture``) as a checkpoint of one part, completely or not at all.
 
     Args:
-        trees: states by name; their tensors do not change meanwhile.
-        resume_point: where they stand.
-        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+        trees: states keyed by name; their tensors must not change meanwhile.
+        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
-    Raises UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
+    Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
     """
     skeleton, tensors = take_apart(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
@@ -274,7 +337,7 @@ def _write_alone(
     resume_point: ResumePoint,
     go_on: Callable[[], bool],
 ) -> StateFile:
-    """Write the whole state as the part of rank 0; an abandoned checkpoint leaves nothing behind."""
+    """Write the whole state as the part of rank 0; if writing fails, nothing is left behind."""
     steps = resume_point.steps
     directory = new_path(storage, steps, uuid.uuid4().hex[:8])
     try:
@@ -296,15 +359,15 @@ def write_part(
     tensors: Sequence[NamedPieces],
     go_on: Callable[[], bool] = lambda: True,
 ) -> Part:
-    """Write a rank's part, and then its account of it.
+    """Write a rank's part and then, for ranks other than 0, its account of the part.
 
     Args:
-        steps: optimizer steps that the state holds.
-        skeleton: of the tree that this rank has captured.
-        tensors: those that the skeleton has indices for, in CPU memory; they do not change meanwhile.
-        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+        steps: optimizer steps that the state includes.
+        skeleton: tree captured by this rank, with indices in place of tensors.
+        tensors: tensors that the indices refer to, in CPU memory; they must not change meanwhile.
+        go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
 
-    Raises UnsafeStateError: the tree holds something else than tensors and plain values.
+    Raises UnsafeStateError: the tree holds more than tensors and plain values.
     """
     try:
         encode(skeleton)  # what cannot be told is found before anything is written
@@ -345,7 +408,7 @@ def write_part(
 
 
 def plain_values(skeleton: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of a skeleton that are no tensors, with their paths; a list without tensors is one."""
+    """Yield the leaves of a skeleton that are not tensors, with their paths; a list without tensors is one leaf."""
     if isinstance(skeleton, Mapping) and skeleton:
         for key, value in skeleton.items():
             yield from plain_values(value, (*path, key))
@@ -365,7 +428,7 @@ def _has_tensors(node: Any) -> bool:
 
 
 def _write_tensor(stream: CheckedStream, rank: int, named: NamedPieces) -> StoredTensor:
-    """Write what this rank has of a tensor, as rectangles."""
+    """Write the elements of a tensor that this rank holds, as rectangles."""
     pieces = named.pieces
     stored = []
     for start, tensor in sorted(pieces.held, key=lambda held: held[0]):
@@ -393,7 +456,7 @@ def _write_tensor(stream: CheckedStream, rank: int, named: NamedPieces) -> Store
 
 
 def _archived(stream: CheckedStream, value: Any) -> tuple[tuple[int, int], int]:
-    """Write torch's archive of a value; returns where it is, and where a tensor's bytes begin."""
+    """Write torch's archive of a value; returns its position and size, and the position of a tensor's bytes."""
     archive, begin = io.BytesIO(), stream.size
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         value = value.clone()  # a view would bring all of its storage along

@@ -1,1 +1,1 @@
-"""Commands that show what is observed."""
+"""Commands that show the state of jobs and cluster."""

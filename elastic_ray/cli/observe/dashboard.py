@@ -1,4 +1,4 @@
-"""``elastic-ray dashboard``: the page that shows who has which slots, since when, and why."""
+"""``elastic-ray dashboard``: serves the web page that shows which job has which slots, since when, and why."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DEFAULT_PORT = 8270
 @click.option("--read-only", is_flag=True, help="No actions: nothing can be resized, released or stopped.")
 @click.option("--attached", is_flag=True, hidden=True, help="End with standard input; take another port if need be.")
 def dashboard(port: int, host: str, path: str | None, simulation: str | None, read_only: bool, attached: bool) -> None:
-    """Serve one page: slots, the allocation over time, jobs and why they have their sizes.
+    """Serve a web page with the cluster's slots, the allocation over time, and jobs with reasons for their sizes.
 
-    It is served on this machine alone; from elsewhere, forward the port (ssh -L). Whoever has the token that is printed
-    may resize, release and stop jobs; with --host nothing is shown without it.
+    By default only this machine can open the page; from elsewhere, forward the port (ssh -L). The printed token permits
+    resizing, releasing and stopping jobs; with another --host, nothing is shown without the token.
     """
     if path is not None and simulation is not None:
         raise click.UsageError("--from and --simulation cannot be given together: a page has one source")
@@ -64,7 +64,7 @@ async def _end_of_input() -> None:
 
 
 def _source(path: str | None, simulation: str | None, *, actions: bool) -> Source:
-    """Return the source of the page's facts; raises a click error if there is none."""
+    """Return the page's data source; raises a click error if it cannot be opened."""
     if path is not None or simulation is not None:
         from placement.errors import InputError
 

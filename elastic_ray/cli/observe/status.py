@@ -1,4 +1,4 @@
-"""``elastic-ray status``: one job."""
+"""``elastic-ray status``: shows one job or sweep."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from placement.text import ago
 @click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
 @json_option
 def status(job: str, last: int, as_json: bool) -> None:
-    """Show a job, the nodes of its workers, and why it has this size. Exit code 1 if it has failed.
+    """Show a job, the nodes of its workers, and the reason for its size. Exit code 1 if the job has failed.
 
-    Of a sweep, show its trials that run or have ended within the last hour, the best first.
+    For a sweep, show the trials that run or ended within the last hour, best first.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
@@ -64,7 +64,7 @@ def status(job: str, last: int, as_json: bool) -> None:
 
 
 def _trials_of(name: str) -> list[JobRow]:
-    """Return the trials of the sweep of this name, or of the only one that the submission of this name has started."""
+    """Return the trials of the sweep with this name, or of the only sweep that the submission of this name started."""
     rows = read_rows()
     if any(row.job == name for row in rows):
         return []
@@ -86,7 +86,7 @@ def _show_sweep(trials: list[JobRow], as_json: bool) -> None:
 
 
 def _show_ended(row: JobRow, as_json: bool) -> None:
-    """Print a job that has ended within the hour."""
+    """Print a job that ended within the last hour."""
     if as_json:
         show_json({"job": row, "workers": (), "events": (), "explanation": None})
     else:
@@ -105,7 +105,7 @@ def _show_ended(row: JobRow, as_json: bool) -> None:
 
 
 def _only(snapshot: Any, job: str) -> Any:
-    """Return a snapshot with one job, or none."""
+    """Return the snapshot with all jobs but one removed; None if there is no snapshot."""
     if snapshot is None:
         return None
     return dataclasses.replace(snapshot, jobs={name: each for name, each in snapshot.jobs.items() if name == job})

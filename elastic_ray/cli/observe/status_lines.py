@@ -1,4 +1,4 @@
-"""Lines of text on a job's progress, on where its time went and on what it waits for (pure)."""
+"""Lines of text on a job's progress, how its time was spent, and what it waits for (pure)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARTS = (
 
 
 def outlook_lines(row: JobRow) -> tuple[str, ...]:
-    """Return the lines that a status adds to a job's first line; unknown facts are left out."""
+    """Return the lines that follow a job's status line; unknown facts are left out."""
     lines = (_waits(row), _left(row), _time(row), _gpus(row), _pause(row))
     return tuple(line for line in lines if line)
 
@@ -41,7 +41,7 @@ def _left(row: JobRow) -> str:
 
 
 def until_end(row: JobRow) -> str:
-    """Return text such as ``3m05s (2m10s to 4m00s)``; empty where the end is unknown."""
+    """Return text such as ``3m05s (2m10s to 4m00s)``; empty if the end is unknown."""
     if row.eta_s is None or not math.isfinite(row.eta_s):
         return ""
     low_s, high_s = row.eta_low_s, row.eta_high_s
@@ -50,7 +50,7 @@ def until_end(row: JobRow) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return text such as ``42%``; empty where it is unknown or no number."""
+    """Return text such as ``42%``; empty if the share is unknown or not finite."""
     return f"{share:.0%}" if share is not None and math.isfinite(share) else ""
 
 

@@ -1,4 +1,4 @@
-"""``elastic-ray top``: jobs and nodes, repeatedly."""
+"""``elastic-ray top``: shows jobs and nodes repeatedly."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 )
 @metric_option
 def top(interval: float, once: bool, looks: int | None, by: str, metric: str) -> None:
-    """Watch jobs and nodes: as many jobs as the terminal has lines, until q or Ctrl-C.
+    """Watch jobs and nodes, as many jobs as fit the terminal, until q or Ctrl-C.
 
-    Once, and in full, in a pipe. TRAINS is the part of the time since its submission in which a job trained.
+    In a pipe, everything is printed once and in full. TRAINS is the share of the time since submission spent training.
     """
     from elastic_ray.cli import cluster
 
@@ -69,7 +69,7 @@ def _heading(seen: CoreSnapshot | None) -> str:
 
 
 class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
-    """Output of plain text without limits, one look after the other."""
+    """Output as plain text of any size, one update after the other."""
 
     def __init__(self, by: str = "phase", metric: str = "") -> None:
         self._by, self._metric = by, metric
@@ -87,7 +87,7 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
 
 
 class _Scroll(_Pipe):
-    """Output of plain text that fits the terminal, one look below the other."""
+    """Output as plain text that fits the terminal, each update below the previous one."""
 
     def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow]) -> None:
         """Print the jobs and nodes once."""
@@ -96,7 +96,7 @@ class _Scroll(_Pipe):
 
 
 class _Screen(_Pipe):
-    """Output on the whole terminal, until its end."""
+    """Output that fills the whole terminal and is redrawn in place."""
 
     def __init__(self, by: str = "phase", metric: str = "") -> None:
         from rich.live import Live
@@ -131,10 +131,10 @@ def _size() -> tuple[int, int]:
 
 
 class _Keys(contextlib.AbstractContextManager["_Keys"]):
-    """Reader of a ``q`` without the return key, if standard input is a terminal, which it restores.
+    """Reader of the key ``q`` without Enter, if standard input is a terminal; restores the terminal on exit.
 
     Args:
-        wanted: whether to; the terminal may be another program's, which reads what is printed here.
+        wanted: False leaves the terminal alone, as another program in the pipe may be reading from it.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -161,7 +161,7 @@ class _Keys(contextlib.AbstractContextManager["_Keys"]):
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._before)
 
     def ended_within(self, seconds: float) -> bool:
-        """Wait so long; whether ``q`` was pressed, or the terminal is gone."""
+        """Wait for ``seconds``; return True at once if ``q`` is pressed or the terminal is gone."""
         if self._before is None:
             time.sleep(seconds)
             return False

@@ -1,4 +1,4 @@
-"""Lines of ``top`` that fit a terminal (pure)."""
+"""Lines of ``elastic-ray top``, cut to fit a terminal (pure)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SORTS: dict[str, _Key] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopLine:
-    """Line of ``top`` with its style."""
+    """Line of text with its style."""
 
     text: str  # printable, no wider than the terminal
     style: str = ""  # a job's phase, "heading", or empty
@@ -63,12 +63,12 @@ def _known(value: float | None, otherwise: float) -> float:
 
 
 def sorted_rows(rows: Sequence[JobRow], by: str) -> list[JobRow]:
-    """Return rows in the order of one of ``SORTS``."""
+    """Return the rows sorted by a key of ``SORTS``."""
     return sorted(rows, key=lambda row: (*SORTS[by](row), row.job))
 
 
 def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
-    """Return a job's cells under ``TOP_COLUMNS``."""
+    """Return a job's cells, in the order of ``TOP_COLUMNS``."""
     cells = job_cells(row, now_s, metric)
     texts = {name: cells[number] for name, number in _FROM_JOBS.items()}
     why = cells[-1]
@@ -82,9 +82,9 @@ def top_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return the header and each row, none wider than ``width`` columns: the first cells as far as they fit.
+    """Return the header and rows as text of at most ``width`` columns, with as many leading cells as fit.
 
-    The first cell is cut where the room is small, the last one always; those between are shown whole or not at all.
+    The first cell is cut if there is little room, the last cell always; cells in between are shown whole or not at all.
     """
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
@@ -113,16 +113,16 @@ def top_lines(
     now_s: float = 0.0,
     metric: str = "",
 ) -> list[TopLine]:
-    """Return the lines of one look: a heading, the first jobs in their order, and nodes where there is room for them.
+    """Return the lines of one update: a heading, the first jobs in order, and nodes if there is room.
 
     Args:
-        heading: the cluster on one line.
-        jobs: in any order.
-        nodes: likewise shown as far as there is room.
-        size: columns and lines of the terminal.
-        by: one of ``SORTS``.
-        now_s: present time [s since the epoch].
-        metric: that is shown; empty for each job's own.
+        heading: One-line summary of the cluster.
+        jobs: Rows of the jobs, in any order.
+        nodes: Rows of the nodes; shown as far as there is room.
+        size: Columns and lines of the terminal.
+        by: A key of ``SORTS``.
+        now_s: Current time [s since the epoch].
+        metric: Metric to show; empty for each job's own.
     """
     width, height = max(1, size[0]), max(1, size[1])
     below = min(len(nodes) + 2, height // 3) if height >= _NODES_FROM and nodes else 0

@@ -1,4 +1,4 @@
-"""Hugging Face under elastic-ray: ``transformers.Trainer``, and an ``Accelerator`` for loops of your own."""
+"""Hugging Face integration: ``transformers.Trainer``, and an ``Accelerator`` for custom loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``accelerate.Accelerator`` for train loops of your own, as elastic jobs."""
+"""``accelerate.Accelerator`` for custom training loops in elastic jobs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from elastic_ray.run.registry import HookPoint
 
 
 class OnMainProcess(accelerate.Accelerator):
-    """Accelerate's process state that asks for the job's rank on every use; accelerate itself sees each worker alone.
+    """Accelerator methods that run on certain ranks only, by the job's current ranks.
 
-    Trackers are begun by the first rank 0, and by a later one when it first logs.
+    Accelerate itself sees each worker as a single process. The first rank 0 starts the trackers; if rank 0 moves to
+    another worker, that worker starts them when it first logs.
     """
 
     _trackers_wanted: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -48,17 +49,17 @@ class OnMainProcess(accelerate.Accelerator):
         return self._where(function, lambda: get_context().get_world_rank() + 1 == get_context().get_world_size())
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function to run on this rank only."""
+        """Decorate a function to run on rank ``process_index`` only."""
         return self._where(function, lambda: get_context().get_world_rank() == process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorate a function to run on this worker of each node only."""
+        """Decorate a function to run on each node's worker of local rank ``local_process_index`` only."""
         return self._where(function, lambda: get_context().get_local_rank() == local_process_index)
 
     def _where(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
-        """Return `function`, or a decorator, that is called where `here` is true and is None elsewhere."""
+        """Return `function`, or a decorator for one, that runs only if ``here()`` is true and else returns None."""
         if function is None:
             return functools.partial(self._where, here=here)
 
@@ -104,23 +105,23 @@ check_overridden(
 
 
 class Accelerator(OnMainProcess, Collectives):
-    """``accelerate.Accelerator`` within a train function; epochs come from ``elastic_ray.remaining_epochs_until(n)``.
+    """``accelerate.Accelerator`` for a train function that iterates over ``elastic_ray.remaining_epochs_until(n)``.
 
-    ``prepare`` takes models, optimizers and schedulers in one call or in several. The ``batch_size`` of a loader is
-    that of all workers together, whose number changes. ``gather``, ``gather_for_metrics``, ``reduce`` and the others
-    go through elastic-ray's collectives: tensors and plain values, never pickled.
+    ``prepare`` accepts models, optimizers and schedulers in one call or in several. A loader's ``batch_size`` is the
+    global batch, shared by all workers, however many there are. Collectives such as ``gather``,
+    ``gather_for_metrics`` and ``reduce`` use elastic-ray's: tensors and plain values, never pickled.
 
     Args:
-        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it, of the
-            first loader that is prepared; other loaders keep their batch, as all do without.
-        local_bsz_bounds: least and largest samples that one worker takes at once.
-        gradient_accumulation: allow several micro-batches a step.
-        elastic_options: of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
-        options: of ``accelerate.Accelerator``. With ``gradient_accumulation_steps`` the batch of the first loader that
-            is prepared is so many times the user's, and no worker takes more than the user's at once; the job cuts it.
+        max_batch_size: Largest global batch [samples] of the first loader that is prepared, as in
+            ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        gradient_accumulation: Whether a step may have several micro-batches.
+        elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
+        options: Arguments of ``accelerate.Accelerator``. ``gradient_accumulation_steps`` multiplies the batch of the
+            first loader that is prepared; no worker processes more than the original batch at once.
 
     Raises:
-        ValueError: an argument that cannot be kept when workers come and go.
+        ValueError: An argument is not supported while workers come and go.
     """
 
     _models: list[Any]
@@ -160,7 +161,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @property
     def num_processes(self) -> int:
-        """Workers of the present group."""
+        """Number of workers in the current group."""
         return get_context().get_world_size()
 
     @property
@@ -184,10 +185,10 @@ class Accelerator(OnMainProcess, Collectives):
         return self.local_process_index == 0
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Return the objects for an elastic job, in the same order.
+        """Return the objects prepared for an elastic job, in the same order.
 
         Raises:
-            ValueError: when training begins: an optimizer whose model was not prepared.
+            ValueError: Raised when training starts, if an optimizer was prepared but its model was not.
         """
         places = device_placement if device_placement is not None else [None] * len(args)
         if len(places) != len(args):
@@ -196,7 +197,7 @@ class Accelerator(OnMainProcess, Collectives):
         return result if len(result) > 1 else result[0]
 
     def _prepare_one(self, each: Any, device_placement: bool | None) -> Any:
-        """Prepare one object; an object that is no part of a training is returned unchanged."""
+        """Prepare one object; objects that are not part of training are returned unchanged."""
         if isinstance(each, torch.nn.Module):
             return self.prepare_model(each, device_placement)
         if isinstance(each, AccelerateLoader):
@@ -213,9 +214,9 @@ class Accelerator(OnMainProcess, Collectives):
         return theirs
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return a model that is wrapped with its optimizer when training begins.
+        """Return a model that is wrapped with its optimizer when training starts.
 
-        With ``evaluation_mode``, it never is.
+        With ``evaluation_mode``, the model is never wrapped.
         """
         known = [each for each in self._models if each is model or plain_model(each) is model]
         if known:
@@ -227,7 +228,7 @@ class Accelerator(OnMainProcess, Collectives):
         return self._models[-1]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Return an optimizer whose model is prepared, too, before training begins."""
+        """Return a prepared optimizer; its model must also be prepared before training starts."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             own = weakref.ref(self)
 
@@ -240,7 +241,7 @@ class Accelerator(OnMainProcess, Collectives):
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _wrap_models(self) -> None:
-        """Wrap the models whose optimizers were prepared; raises ValueError for an optimizer whose model was not."""
+        """Wrap each model whose optimizer was prepared; raise ValueError for an optimizer without a prepared model."""
         models = [each for each in self._models if isinstance(each, AccelerateModel)]
         for optimizer in self._optimizers:
             own = [each for each in models if _steps(optimizer, each.module)]
@@ -253,7 +254,7 @@ class Accelerator(OnMainProcess, Collectives):
             own[0].wrap()
 
     def _wrap(self, module: torch.nn.Module) -> er.AdaptiveDataParallel | None:
-        """Return a prepared model with its optimizers and their schedulers; None without an optimizer."""
+        """Return a prepared model wrapped with its optimizers and schedulers, or None if it has no optimizer."""
         optimizers = [each for each in self._optimizers if _steps(each, module)]
         if not optimizers:
             return None
@@ -277,32 +278,32 @@ class Accelerator(OnMainProcess, Collectives):
         return self._dataloaders[-1]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients that a step will apply; an unfinished accumulation is left alone."""
+        """Unscale gradients before an optimizer step; do nothing while gradients are still being accumulated."""
         if self.sync_gradients:
             super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip gradients as accelerate does; in an unfinished accumulation do nothing and return 0."""
+        """Clip gradients as accelerate does; while gradients are still being accumulated, do nothing and return 0."""
         return super().clip_grad_norm_(*args, **kwargs) if self.sync_gradients else torch.zeros(())
 
     def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
-        """Clip gradients as accelerate does; do nothing in an unfinished accumulation."""
+        """Clip gradients as accelerate does; do nothing while gradients are still being accumulated."""
         if self.sync_gradients:
             super().clip_grad_value_(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Keep gradients of the block on this worker."""
+        """Keep gradients computed in the block on this worker."""
         with model.no_sync():
             yield
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Do nothing: the job divides micro-batches, and :attr:`sync_gradients` tells which of them ends a step."""
+        """Do nothing: the job splits steps into micro-batches, and :attr:`sync_gradients` is True on the last."""
         yield
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain model."""
+        """Return the plain model without its wrapper."""
         return super().unwrap_model(plain_model(model), *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
@@ -315,7 +316,7 @@ class Accelerator(OnMainProcess, Collectives):
             super().save(obj, f, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save the state on rank 0, with the position in the data."""
+        """Save the state and the position in the data, on rank 0 only."""
         if not self.is_main_process:
             return output_dir
         if self.project_configuration.automatic_checkpoint_naming:
@@ -326,18 +327,18 @@ class Accelerator(OnMainProcess, Collectives):
         return folder
 
     def _number_the_next_state(self) -> None:
-        """Count on from the folder's states: accelerate counts those of this process, which may be rank 0 only now."""
+        """Continue numbering after the states in the folder, since accelerate counts only those this process saved."""
         states = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
         found = [re.fullmatch(r"checkpoint_(\d+)", each.name) for each in states]
         theirs = self.project_configuration
         theirs.iteration = max([theirs.iteration, *(int(each[1]) + 1 for each in found if each is not None)])
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Register objects with accelerate and with ``elastic_ray.register_state``: joining workers receive them too.
+        """Register objects with accelerate and ``elastic_ray.register_state``, so that joiners receive them.
 
         Raises:
-            ValueError: one has no ``state_dict`` and ``load_state_dict``.
-            RuntimeError: training has begun, and workers that join would not have it.
+            ValueError: An object lacks ``state_dict`` or ``load_state_dict``.
+            RuntimeError: Training has already started, so joining workers would not have the object.
         """
         first = len(self._custom_objects)
         super().register_for_checkpointing(*objects)
@@ -348,10 +349,10 @@ class Accelerator(OnMainProcess, Collectives):
             er.register_state(f"accelerate/{number}", each)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load a state on every worker.
+        """Load a saved state on every worker.
 
-        Before the first epoch the job starts where the state was saved; later it continues at its place in the data,
-        with the model and the optimizer of the state, as accelerate does.
+        Before the first epoch, the job resumes at the saved position in the data. Later, only the model, optimizer and
+        other saved objects are restored, as in accelerate, and the job keeps its current position.
         """
         found: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
@@ -365,7 +366,7 @@ class Accelerator(OnMainProcess, Collectives):
             resume_at(current_session(), place)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Raise NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
+        """Raise NotImplementedError: batches differ between runs, and ``load_state`` restores the position instead."""
         raise NotImplementedError(
             "skip_first_batches() is not there under elastic-ray, whose batches change: load_state() before the first "
             "epoch continues after the last sample that was used, without it"
@@ -373,7 +374,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def _plain_models(self) -> Iterator[None]:
-        """Use the states of the plain models in the block, so that accelerate's own Accelerator takes them."""
+        """Substitute the plain models in the block, because accelerate saves and loads those."""
         prepared = self._models
         self._models = [plain_model(each) for each in prepared]
         try:
@@ -382,7 +383,7 @@ class Accelerator(OnMainProcess, Collectives):
             self._models = prepared
 
     def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError: shares change with the group."""
+        """Raise NotImplementedError: the number of processes changes during the job."""
         raise NotImplementedError(
             "split_between_processes() is not there under elastic-ray, for the number of processes changes: prepare a "
             "DataLoader with shuffle=False, whose samples all workers share"
@@ -395,12 +396,12 @@ def _is_scheduler(each: Any) -> bool:
 
 
 def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
-    """True if the optimizer steps parameters of the model."""
+    """True if the optimizer updates any parameter of the model."""
     own = {id(p) for p in module.parameters()}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _stepped_by(scheduler: Any) -> Any:
-    """Return a scheduler's plain optimizer; it may have been made for a prepared one."""
+    """Return the plain optimizer of a scheduler, which may have been made for a prepared optimizer."""
     optimizer = getattr(scheduler, "optimizer", None)
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,4 +1,4 @@
-"""``TrainingArguments`` of a worker: ranks are current, and unsupported arguments are refused."""
+"""``TrainingArguments`` with the job's current ranks, and checks that refuse unsupported arguments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from elastic_ray.loop.api import current_session, get_context
 
 
 class _ElasticArguments:
-    """Arguments whose ranks are the job's.
+    """Training arguments whose ranks are the worker's current ranks in the job.
 
-    What is pickled, as beside a checkpoint, is the arguments as they were.
+    They are pickled as the original class, for example when saved with a checkpoint.
     """
 
     @property
@@ -29,7 +29,7 @@ class _ElasticArguments:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """1: the job cuts a step's batch, which has as many micro-batches as :func:`accumulated` says."""
+        """1, because the job splits a step's batch itself; :func:`accumulated` returns the user's value."""
         return 1
 
     @gradient_accumulation_steps.setter
@@ -41,7 +41,7 @@ class _ElasticArguments:
 
 
 def elastic(theirs: TrainingArguments) -> TrainingArguments:
-    """Make arguments those of a worker, in place; bars of a worker would only fill the job's output."""
+    """Make training arguments elastic in place, and turn off progress bars, which would flood the job's output."""
     kind = type(theirs)
     theirs.disable_tqdm = theirs.disable_tqdm or current_session().elastic
     if not issubclass(kind, _ElasticArguments):
@@ -50,12 +50,12 @@ def elastic(theirs: TrainingArguments) -> TrainingArguments:
 
 
 def accumulated(theirs: TrainingArguments) -> int:
-    """Return micro-batches a step, as the user's arguments say."""
+    """Return the number of micro-batches per step that the user requested."""
     return int(vars(theirs)["gradient_accumulation_steps"])
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ValueError for what cannot be kept when workers come and go."""
+    """Raise ValueError for training arguments that are not supported while workers come and go."""
     found = {
         "deepspeed": getattr(args, "deepspeed", None),
         "fsdp": getattr(args, "fsdp", None),
@@ -77,12 +77,12 @@ def check_arguments(args: Any) -> None:
 
 
 def _dispatches(config: Any) -> bool:
-    """True if an ``accelerator_config`` asks for what only accelerate's own loaders do."""
+    """True if an ``accelerator_config`` sets an option that only works in accelerate's own loops and loaders."""
     return bool(getattr(config, "dispatch_batches", None) or getattr(config, "gradient_accumulation_kwargs", None))
 
 
 def _updates_in_backward(optimizer: str) -> bool:
-    """True for optimizers that update parameters within backward, before the workers have averaged the gradients."""
+    """True if the optimizer updates parameters during backward, before gradients are averaged over the workers."""
     return optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo")
 
 
@@ -130,7 +130,7 @@ _REFUSED = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of ``accelerate.Accelerator`` that cannot be kept when workers come and go."""
+    """Raise ValueError for ``accelerate.Accelerator`` arguments that are not supported while workers come and go."""
     found = {name: options.get(name) is not None for name in _OF_ACCELERATOR}
     handlers = {type(each).__name__ for each in options.get("kwargs_handlers") or ()}
     found["DistributedDataParallelKwargs"] = "DistributedDataParallelKwargs" in handlers

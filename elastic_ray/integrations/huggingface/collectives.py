@@ -1,4 +1,4 @@
-"""Accelerate's collectives, of an elastic job's workers."""
+"""Accelerate's collectives over the workers of an elastic job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from elastic_ray.loop.api import current_session
 
 
 class SavesAlone:
-    """Mixin whose ``_saves_alone`` is True within :meth:`_alone`."""
+    """Mixin whose ``_saves_alone`` flag is True inside the :meth:`_alone` context."""
 
     _saves_alone = False
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Enter a context in which calls involve no other worker."""
+        """Skip communication with other workers inside the block."""
         self._saves_alone = True
         try:
             yield
@@ -32,25 +32,25 @@ class SavesAlone:
 
 
 class Collectives(SavesAlone, accelerate.Accelerator):
-    """Accelerate's collectives over all workers of the job; accelerate itself sees each worker as one process."""
+    """Accelerate's collectives over all workers of the job, since accelerate itself sees each worker as one process."""
 
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors of all workers, one after the other; their first sizes may differ."""
+        """Gather tensors from all workers, concatenated along the first dimension, whose sizes may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))
         return recursively_apply(lambda _: next(parts), tensor, test_type=_every_leaf)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as :meth:`gather`, because no sample occurs twice; lists of other values are concatenated."""
+        """Gather without dropping duplicate samples, as there are none; lists of non-tensors are concatenated."""
         if use_gather_object or (isinstance(input_data, list) and not _all_tensors(input_data)):
             return [each for part in er.all_gather(list(input_data)) for each in part]
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum, mean or maximum over all workers of each tensor in it."""
+        """Reduce each tensor in `tensor` over all workers (sum, mean or max) and multiply it by `scale`."""
         if reduction not in ("sum", "mean", "max", "none"):
             raise ValueError(f"reduction must be 'sum', 'mean', 'max' or 'none', but got {reduction!r}")
         if reduction == "none":
@@ -58,7 +58,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return recursively_apply(lambda each: er.all_reduce(each, reduction) * scale, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad each tensor on ``dim`` to the length of the longest of any worker's."""
+        """Pad each tensor along ``dim`` to the longest length on any worker."""
 
         def padded(each: torch.Tensor) -> torch.Tensor:
             if dim >= each.dim():
@@ -71,7 +71,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return recursively_apply(padded, tensor)
 
     def wait_for_everyone(self) -> None:
-        """Wait for all workers as ``elastic_ray.barrier``; return at once while rank 0 saves a state."""
+        """Wait for all workers, as ``elastic_ray.barrier`` does; return at once while rank 0 saves a state."""
         if not self._saves_alone:
             er.barrier()
 
@@ -84,16 +84,16 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return True
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Rank 0 runs the block before the others."""
+        """Run the block on rank 0 before the other ranks."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Run the block on the first worker of each node before the others."""
+        """Run the block on the first worker of each node before the other workers."""
         return self._first(self.is_local_main_process)
 
     @contextlib.contextmanager
     def _first(self, main: bool) -> Iterator[None]:
-        """Run the block on workers that are ``main`` before the others."""
+        """Run the block on workers with ``main=True`` before the other workers."""
         if not main:
             self.wait_for_everyone()
         yield
@@ -114,7 +114,7 @@ def _all_tensors(tree: Any) -> bool:
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
-    """Concatenate all ranks' tensors; other values become a list."""
+    """Concatenate the tensors of all ranks; return values of other types as a list."""
     if not isinstance(parts[0], torch.Tensor):
         return list(parts)
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in parts])
@@ -124,16 +124,16 @@ _FILE = "elastic_ray_position.json"
 
 
 def write_position(folder: Path) -> None:
-    """Put the present place into a checkpoint's folder, as a whole or not at all."""
+    """Atomically write the current position in the data into a checkpoint folder."""
     part = folder / f"{_FILE}.part"
     part.write_text(json.dumps(current_session().resume_point().to_json()))
     part.replace(folder / _FILE)
 
 
 def read_position(folder: Path) -> Any | None:
-    """Return the place of a checkpoint; None where it has none, being of another program.
+    """Return the data position stored in a checkpoint, or None if another program wrote the checkpoint.
 
-    Raises ValueError: the file is damaged.
+    Raises ValueError if the file is damaged.
     """
     file = folder / _FILE
     if not file.exists():

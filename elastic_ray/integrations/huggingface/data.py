@@ -1,4 +1,4 @@
-"""The data of a Trainer, for all workers."""
+"""Training data loaders of a Trainer, shared by all workers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
-    """Return a loader of the trainer's training data, whose batches all workers share.
-
-    Args:
-        trainer: a ``transformers.Trainer``.
-
-    Raises ValueError: it has no training data, or is to read a stream in processes of its own.
-    """
+    """Return a loader over the trainer's training data whose batches all workers share."""
     dataset, args = trainer.train_dataset, trainer.args
     if dataset is None:
         raise ValueError("Trainer: training requires a train_dataset")
@@ -64,9 +58,9 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 
 
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the loader of ``get_train_dataloader``, possibly the user's own, as one that all workers share.
+    """Return the loader from ``get_train_dataloader``, possibly overridden by the user, as one all workers share.
 
-    Raises TypeError: it is neither torch's nor ours.
+    Raises TypeError if the loader is neither a plain torch ``DataLoader`` nor an ``AdaptiveDataLoader``.
     """
     ours = isinstance(loader, er.AdaptiveDataLoader)
     shared: er.AdaptiveDataLoader = loader if ours else batch_options.shared(_of_torch(loader))
@@ -76,7 +70,7 @@ def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLo
 
 
 def _of_torch(loader: Any) -> DataLoader[Any]:
-    """Check that the loader is one of torch's, and return it; raises TypeError."""
+    """Return the loader if it is a plain torch ``DataLoader``; raise TypeError otherwise."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"get_train_dataloader() must give an elastic_ray.AdaptiveDataLoader or a torch DataLoader, but gave a "
@@ -91,9 +85,9 @@ def _of_torch(loader: Any) -> DataLoader[Any]:
 
 
 def counts_items(compute_loss: Callable[..., Any]) -> bool:
-    """True if a ``compute_loss`` uses ``num_items_in_batch``, by its code.
+    """True if the bytecode of ``compute_loss`` uses ``num_items_in_batch``, directly or by passing on ``**kwargs``.
 
-    Then it is a sum over items, divided by that; else it is a mean over samples.
+    The loss is then a sum over items divided by that number; otherwise it is a mean over samples.
     """
     code = inspect.unwrap(compute_loss).__code__
     used = {each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")}
@@ -102,12 +96,12 @@ def counts_items(compute_loss: Callable[..., Any]) -> bool:
 
 
 def _arguments(code: types.CodeType) -> int:
-    """Return the index of the name of ``**kwargs`` among a function's variables."""
+    """Return the index of ``**kwargs`` among a function's variable names."""
     return code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
 
 
 def _order_and_workers(trainer: Any, dataset: Any) -> dict[str, Any]:
-    """Return arguments of a loader over a dataset with a length."""
+    """Return the loader arguments for sample order and worker processes, for a dataset with a length."""
     args = trainer.args
     options: dict[str, Any] = {
         "num_workers": args.dataloader_num_workers,

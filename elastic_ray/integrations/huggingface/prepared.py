@@ -1,4 +1,4 @@
-"""Results of ``Accelerator.prepare`` for a model and for a loader, and earlier results for an optimizer."""
+"""Models and loaders that ``Accelerator.prepare`` returns, and a fix for optimizers prepared before wrapping."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from elastic_ray.loop.api import current_session
 
 
 def step_through_ours(theirs: Any) -> None:
-    """Have a prepared optimizer step through the wrapper that its model was given since.
+    """Make a prepared optimizer step through the wrapper that its model received after preparation.
 
-    Beside a gradient scaler, accelerate keeps ``optimizer.step`` as it was when the optimizer was prepared, and puts it
-    back with each step.
+    With a gradient scaler, accelerate stores ``optimizer.step`` when it prepares the optimizer and restores it at each
+    step, so the stored method is replaced here.
 
     Args:
-        theirs: accelerate's optimizer, or a plain one, which keeps nothing.
+        theirs: Accelerate's optimizer. A plain optimizer, which stores nothing, is left unchanged.
     """
     if getattr(theirs, "scaler", None) is not None:
         theirs._optimizer_original_step_method = theirs.optimizer.step
@@ -30,14 +30,14 @@ def step_through_ours(theirs: Any) -> None:
 
 
 class AccelerateModel(LateWrapped):
-    """A prepared model.
+    """A model prepared by the ``Accelerator``, and wrapped when the first epoch starts.
 
-    Scripts prepare models, optimizers and schedulers in one call or in several, in any order: what belongs together is
-    known for sure when the first epoch begins.
+    Scripts prepare models, optimizers and schedulers in one call or in several, in any order. Only at the first epoch
+    is it certain which of them belong together.
 
     Args:
-        module: the model, as accelerate has prepared it.
-        make_wrapper: gives the wrapper; None while no optimizer of the model was prepared.
+        module: The model as accelerate prepared it.
+        make_wrapper: Returns the wrapper, or None while no optimizer of the model has been prepared.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class AccelerateModel(LateWrapped):
         return self._make_wrapper(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass; one that trains wraps the model, for scripts that count no epochs."""
+        """Run the model's forward pass; the first training pass wraps the model, for scripts without an epoch loop."""
         if self.training and torch.is_grad_enabled():
             self.wrap()
         return super().forward(*args, **kwargs)
 
 
 class AccelerateLoader(LoaderOnDevice):
-    """A prepared loader.
+    """A loader prepared by the ``Accelerator``, which sets accelerate's gradient state for each micro-batch.
 
     Args:
-        accelerator: whose device and gradient state are used; it is not kept.
+        accelerator: Source of the device and gradient state; no reference to it is kept.
     """
 
     _is_accelerate_prepared = True
@@ -87,7 +87,7 @@ class AccelerateLoader(LoaderOnDevice):
             self.end_of_dataloader = False
 
     def _begin_micro_step(self) -> None:
-        """Set accelerate's state for the micro-batch that is handed out."""
+        """Set accelerate's gradient state for the micro-batch about to be yielded."""
         session = current_session()
         step = session.passes.step
         self.end_of_dataloader = self.loader.on_last_batch

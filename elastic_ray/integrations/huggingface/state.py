@@ -1,4 +1,4 @@
-"""State of a Trainer's run that joiners, checkpoints and repeated steps need."""
+"""State of a Trainer's run, for joining workers, checkpoints and repeated steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", 
 
 
 class TrainerProgress:
-    """The state of a trainer that is the same on all ranks: ``state_dict`` and ``load_state_dict``."""
+    """Trainer state that is identical on all ranks, with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -25,20 +25,20 @@ class TrainerProgress:
         return {**scalars(trainer), "log_history": copy.deepcopy(trainer.state.log_history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt another rank's state."""
+        """Load the state received from another rank or a checkpoint."""
         set_scalars(self._trainer, state)
         theirs = self._trainer.state
         theirs.log_history = list(state["log_history"])
 
 
 class StepProgress:
-    """State that a repeated step restores, on each rank its own."""
+    """Trainer state of one rank that is rolled back when a step is repeated."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the present values."""
+        """Return the current values."""
         trainer = self._trainer
         return {
             **scalars(trainer),
@@ -49,7 +49,7 @@ class StepProgress:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Return to values that were remembered."""
+        """Restore values returned by :meth:`remember`."""
         set_scalars(self._trainer, remembered)
         del self._trainer.state.log_history[remembered["logs"] :]
         theirs = self._trainer
@@ -59,7 +59,7 @@ class StepProgress:
 
 
 def scalars(trainer: Any) -> dict[str, Any]:
-    """Return counters, flags and the states of callbacks."""
+    """Return a trainer's counters, flags and callback states."""
     state = {each.name: getattr(trainer.state, each.name) for each in dataclasses.fields(trainer.state)}
     return {
         "state": {name: value for name, value in state.items() if name not in _OWN},
@@ -72,7 +72,7 @@ def scalars(trainer: Any) -> dict[str, Any]:
 
 
 def set_scalars(trainer: Any, values: dict[str, Any]) -> None:
-    """Return to values of :func:`scalars`."""
+    """Restore values returned by :func:`scalars`."""
     vars(trainer.state).update(values["state"])
     vars(trainer.control).update(values["control"])
     for key, each in _callbacks(trainer):
@@ -84,25 +84,25 @@ def set_scalars(trainer: Any, values: dict[str, Any]) -> None:
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
-    """Return a callback's exported state: all of it if its class makes its own, else its attributes."""
+    """Return a callback's exported state: everything if its class defines ``from_state``, otherwise its attributes."""
     state = callback.state()
     return copy.deepcopy(dict(state) if _makes_its_own(callback) else dict(state.get("attributes", {})))
 
 
 def _set_state(callback: Any, state: dict[str, Any]) -> None:
-    """Return to what :func:`_state_of` gave."""
+    """Restore a callback's state returned by :func:`_state_of`."""
     if state and _makes_its_own(callback):
         state = vars(type(callback).from_state(copy.deepcopy(state)))
     vars(callback).update(state)
 
 
 def _makes_its_own(callback: Any) -> bool:
-    """True if the class reads what it exports by itself, so that it may have keys of its own."""
+    """True if the callback's class overrides ``from_state``, so its exported state may have custom keys."""
     return getattr(type(callback).from_state, "__func__", None) is not ExportableState.from_state.__func__
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield callbacks that have a state, by name and number."""
+    """Yield the callbacks that export state, each with a key of its index and class name."""
     for number, each in enumerate(trainer.callback_handler.callbacks):
         if isinstance(each, ExportableState):
             yield f"{number}:{type(each).__name__}", each

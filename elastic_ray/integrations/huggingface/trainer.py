@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` as an elastic job."""
+"""``transformers.Trainer`` in an elastic job."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ _PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
 
 
 class ElasticTrainerMixin(SavesAlone, _Theirs):
-    """Makes ``transformers.Trainer``, or a subclass of it, train as an elastic job: put it first among the bases.
+    """Mixin that trains ``transformers.Trainer``, or a subclass, as an elastic job; put it first among the bases.
 
-    ``per_device_train_batch_size`` is then that of all workers together, whose number changes. Every worker evaluates
-    on all of the data; rank 0 saves and logs. A causal-LM loss is weighted by tokens, exactly, over ranks and
-    micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that they end where they should
-    however the batch grows.
+    ``per_device_train_batch_size`` becomes the global batch, shared by all workers, however many there are. Every
+    worker evaluates all of the data; rank 0 saves and logs. A causal-LM loss is weighted exactly by tokens, over ranks
+    and micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that training ends at the
+    intended point even if the batch grows.
 
     Args:
-        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
-            batch stays without.
-        local_bsz_bounds: least and largest samples that one worker takes at once.
-        gradient_accumulation: allow several micro-batches a step.
-        elastic_options: of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
-        args: of the class that is extended.
-        kwargs: of the class that is extended.
+        max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
+            the batch fixed.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        gradient_accumulation: Whether a step may have several micro-batches.
+        elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
+        args: Positional arguments of the extended class.
+        kwargs: Keyword arguments of the extended class.
 
     Raises:
-        ValueError: an argument that cannot be kept when workers come and go; the message says the way out.
+        ValueError: An argument is not supported while workers come and go; the message names an alternative.
     """
 
     control: Any
@@ -112,7 +112,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self._gather_in_steps()
 
     def _unwrap_ours(self) -> None:
-        """Have ``accelerator.unwrap_model`` know our wrapper: label smoothing asks it for the model's name."""
+        """Make ``accelerator.unwrap_model`` unwrap our models too: label smoothing uses it to get the model's name."""
         theirs: Any = self.accelerator
         original = theirs.unwrap_model
 
@@ -123,9 +123,9 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         theirs.unwrap_model = unwrap_model
 
     def _gather_in_steps(self) -> None:
-        """Have what subclasses gather in a training step, as TRL its tokens, be of all workers.
+        """Make accelerate's collectives span all workers in a training step; TRL, for example, uses them there.
 
-        Elsewhere accelerate's process is one, this worker's: every worker evaluates on all of the data.
+        Outside training steps they stay within this worker, because every worker evaluates all of the data.
         """
         theirs: Any = self.accelerator
 
@@ -145,7 +145,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- the loop
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """Prepare as Trainer does; the model, possibly compiled, and its optimizer then belong to the job."""
+        """Prepare as Trainer does, then wrap the model, which may be compiled, and its optimizer for the job."""
         prepared, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         model = er.AdaptiveDataParallel(
@@ -167,7 +167,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Run Trainer's loop over epochs, with the job's epochs and steps."""
+        """Run Trainer's training loop with the job's epochs and steps."""
         self.accelerator.free_memory()
         session_of_new_model()  # alone, a second training is a run of its own, whose loader begins anew
         loader = shared_loader(self.get_train_dataloader(), self._batch_options)
@@ -207,7 +207,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         return self._finalize_training(trial, samples, begin_s)
 
     def _tell_of_begin(self, loader: er.AdaptiveDataLoader, planned: dict[str, int]) -> None:
-        """Log what theirs does, which people and tools look for, with the job's present batch."""
+        """Log the same training summary as Trainer, which people and tools expect, with the job's current batch."""
         trainable = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         said = {
             **planned,
@@ -221,7 +221,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             _logger.info("  %s = %s", what, f"{count:,}")
 
     def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> bool:
-        """Continue where a checkpoint of theirs stands, unless the job has one of its own; returns whether it does."""
+        """Resume from a Trainer checkpoint unless the job has its own progress; return True if it has none."""
         states = current_session().states
         own = bool(states.progress.steps or states.progress.epoch or states.progress.passes)
         position = read_position(folder)
@@ -240,7 +240,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     def _train_epoch(
         self, model: Any, loader: er.AdaptiveDataLoader, epoch: int, trial: Any, ignored: Any, begin_s: float
     ) -> None:
-        """Train one epoch from the job's place in it."""
+        """Train one epoch, starting at the job's current position in it."""
         if self._random_numbers_of is not None and not self._within_epoch:  # the epoch's loader draws from them, too
             self._load_rng_state(self._random_numbers_of)
         batches: Any = loader.batches(joined_later=True)
@@ -270,7 +270,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         )
 
     def _micro_step(self, model: Any, loader: er.AdaptiveDataLoader, inputs: Any, last: dict[str, Any]) -> bool:
-        """Train one micro-batch; True if it ends a step that counts."""
+        """Train one micro-batch; return True if it completes a step that counts."""
         ledger = current_session().ledger
         step = current_session().passes.step
         assert step is not None, "a batch was drawn"
@@ -309,7 +309,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         return True
 
     def _weigh(self, loader: er.AdaptiveDataLoader, inputs: Any) -> Any:
-        """Return the divisor of the micro-batch's loss, if it is not its samples, and weigh the micro-batch by it."""
+        """Return ``num_items_in_batch`` or None, and weight the micro-batch by it if the loss divides by it."""
         count = self._get_num_items_in_batch([inputs], self.args.device)
         if count is not None and not counts_items(type(self).compute_loss):
             return count  # a loss of the user's own, which is a mean over samples
@@ -318,7 +318,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         return count
 
     def _add_losses(self, step: LoaderStep) -> None:
-        """Add up the step's losses by this worker's part in its gradient; over all workers the parts make 1."""
+        """Add the step's losses, weighted by this worker's share of the gradient; all workers' shares sum to 1."""
         work = step.work
         total = sum(map(sum, work))
         for loss, count in zip(self._losses, work[get_context().get_world_rank()], strict=True):
@@ -327,7 +327,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
                 self.tr_weight += count / total
 
     def _after_step(self, loader: er.AdaptiveDataLoader, epoch: int) -> None:
-        """Count an applied step, and stop where progress says so."""
+        """Count an applied step, and stop training once the job's progress reaches ``max_steps``."""
         session = current_session()
         step = session.passes.step
         assert step is not None, "its batch was drawn"
@@ -357,7 +357,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             self._set_log_level()
 
     def _set_log_level(self) -> None:
-        """Set transformers' log level to this rank's: ``log_level``, or ``log_level_replica`` on the others."""
+        """Set transformers' log level: ``log_level`` on ranks that log, ``log_level_replica`` on other ranks."""
         transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
 
     def is_world_process_zero(self) -> bool:
@@ -371,7 +371,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- logs, evaluation, checkpoints
 
     def _average_loss(self) -> None:
-        """Put into ``_tr_loss`` what theirs divides by the steps: the mean over the workers' parts."""
+        """Set ``_tr_loss`` to the mean loss over workers, times the number of steps that Trainer divides it by."""
         total, weight = er.all_reduce(
             torch.tensor([float(self._tr_loss), self.tr_weight], dtype=torch.float64)
         ).tolist()
@@ -380,7 +380,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.tr_weight = 0.0
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate as Trainer does, with the loss of all workers, and equal buffers on all of them."""
+        """Log, save and evaluate as Trainer does, with the loss of all workers and rank 0's buffers everywhere."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._average_loss()
         if current_session().ledger.failed:  # drawn again, and all that follows with it
@@ -390,7 +390,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate all data on every worker; decisions follow from rank 0's numbers."""
+        """Evaluate all data on every worker; during training, return rank 0's metrics on all of them."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
 
@@ -400,7 +400,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self._logged.report(logs)
 
     def store_flos(self) -> None:
-        """Store the operations of all workers."""
+        """Store the number of floating-point operations, summed over all workers."""
         if not self._saves_alone:
             self.current_flos = er.all_reduce(float(self.current_flos))
         super().store_flos()
@@ -414,7 +414,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         theirs.num_input_tokens_seen = before + er.all_reduce(theirs.num_input_tokens_seen - before)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save as Trainer does on rank 0 (or each node, ``save_on_each_node``), with the position in the data."""
+        """Save a checkpoint and data position as Trainer does, on rank 0 (or each node, ``save_on_each_node``)."""
         if trial is None:
             self.store_flos()
         if current_session().ledger.failed:  # the step is drawn again, and saved then
@@ -434,6 +434,6 @@ class Trainer(ElasticTrainerMixin, transformers.Trainer):
 
 
 def _plateaus() -> tuple[type, ...]:
-    """Return schedulers that step by a metric."""
+    """Return the scheduler classes that step on a metric."""
     greedy = getattr(transformers.optimization, "GreedyLR", None)
     return _PLATEAU if greedy is None else (*_PLATEAU, greedy)

@@ -1,4 +1,4 @@
-"""Lightning under elastic-ray: a strategy for ``lightning.Trainer``, and one for Fabric."""
+"""Lightning integration: a strategy for ``lightning.Trainer``, and one for Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy for Lightning Fabric, whose users own their loops."""
+"""A strategy for Lightning Fabric, whose users write their own training loops."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ check_overridden(
 
 
 class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
-    """A Fabric loop as an elastic job: ``Fabric(strategy=ElasticRayFabricStrategy())``, within a train function.
+    """Strategy for a Fabric loop in a train function: ``Fabric(strategy=ElasticRayFabricStrategy())``.
 
-    Set up the model, its optimizers and its scheduler together,
-    ``fabric.setup(model, optimizer, scheduler=scheduler)``, and take epochs from
-    ``elastic_ray.remaining_epochs_until(n)``. ``fabric.setup_dataloaders`` gives loaders whose batches all workers
-    share: a ``batch_size`` is that of all together.
+    Set up the model, its optimizers and its scheduler in one call,
+    ``fabric.setup(model, optimizer, scheduler=scheduler)``, and iterate over
+    ``elastic_ray.remaining_epochs_until(n)``. ``fabric.setup_dataloaders`` returns loaders whose ``batch_size`` is the
+    global batch, shared by all workers.
 
     Args:
-        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it, of the
-            first loader that is set up; other loaders keep their batch, as all do without.
-        local_bsz_bounds: least and largest samples that one worker takes at once.
-        gradient_accumulation: allow several micro-batches a step.
-        options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
+        max_batch_size: Largest global batch [samples] of the first loader that is set up, as in
+            ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        gradient_accumulation: Whether a step may have several micro-batches.
+        options: Arguments of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 
     Raises:
-        ValueError: limits of a batch that has none.
+        ValueError: Other batch options are given without ``max_batch_size``.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> None:
-        """None: loaders divide their samples by themselves."""
+        """None, because the loaders divide their samples themselves."""
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
@@ -94,7 +94,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         return wrapped, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Raise RuntimeError: a model and its optimizer are set up together."""
+        """Raise RuntimeError: a model and its optimizer must be set up together."""
         raise RuntimeError(self._err_msg_joint_setup_required())
 
     def module_to_device(self, module: torch.nn.Module) -> None:
@@ -108,38 +108,38 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         return loader
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor as ``elastic_ray.all_reduce``."""
+        """Reduce a tensor over all ranks, as ``elastic_ray.all_reduce`` does."""
         return reduced(tensor, group, reduce_op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Gather tensors as ``elastic_ray.all_gather``, stacked."""
+        """Gather tensors as ``elastic_ray.all_gather`` does, and stack them."""
         return gathered(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """True if all ranks, or any, decide so."""
+        """True if all ranks decide True, or any rank if ``all`` is False."""
         return decided(decision, all)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks as ``elastic_ray.barrier``."""
+        """Wait for all ranks, as ``elastic_ray.barrier`` does."""
         er.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast as ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
+        """Broadcast as ``elastic_ray.broadcast`` does: tensors and plain values, never pickled."""
         return told(obj, src)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip what the step will apply; the part that an accumulation has so far is left alone."""
+        """Clip gradients by norm; while gradients are still being accumulated, do nothing and return 0."""
         if accumulating():
             return torch.zeros(())
         return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
-        """Clip gradients by value; do nothing in an unfinished accumulation."""
+        """Clip gradients by value; do nothing while gradients are still being accumulated."""
         if not accumulating():
             super().clip_gradients_value(module, optimizer, clip_val)
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the state dict of the plain model, so that any other strategy can load it."""
+        """Return the state dict of the plain model, which any other strategy can load."""
         return super().get_module_state_dict(plain_model(module))
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -149,7 +149,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
 class _BackwardSync(_BackwardSyncControl):
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Keep gradients of the block on this rank."""
+        """Keep gradients computed in the block on this rank if ``enabled``."""
         if not isinstance(module, er.AdaptiveDataParallel):
             raise TypeError(f"no_backward_sync() takes what fabric.setup() gave, but got {type(module).__name__}")
         return module.no_sync() if enabled else nullcontext()

@@ -1,4 +1,4 @@
-"""Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop, with the ends of steps."""
+"""Batch fetcher that feeds an ``AdaptiveDataLoader`` to Lightning's training loop and detects the ends of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTHING = object()
 
 
 class UnreadStream:
-    """Stands for the loader of a dataset without a length while Lightning sets up: it would read ahead of the job."""
+    """Stand-in for a loader over a dataset without length, so that Lightning's setup does not read from the stream."""
 
     def __init__(self, loader: er.AdaptiveDataLoader) -> None:
         self.loader = loader
@@ -39,8 +39,8 @@ class ElasticFetcher(_DataFetcher):
     """Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop.
 
     Args:
-        most: of an epoch, None for all.
-        on_batch: is called with each that is handed out.
+        most: Most batches to fetch in an epoch; None for no limit.
+        on_batch: Called with this fetcher for each batch, just before the batch is returned.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class ElasticFetcher(_DataFetcher):
 
     @property
     def exhausted(self) -> bool:
-        """True if the pass has no further batch.
+        """True if the pass has no further batch; reading this property fetches the next batch.
 
-        The step before is committed here; or it is taken back, with all that the loop has counted in it, and drawn
-        again.
+        Fetching commits the previous step, or rolls it back (with everything the loop counted during it) and draws its
+        batch again.
         """
         if self._next is _NOTHING:
             if self._batches is None:
@@ -89,12 +89,12 @@ class ElasticFetcher(_DataFetcher):
 
     @property
     def at_limit(self) -> bool:
-        """True if the epoch must have no more batches than so far; a step is never divided."""
+        """True if the epoch has reached its limit of batches; a step is always completed first."""
         return self.most is not None and self.fetched >= self.most and not current_session().ledger.accumulating
 
     @property
     def left_early(self) -> bool:
-        """True if the others have ended the pass though it had more batches, and more were allowed."""
+        """True if the pass was ended while it still had batches and the batch limit allowed more."""
         passes, size = current_session().progress.passes, self.loader.current_batch_size
         steps = sized_len(self.loader)
         if not passes or not passes[-1].done or self.at_limit or steps is None:
@@ -102,18 +102,18 @@ class ElasticFetcher(_DataFetcher):
         return steps * size - passes[-1].position >= size
 
     def leave(self) -> bool:
-        """End the pass with the step in progress; whether it has ended. Else the step was lost, and is drawn again."""
+        """End the pass with the current step; return False if that step was lost and must be drawn again."""
         if current_session().ledger.step is not None:
             current_session().passes.end_after_step()
         self.done = self.exhausted
         return self.done
 
     def finish(self) -> None:
-        """Mark the pass as done: there was no other batch."""
+        """Mark the pass as done, as there is no further batch."""
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Return micro-batches of this epoch at the present batch size, of which the worker has begun ``had``."""
+        """Return the number of micro-batches in this epoch at the current batch size, given ``had`` already started."""
         left = self.loader.batches_left
         if left is None:
             return float("inf")

@@ -1,4 +1,4 @@
-"""Training loops of Lightning whose epochs, steps and ends all workers agree on."""
+"""Lightning's training loops, changed so that all workers agree on epochs, steps and when to stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session
 from elastic_ray.loop.epochs import Epochs
 from elastic_ray.membership.worker_side import LostGroupError
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import DictState
 
@@ -55,11 +55,11 @@ _PLACE = "elastic_ray_place"  # in a checkpoint: Lightning's loaders, which have
 
 
 class _BatchLostError(Exception):
-    """Error raised if a worker was lost in the step, which is drawn again."""
+    """Error raised if a worker was lost during the step; the step is drawn again."""
 
 
 class ElasticFitLoop(_FitLoop):
-    """Fit loop that counts the job's epochs in place of its own; a trainer's loop becomes one by its class."""
+    """Fit loop that runs the job's epochs; :func:`become_elastic` converts a trainer's loop in place."""
 
     _epochs: Epochs | None = None
     _came_later = False  # within an epoch, whose end it takes part in though training may be done then
@@ -68,11 +68,11 @@ class ElasticFitLoop(_FitLoop):
 
     @functools.cached_property
     def logged(self) -> LoggedValues:
-        """Values of ``self.log``, for the job."""
+        """Reporter that forwards values of ``self.log`` to the job."""
         return LoggedValues()
 
     def setup_data(self) -> None:
-        """Set up data as Lightning does; batches then come from our loader only."""
+        """Set up data as Lightning does, then fetch batches from the ``AdaptiveDataLoader`` only."""
         if self._combined_loader is not None:
             return
         super().setup_data()
@@ -99,7 +99,7 @@ class ElasticFitLoop(_FitLoop):
         )
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Return Lightning's state, with the place in the data under a name of ours, so that any trainer reads it."""
+        """Return Lightning's state with the data position under a separate key, so that any trainer can load it."""
         state: dict[str, Any] = super().on_save_checkpoint()
         if "combined_loader" in state:
             passes = current_session().progress.passes
@@ -109,13 +109,13 @@ class ElasticFitLoop(_FitLoop):
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Read the place in the data as well, where the checkpoint has it."""
+        """Load Lightning's state, and the data position if the checkpoint contains one."""
         theirs = {name: value for name, value in state_dict.items() if name != "combined_loader"}
         super().on_load_checkpoint(theirs)  # the places of their loaders are not ours
         self._place = state_dict.get(_PLACE)
 
     def run(self) -> None:
-        """Join the job, then train."""
+        """Join the job and train."""
         self.setup_data()
         if self._combined_loader is None:  # limit_train_batches=0, or nothing to train
             return super().run()
@@ -148,7 +148,7 @@ class ElasticFitLoop(_FitLoop):
             raise
 
     def _start_where_restored(self) -> None:
-        """Start at the place of a checkpoint that Lightning has read (``fit(ckpt_path=)``), if it has read any."""
+        """Start at the position of the checkpoint that Lightning loaded (``fit(ckpt_path=)``), if any."""
         if not self._loaded_from_state_dict:
             if self.epoch_loop.global_step:  # trained before, by this trainer
                 self._begin_at_own_place()
@@ -178,10 +178,10 @@ class ElasticFitLoop(_FitLoop):
         self._begin_at_own_place(batches if within else 0)
 
     def _begin_at_own_place(self, batches: int = 0) -> None:
-        """Start where the trainer's counters stand, unless the job begins at a place of its own.
+        """Start at the trainer's own counters, unless the job already has a position.
 
         Args:
-            batches: trained on in the epoch in progress, under another strategy.
+            batches: Batches of the current epoch that were already trained.
         """
         states = current_session().states
         if states.progress.epoch or states.progress.passes or states.progress.steps:
@@ -197,7 +197,7 @@ class ElasticFitLoop(_FitLoop):
         states.start_from(begun)
 
     def _count_epochs(self) -> int:
-        """Return epochs to train, for progress and what follows it."""
+        """Return the number of epochs to train, on which the job's progress is based."""
         known = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
         if self.max_steps < 0:
             if known is None:
@@ -218,11 +218,11 @@ class ElasticFitLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """True if Lightning is done, all the job's epochs are, or a policy has ended the training."""
+        """True if Lightning is done, all epochs of the job are, or a policy has ended the training."""
         return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
-        """Start the epoch that the job is in."""
+        """Start the job's current epoch."""
         assert self._epochs is not None
         epoch = self._epochs.begin_epoch()
         self._came_later = False
@@ -232,7 +232,7 @@ class ElasticFitLoop(_FitLoop):
         super().on_advance_start()
 
     def on_advance_end(self) -> None:
-        """End it on all workers."""
+        """End the epoch on all workers."""
         super().on_advance_end()
         self.logged.report(self.trainer.callback_metrics)
         assert self._epochs is not None
@@ -240,18 +240,18 @@ class ElasticFitLoop(_FitLoop):
 
 
 class ElasticEpochLoop(_TrainingEpochLoop):
-    """Epoch loop that trains from where the job is; all workers end each step together."""
+    """Epoch loop that starts at the job's position in the epoch; all workers end each step together."""
 
     _came_later = False  # within the epoch, so that its counts are others'
     moved_epochs = 0  # at whose ends schedulers that count epochs have moved
 
     @property
     def done(self) -> bool:
-        """True if Lightning is done; a worker that came later looks into the pass at least once."""
+        """True if Lightning is done; a worker that joined mid-epoch first checks the pass for further batches."""
         return not self._came_later and super().done
 
     def reset(self) -> None:
-        """Start the epoch's counts, or continue with those of the others."""
+        """Reset the epoch's counters, or keep them if the job is already within the epoch."""
         session = current_session()
         ordinal, passes = session.ledger.next_ordinal, session.progress.passes
         if ordinal >= len(passes) or not (passes[ordinal].position or passes[ordinal].done):
@@ -260,13 +260,13 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         self._came_later = True
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Start to fetch after the batches that the epoch has had."""
+        """Continue the fetcher's count after the batches already used in this epoch."""
         super().on_run_start(data_fetcher)
         theirs = data_fetcher
         theirs.fetched = self.batch_progress.current.ready
 
     def advance(self, data_fetcher: Any) -> None:
-        """Train one micro-batch; the last one is repeated as long as failures void its step."""
+        """Train one micro-batch; the last one is repeated until no failure voids its step."""
         set_rank()
         self._came_later = False
         if data_fetcher.exhausted:  # this worker has come after the last batch, or its end was not known before
@@ -290,13 +290,13 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
     @property
     def _stops_early(self) -> bool:
-        """True if the training was asked to stop and ``min_steps`` and ``min_epochs`` are reached."""
+        """True if a stop was requested and ``min_steps`` and ``min_epochs`` are reached."""
         return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:
-        """Train as Lightning's ``advance`` until the micro-batch counts; hooks are not called for a lost one.
+        """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one.
 
-        Raises StopIteration: ``on_train_batch_start()`` has ended the epoch.
+        Raises StopIteration if ``on_train_batch_start()`` ends the epoch.
         """
         while True:
             try:
@@ -311,11 +311,11 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                     raise
 
     def move_from(self, epoch: int) -> None:
-        """Have schedulers that count epochs move at the end of this one next."""
+        """Make schedulers that count epochs move next at the end of this epoch."""
         self.moved_epochs = epoch
 
     def _end_of_data(self) -> None:
-        """Move schedulers that count epochs, unless this epoch's last step has moved them already."""
+        """Move schedulers that count epochs, unless they have already moved at this epoch's last step."""
         session, epoch = current_session(), self.trainer.current_epoch
         if self.moved_epochs > epoch or session.ledger.accumulating:
             return
@@ -324,10 +324,10 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Update schedulers as Lightning does; those that count epochs move once.
+        """Update schedulers as Lightning does; schedulers that count epochs move once per epoch.
 
         Raises:
-            _BatchLostError: the micro-batch that has just been trained on is of a lost step.
+            _BatchLostError: The micro-batch that was just trained belongs to a lost step.
         """
         if interval == "step" and not update_plateau_schedulers and current_session().ledger.failed:
             raise _BatchLostError
@@ -337,7 +337,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             self._end_of_data()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Validate if it is time, with buffers that are the same everywhere."""
+        """Validate if due, with rank 0's buffers on all ranks, and report logged values to the job."""
         session = current_session()
         if session.ledger.failed:
             return
@@ -349,21 +349,21 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             theirs.fit_loop.logged.report(theirs.callback_metrics)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """Decide as Lightning does; if ``val_check_interval`` is a time, by the clock of rank 0."""
+        """Decide as Lightning does; if ``val_check_interval`` is a time, rank 0's clock decides."""
         checks = super()._should_check_val_fx(data_fetcher)
         by_time = getattr(self.trainer, "_val_check_time_interval", None)  # from Lightning 2.6 on
         return checks if by_time is None else bool(er.broadcast(checks))
 
     def _should_accumulate(self) -> bool:
-        """True if the job's step continues after this micro-batch."""
+        """True if this micro-batch is not the last of the job's step."""
         return accumulating()
 
     def _get_monitor_value(self, key: str) -> Any:
-        """Return the monitored value of rank 0, so that plateau schedulers set equal learning rates on all ranks."""
+        """Return rank 0's monitored value, so that plateau schedulers set the same learning rate on all ranks."""
         return er.broadcast(super()._get_monitor_value(key))
 
     def update_length(self, fetcher: ElasticFetcher) -> None:
-        """The batch or the group may have changed: how many batches this epoch has, and when it is validated."""
+        """Update the epoch's number of batches and when it is validated, for the current batch and group size."""
         batches = fetcher.batches_of_epoch(self.batch_progress.current.ready + 1)
         theirs: Any = self.trainer.fit_loop
         theirs.max_batches = batches
@@ -374,7 +374,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
 
 
 def become_elastic(trainer: Any) -> None:
-    """Make a trainer's loops ours; raises TypeError where they are somebody else's."""
+    """Convert a trainer's loops to elastic ones in place; raise TypeError if they are not Lightning's own."""
     for theirs, ours in ((trainer.fit_loop, ElasticFitLoop), (trainer.fit_loop.epoch_loop, ElasticEpochLoop)):
         if type(theirs) is not ours:
             if type(theirs) is not ours.__base__:
@@ -385,26 +385,26 @@ def become_elastic(trainer: Any) -> None:
 
 
 def trains(trainer: Any) -> bool:
-    """True if a trainer is within its training, not in an evaluation."""
+    """True if a trainer is in its training stage, not in an evaluation."""
     return trainer is not None and trainer.state.stage == RunningStage.TRAINING
 
 
 def _cut_short(place: dict[str, Any] | None, max_steps: int) -> bool:
-    """True if ``max_steps``, not a callback, has ended the unfinished epoch for good.
+    """True if ``max_steps``, rather than a callback, ended the unfinished epoch for good.
 
     Args:
-        place: in the data, of the checkpoint; None for one that another strategy wrote, which does not say.
+        place: Data position from the checkpoint; None if another strategy wrote it, without this information.
     """
     return max_steps >= 0 if place is None else bool(place["cut_short"])
 
 
 def _adapts() -> bool:
-    """True if the number of steps of an epoch may change."""
+    """True if the number of steps per epoch may change."""
     info = current_session().registry.loaders.info
     return info is not None and not info.limits.one_size
 
 
 def _start_anew(loop: Any) -> None:
-    """Start at the job's place in the run, also where Lightning has restored a checkpoint."""
+    """Clear Lightning's restart flags, so that the loops start at the job's position even after a checkpoint load."""
     for theirs in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         theirs._restarting = theirs._loaded_from_state_dict = theirs._resuming_from_checkpoint = False

@@ -1,4 +1,4 @@
-"""Shared parts of Lightning's and Fabric's strategies: collectives, loaders, ranks."""
+"""Collectives, loaders and ranks shared by the Lightning and Fabric strategies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TORCH_OPS: dict[Any, ReduceOperation] = {
 
 
 def reduced(value: Any, group: Any, op: Any) -> Any:
-    """Reduce tensors as Lightning's ``reduce``; anything else stays as it is."""
+    """Reduce a tensor as Lightning's ``reduce`` does; other values are returned unchanged."""
     _check_group(group)
     if not isinstance(value, torch.Tensor):
         return value
@@ -42,7 +42,7 @@ def reduced(value: Any, group: Any, op: Any) -> Any:
 
 
 def gathered(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-    """Gather all ranks' tensors of one shape on a new first axis, as Lightning's ``all_gather``."""
+    """Gather equally shaped tensors from all ranks along a new first dimension, as Lightning's ``all_gather`` does."""
     _check_group(group)
     if sync_grads:
         raise NotImplementedError(
@@ -53,19 +53,19 @@ def gathered(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor
 
 
 def told(obj: Any, src: int) -> Any:
-    """Broadcast as Lightning's ``broadcast``, which also sends paths."""
+    """Broadcast an object as Lightning's ``broadcast`` does; paths are supported too."""
     if isinstance(obj, PurePath):
         return Path(er.broadcast(str(obj), src))
     return er.broadcast(obj, src)
 
 
 def decided(decision: bool, every: bool) -> bool:
-    """Decide as Lightning's ``reduce_boolean_decision``."""
+    """Combine a decision over all ranks, as Lightning's ``reduce_boolean_decision`` does."""
     return bool(er.all_reduce(int(decision), "min" if every else "max"))
 
 
 def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
-    """Return the loader that a user has made, as one whose batches all workers share."""
+    """Return the user's loader as one whose batches all workers share."""
     loader = options.shared(given)
     options.apply(loader)
     if loader is not given and get_context().get_world_rank() == 0:
@@ -78,13 +78,13 @@ def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
 
 
 class OneDevice:
-    """Shared part of both strategies: a worker has one device, and no process group to make."""
+    """Base of both strategies: each worker has one device, and no process group is created."""
 
     _parallel_devices: list[torch.device] | None
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The worker's device; raises ValueError where there are several."""
+        """List with the worker's device; setting several devices raises ValueError."""
         return self._parallel_devices
 
     @parallel_devices.setter
@@ -102,7 +102,7 @@ class OneDevice:
         return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
 
     def setup_environment(self) -> None:
-        """Set up the device, and have Lightning's ``rank_zero_only`` follow the rank, which changes with the group."""
+        """Set up the device, and keep the rank in Lightning's ``rank_zero_only`` up to date as the group changes."""
         theirs: Any = super()
         theirs.setup_environment()
         set_rank()
@@ -110,13 +110,13 @@ class OneDevice:
 
 
 def set_rank() -> None:
-    """Give Lightning this worker's present rank."""
+    """Pass this worker's current rank to Lightning."""
     theirs: Any = fabric_rank_zero.rank_zero_only
     theirs.rank = get_context().get_world_rank()
 
 
 def accumulating() -> bool:
-    """True if gradients of the micro-batch in progress are left to a later one of its step."""
+    """True if the current micro-batch is not the last of its step, so that its gradients are not applied yet."""
     return current_session().ledger.accumulating
 
 
@@ -126,30 +126,30 @@ def _check_group(group: Any) -> None:
 
 
 class ElasticRayEnvironment(ClusterEnvironment):
-    """Environment with the present ranks and sizes of the group."""
+    """Lightning environment that reports the group's current ranks and size."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: the job has started this process."""
+        """True, because the job starts the processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Empty address: it is unused, because there is no default process group."""
+        """Empty address, unused because there is no default process group."""
         return ""
 
     @property
     def main_port(self) -> int:
-        """Port 0: it is unused, because there is no default process group."""
+        """Port 0, unused because there is no default process group."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Return False: the environment is chosen by the strategies only."""
+        """Return False, because only the strategies select this environment."""
         return False
 
     def world_size(self) -> int:
-        """Return the number of workers of the present group."""
+        """Return the number of workers in the current group."""
         return get_context().get_world_size()
 
     def set_world_size(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""State of a Lightning run that joiners, checkpoints and repeated steps need: loops, callbacks, logged values."""
+"""State of a Lightning run for joiners, checkpoints and repeated steps: loops, callbacks, logged values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 
 class TrainerState:
-    """The part of a trainer's state that is the same on all ranks: ``state_dict`` and ``load_state_dict``."""
+    """Trainer state that is identical on all ranks, with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters of the loops, the callbacks' states, what was logged under which name; plain values."""
+        """Return loop counters, callback states and descriptions of logged metrics, as plain values."""
         trainer = self._trainer
         return {
             "loops": counters(trainer),
@@ -35,7 +35,7 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt another rank's state."""
+        """Load the state received from another rank or a checkpoint."""
         theirs: Any = self._trainer
         set_counters(theirs, state["loops"])
         theirs.should_stop = state["should_stop"]
@@ -48,13 +48,13 @@ class TrainerState:
 
 
 class StepState:
-    """State that a repeated step restores, on each rank its own."""
+    """Trainer state of one rank that is rolled back when a step is repeated."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """Return the present values; what gets them copies them."""
+        """Return the current values, which the caller must copy."""
         trainer = self._trainer
         results = trainer.fit_loop.epoch_loop._results
         return {
@@ -67,7 +67,7 @@ class StepState:
         }
 
     def roll_back(self, remembered: dict[str, Any]) -> None:
-        """Return to values that were remembered."""
+        """Restore values returned by :meth:`remember`."""
         set_counters(self._trainer, remembered["loops"])
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": remembered["callbacks"]})
         theirs: Any = self._trainer
@@ -85,7 +85,7 @@ class StepState:
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
-    """Return the counters of the loops: what has started, and what is done."""
+    """Return the loop counters of started and completed work."""
     epochs: Any = trainer.fit_loop
     batches: Any = epochs.epoch_loop
     return {
@@ -97,7 +97,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
 
 
 def set_counters(trainer: Trainer, values: dict[str, Any]) -> None:
-    """Return to values of :func:`counters`."""
+    """Restore values returned by :func:`counters`."""
     for name, progress in _progresses(trainer):
         _fill(progress, values[name])
     theirs: Any = trainer.fit_loop.epoch_loop
@@ -127,7 +127,7 @@ def _progresses(trainer: Trainer) -> Iterator[tuple[str, _BaseProgress]]:
 
 
 def _fill(theirs: Any, values: dict[str, Any]) -> None:
-    """Set a progress's fields in place: as dicts are read back, not as their own ``load_state_dict`` does."""
+    """Set the fields of a progress object in place, recursing into nested progress objects."""
     for name, value in values.items():
         if isinstance(value, dict):
             _fill(getattr(theirs, name), value)
@@ -136,7 +136,7 @@ def _fill(theirs: Any, values: dict[str, Any]) -> None:
 
 
 def _last_saved(trainer: Any) -> dict[str, int]:
-    """Return the step after which each callback has saved a checkpoint, which it keeps out of its own state."""
+    """Return the step of each callback's last checkpoint, which its own state does not contain."""
     callbacks = (each for each in trainer.callbacks if hasattr(each, _LAST_SAVED))
     return {each.state_key: int(getattr(each, _LAST_SAVED)) for each in callbacks}
 
@@ -148,19 +148,19 @@ def _set_last_saved(trainer: Any, steps: dict[str, int]) -> None:
 
 
 def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield callbacks that save to a folder, which is the run's, not the process's."""
+    """Yield the callbacks that save to a folder, with the folder, which must be the same on all ranks."""
     for callback in trainer.callbacks:
         if getattr(callback, "dirpath", None) is not None:
             yield callback, callback.dirpath
 
 
 def _is_live(metric: _ResultMetric) -> bool:
-    """True if this epoch averages the metric and others can make it: it is a value, or an attribute holds it."""
+    """True if this epoch still averages the metric and other ranks can recreate it from a value or an attribute."""
     return not metric.has_reset and (metric.is_tensor or metric.meta.metric_attribute is not None)
 
 
 def _described(metric: _ResultMetric) -> dict[str, Any]:
-    """Return how others make the same metric: its name, its averaging, and the attribute that holds it."""
+    """Return the name, averaging settings and attribute from which other ranks recreate the metric."""
     meta = metric.meta
     return {
         "attribute": None if metric.is_tensor else meta.metric_attribute,
@@ -172,7 +172,7 @@ def _described(metric: _ResultMetric) -> dict[str, Any]:
 
 
 def _take_logged(trainer: Trainer, described: dict[str, Any]) -> None:
-    """Adopt a value that others have logged in this epoch, so that this rank takes part when it is averaged."""
+    """Add a metric that other ranks logged in this epoch, so that this rank takes part in averaging it."""
     results = trainer.fit_loop.epoch_loop._results
     key = f"{described['fx']}.{described['name']}"
     if key in results or not described["on_epoch"]:

@@ -46,23 +46,23 @@ check_overridden(
 
 
 class ElasticRayStrategy(OneDevice, ParallelStrategy):
-    """``Trainer(strategy=ElasticRayStrategy())``, within a train function.
+    """Strategy for ``lightning.Trainer`` in a train function: ``Trainer(strategy=ElasticRayStrategy())``.
 
-    Training is the job's: it grows, shrinks and survives lost workers within ``fit``, each sample is used once an
-    epoch, and callbacks, loop counters and what was logged go along. The ``train_dataloader``'s ``batch_size`` is that
-    of all workers together. In evaluation every worker goes through all data, so that all have the same numbers.
+    The job grows, shrinks and survives lost workers within ``fit``. Each sample is used once per epoch, and callbacks,
+    loop counters and logged values are kept. The ``train_dataloader``'s ``batch_size`` is the global batch, shared by
+    all workers. Every worker evaluates all of the data, so that all have the same results.
 
     Args:
-        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
-            batch stays without.
-        local_bsz_bounds: least and largest samples that one worker takes at once.
-        gradient_accumulation: allow several micro-batches a step.
-        checkpoint_io: as any strategy's.
-        precision_plugin: as any strategy's.
-        options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
+        max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
+            the batch fixed.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        gradient_accumulation: Whether a step may have several micro-batches.
+        checkpoint_io: As in other Lightning strategies.
+        precision_plugin: As in other Lightning strategies.
+        options: Arguments of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 
     Raises:
-        ValueError: limits of a batch that has none.
+        ValueError: Other batch options are given without ``max_batch_size``.
     """
 
     strategy_name = "elastic_ray"
@@ -93,7 +93,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """1, because the job manages the nodes."""
+        """Always 1, because the job manages the nodes."""
         return 1
 
     @num_nodes.setter
@@ -106,24 +106,24 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this worker writes files: rank 0 does, also of a training that failed (``OnExceptionCheckpoint``)."""
+        """True if this worker writes files: rank 0 does, even after training failed (``OnExceptionCheckpoint``)."""
         return self._writes if self._gone else self.global_rank == 0
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """True: our loader cuts micro-batches."""
+        """True, because the loader splits steps into micro-batches."""
         return True
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Sampler arguments of evaluation: each worker uses all data."""
+        """Sampler arguments for evaluation, in which each worker uses all data."""
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: Trainer) -> None:
-        """Build the model, its optimizers and schedulers, and make them the job's.
+        """Build the model, its optimizers and schedulers, and register them with the job.
 
         Raises:
-            ValueError: the trainer or the module ask for what cannot be kept; the message says the way out.
+            ValueError: The trainer or module uses an unsupported feature; the message names an alternative.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
@@ -152,7 +152,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
                 self._synchronise(module)
 
     def _take_over(self, trainer: Any) -> None:
-        """Have the job share out samples, cut micro-batches and show the progress, in place of Lightning."""
+        """Turn off Lightning's sampler, gradient accumulation and progress bar, because the job handles them."""
         theirs = trainer._accelerator_connector
         theirs.use_distributed_sampler = False
         theirs = trainer
@@ -163,13 +163,13 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             trainer.progress_bar_callback.disable()
 
     def _synchronise(self, theirs: Any) -> None:
-        """Have a metric be that of all workers' samples in training, where each has seen its share."""
+        """Make a metric cover the samples of all workers during training, when each worker sees only its share."""
         theirs.distributed_available_fn = lambda: self._shares and self.world_size > 1
         theirs.dist_sync_fn = lambda tensor, group=None: er.all_gather(tensor)
 
     @property
     def _shares(self) -> bool:
-        """True if each worker has its share of the samples now; in evaluation each has all of them."""
+        """True while each worker gets a share of the samples; in evaluation each worker gets all of them."""
         return not self._gone and self.lightning_module is not None and trains(self.lightning_module._trainer)
 
     def model_to_device(self) -> None:
@@ -178,12 +178,10 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a training loader whose batches all workers share; other loaders stay unchanged.
-
-        Others stay as they are.
+        """Return a training loader whose batches all workers share; loaders for evaluation are returned unchanged.
 
         Raises:
-            TypeError: it gives batches of its own, which could not be shared.
+            TypeError: The training loader is of another type, so that its samples cannot be shared.
         """
         if not self._shares:
             return dataloader
@@ -202,29 +200,29 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run backward, and the step with its hooks and clipping where the micro-batch ends one."""
+        """Run backward and, on a step's last micro-batch, the optimizer step with its hooks and clipping."""
         if accumulating():
             return closure()
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate as on one device."""
+        """Run a validation step as on a single device."""
         with self._plain():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test as on one device."""
+        """Run a test step as on a single device."""
         with self._plain():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as on one device."""
+        """Run a prediction step as on a single device."""
         with self._plain():
             return super().predict_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """Use the model without its wrapper in the block: an evaluation is each worker's own."""
+        """Use the unwrapped model in the block, because each worker evaluates independently."""
         wrapped, self._model = self._model, self._lightning_module
         try:
             yield
@@ -232,29 +230,29 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             self._model = wrapped
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as ``elastic_ray.all_reduce`` in training; in evaluation all workers have seen the same."""
+        """Reduce as ``elastic_ray.all_reduce`` in training; in evaluation return the value, equal on all workers."""
         return reduced(tensor, group, reduce_op) if self._shares else tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Gather as ``elastic_ray.all_gather`` in training; in evaluation return this worker's tensor, stacked."""
+        """Gather and stack tensors of all workers in training; in evaluation stack this worker's tensor only."""
         return gathered(tensor, group, sync_grads) if self._shares else tensor[None]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        """True if all workers, or any, decide so."""
+        """True if all workers decide True, or any worker if ``all`` is False."""
         return decision if self._gone else decided(decision, all)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all workers as ``elastic_ray.barrier``."""
+        """Wait for all workers, as ``elastic_ray.barrier`` does."""
         if not self._gone:
             er.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast as ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
+        """Broadcast as ``elastic_ray.broadcast`` does: tensors and plain values, never pickled."""
         return obj if self._gone else told(obj, src)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients of the block on this rank."""
+        """Keep gradients computed in the block on this rank."""
         if isinstance(self.model, er.AdaptiveDataParallel):
             with self.model.no_sync():
                 yield
@@ -262,16 +260,16 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             yield
 
     def leave(self, *, goes_on: bool) -> None:
-        """Leave the job, or fail: this worker takes part in no more collectives.
+        """Exclude this worker from all further collectives, because it leaves the job or fails.
 
         Args:
-            goes_on: whether the job continues without it, so that files are others' to write.
+            goes_on: Whether the job continues without this worker, so that others write the files.
         """
         self._gone, self._writes = True, not goes_on and self.global_rank == 0
 
 
 def _check(trainer: Any) -> None:
-    """Raise ValueError for what cannot be kept when workers come and go."""
+    """Raise ValueError for trainer settings that are not supported while workers come and go."""
 
     def has(kind: type) -> bool:
         return any(isinstance(each, kind) for each in trainer.callbacks)

@@ -1,4 +1,4 @@
-"""Datasets of Ray Data in an elastic job: ``ElasticTrainer(datasets=...)`` and ``get_dataset_shard``."""
+"""Ray Data datasets in an elastic job: ``ElasticTrainer(datasets=...)`` and ``get_dataset_shard``."""
 
 from __future__ import annotations
 

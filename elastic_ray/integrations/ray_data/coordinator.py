@@ -1,8 +1,8 @@
-"""SHELL: the actor that executes a job's datasets of Ray Data, and tells workers where requested rows are.
+"""SHELL: the actor that executes a job's Ray Data datasets and reports to workers where their rows are stored.
 
-There is one for a job, on the head node. It holds references only: workers fetch the blocks themselves. It is soft
-state: where its process dies, Ray starts another, which executes the epoch anew and skips what the group has used. It
-ends when the job has ended, or the job's controller is gone.
+Each job has one coordinator, on the head node. It only holds references: workers fetch the blocks themselves. Its
+state is soft: if its process dies, Ray starts a new one, which executes the epoch again and skips the rows that the
+group has used. It ends when the job has ended or the job's controller is gone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TALKATIVE = {"ray._private.worker": "inside async actor", "ray.data._internal.p
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsWanted:
-    """Request of a worker for rows."""
+    """Request from a worker for the locations of rows."""
 
     dataset: str
     epoch: int  # which epoch's rows
@@ -48,7 +48,7 @@ class RowsWanted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFound:
-    """Spans of rows in order, and the number of rows of the epoch (None until its end has been read)."""
+    """Ordered spans of rows, and the epoch's total number of rows (None until its end has been read)."""
 
     spans: tuple[RowSpan, ...]
     total: int | None
@@ -57,20 +57,21 @@ class RowsFound:
 def start_coordinator(
     name: str, packed: PackedDatasets, controller: Any, runtime_env: Mapping[str, Any] | None
 ) -> None:
-    """Make a job's coordinator.
+    """Start the dataset coordinator of a job.
 
     Args:
-        controller: handle of the job's controller.
-        runtime_env: of the job's workers, which may hold the modules that the datasets' functions come from.
+        controller: Handle of the job's controller.
+        runtime_env: Runtime environment of the job's workers, which may provide modules that the datasets' functions
+            import.
     """
     options = {"runtime_env": dict(runtime_env)} if runtime_env else {}
     create_on_head(DatasetCoordinator, name, packed, controller, max_restarts=-1, **options)
 
 
 def find_coordinator(name: str, patience_s: float) -> Any:
-    """Return the coordinator of this name, which may appear a moment later than the workers.
+    """Return the coordinator with this name, waiting up to ``patience_s`` because workers may start earlier.
 
-    Raises RuntimeError: there is none within that time.
+    Raises RuntimeError if it does not appear in time.
     """
     deadline_s = time.monotonic() + patience_s
     while (found := find_actor(name)) is None:
@@ -83,9 +84,9 @@ def find_coordinator(name: str, patience_s: float) -> Any:
 
 
 class DatasetCoordinator:
-    """Actor class of the coordinator.
+    """Actor class of the dataset coordinator.
 
-    Methods are coroutines of one event loop; streams have a thread each.
+    Its methods are coroutines on one event loop; each stream has its own thread.
     """
 
     def __init__(self, packed: PackedDatasets, controller: Any) -> None:
@@ -103,11 +104,11 @@ class DatasetCoordinator:
         self._main = self._loop.create_task(self._watch())
 
     async def describe(self, dataset: str) -> int | None:
-        """Return the number of rows of an epoch, where Ray Data knows it without reading; else None.
+        """Return the number of rows per epoch if Ray Data knows it without reading the data, otherwise None.
 
         Raises:
-            KeyError: the job has no dataset of this name.
-            RuntimeError: the datasets could not be unpacked.
+            KeyError: The job has no dataset of this name.
+            RuntimeError: The datasets could not be unpacked.
         """
         if self._error:
             raise RuntimeError(self._error)
@@ -118,9 +119,9 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Wait for rows and return where they are; empty for a reader that has left or asked for others meanwhile.
+        """Wait for rows and return their locations; empty if the reader has left or sent a newer request meanwhile.
 
-        Raises Exception: the dataset could not be read.
+        Raises Exception if the dataset could not be read.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):
@@ -133,10 +134,10 @@ class DatasetCoordinator:
         return RowsFound(spans=spans, total=stream.total)
 
     async def _has(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """Wait until a stream has these rows; False where it will not, or not any more.
+        """Wait until a stream has the requested rows; False if it was closed or has already released the first of them.
 
-        Raises Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
-        execution.
+        Raises Exception if the dataset could not be read. The stream is then closed, so that a repeated request (for
+        example from a rerun of the job) starts a new execution.
         """
         try:
             while not stream.has(wanted.end):
@@ -150,7 +151,7 @@ class DatasetCoordinator:
         return stream.floor <= wanted.first
 
     async def _news(self) -> bool:
-        """Wait for something new; whether there was anything before long."""
+        """Wait for progress of any stream; return False if there was none within ``_SLOW_S`` seconds."""
         news = self._loop.create_future()
         self._waiting.add(news)
         try:
@@ -160,20 +161,20 @@ class DatasetCoordinator:
         return bool(done)
 
     async def leave(self, client: str) -> None:
-        """Remove a reader whose pass is over."""
+        """Remove a reader that has finished its pass."""
         stream = self._readers.leave(client)
         if isinstance(stream, RowStream) and stream.leave(client):
             self._close(stream)
 
     def _tell(self) -> None:
-        """Wake the calls that wait for news."""
+        """Wake all calls that wait for progress."""
         waiting, self._waiting = self._waiting, set()
         for news in waiting:
             if not news.done():
                 news.set_result(None)
 
     def _stream_for(self, wanted: RowsWanted) -> RowStream:
-        """Return the stream that still has the rows, which the reader reads from now on; a new one where none has."""
+        """Assign the reader to a stream that still has the rows, starting one if needed, and return the stream."""
         reader, streams = wanted.reader, self._streams[wanted.dataset]
         for each in [each for each in streams if each.failed and each.generation < 0 and each.epoch == wanted.epoch]:
             self._close(each)  # it was begun before anybody needed it, and that it could not be read concerns nobody
@@ -193,13 +194,13 @@ class DatasetCoordinator:
         return stream
 
     def _is_stale(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """True if nobody will read the stream: its readers are gone, or its epoch did not need it."""
+        """True if the stream will not be read any more: its readers are gone, or its epoch was skipped."""
         if stream.generation < 0:
             return stream.epoch < wanted.epoch
         return stream.generation < wanted.reader.generation and not self._readers.has_others(stream, wanted.reader)
 
     def _begin(self, dataset: str, epoch: int, floor: int) -> RowStream:
-        """Start an execution."""
+        """Start an execution of a dataset for one epoch."""
         stream = RowStream(
             self._datasets[dataset],
             epoch=epoch,
@@ -212,18 +213,18 @@ class DatasetCoordinator:
         return stream
 
     def _changed(self) -> None:
-        """Wake waiting calls after a stream's progress; called from its thread, which may outlive the loop."""
+        """Wake waiting calls after progress; called from a stream's thread, which may outlive the event loop."""
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
                 self._loop.call_soon_threadsafe(self._tell)
 
     def _begin_next(self, wanted: RowsWanted) -> None:
-        """Start the next epoch's execution once this one's is through: its first rows are there when it begins."""
+        """Start executing the next epoch once this one has been read completely, so that its first rows are ready."""
         if all(each.epoch != wanted.epoch + 1 for each in self._streams[wanted.dataset]):
             self._begin(wanted.dataset, wanted.epoch + 1, 0)
 
     def _close(self, stream: RowStream, *, readers_gone: bool = False) -> None:
-        """End an execution; questions to it that wait are put to another one, unless those are gone who ask."""
+        """End an execution; waiting requests move to another one, or are dropped if ``readers_gone``."""
         stream.close()
         for streams in self._streams.values():
             if stream in streams:
@@ -232,7 +233,7 @@ class DatasetCoordinator:
         self._tell()
 
     async def _watch(self) -> None:
-        """End with the job."""
+        """Wait for the job to end, then clean up and end this actor."""
         while not await self._is_over():
             await asyncio.sleep(_LOOK_S)
         for streams in tuple(self._streams.values()):
@@ -243,7 +244,7 @@ class DatasetCoordinator:
         ray.kill(self._handle)
 
     async def _is_over(self) -> bool:
-        """True if the job has ended, or nobody is left who could say so."""
+        """True if the job has ended or its controller is dead."""
 
         async def phase() -> Any:
             return (await self._controller.status.remote()).phase
@@ -257,9 +258,9 @@ class DatasetCoordinator:
 
 
 def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
-    """Return the datasets, and what is wrong with them, for those who ask.
+    """Return the unpacked datasets and an error message, empty on success, to be raised at the first request.
 
-    An actor that fails to start tells nobody why.
+    An actor that fails to start cannot report the reason.
     """
     try:
         return unpack(packed), ""
@@ -271,7 +272,7 @@ def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """True unless it is the record that Ray logs for every such actor, whose executions show no progress."""
+    """True unless the record is one that Ray logs for every such actor; used to filter these records out."""
     return _TALKATIVE[record.name] not in record.getMessage()
 
 

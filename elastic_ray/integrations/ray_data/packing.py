@@ -1,7 +1,8 @@
-"""SHELL over Ray Data: a job's datasets on their way from the driver to the actor that executes them."""
+"""SHELL over Ray Data: packs a job's datasets in the driver and unpacks them in the coordinator."""
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import pickle
 import secrets
@@ -12,16 +13,42 @@ from typing import Any
 import ray.cloudpickle
 from ray.experimental import internal_kv
 
-from elastic_ray.integrations.ray_data.run import DatasetsOfJob
-from elastic_ray.worker.script_classes import load
+from elastic_ray.worker.train_loop import load
 from placement.ray_cluster.notes import NAMESPACE
+
+_run: contextvars.ContextVar[DatasetsOfJob | None] = contextvars.ContextVar("elastic_ray_datasets", default=None)
+
+
+class DatasetsOfJob:
+    """Context manager that makes a job's dataset names and coordinator available to the train function.
+
+    Attributes:
+        token: Identifier of this call of the train function, new each time the context is entered.
+    """
+
+    def __init__(self, coordinator: str, names: tuple[str, ...]) -> None:
+        self.coordinator, self.names, self.token = coordinator, names, ""
+
+    def __enter__(self) -> DatasetsOfJob:
+        self.token = secrets.token_hex(8)
+        _run.set(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _run.set(None)
+
+
+def datasets_of_thread() -> DatasetsOfJob | None:
+    """Return the datasets of the train function running in this thread, or None if it has none."""
+    return _run.get()
+
 
 _MOST_INLINE_BYTES = 32 << 10  # Ray keeps larger arguments in its object store, where a restart may not find them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDatasets:
-    """Datasets of a job."""
+    """A job's datasets, ready to be sent to the coordinator."""
 
     pickled: bytes = b""  # datasets that can be read from where they are stored, by name, as one pickle
     stored: str = ""  # where that is kept instead if it is large, in Ray's control store; else empty
@@ -33,9 +60,9 @@ class PackedDatasets:
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
-    """Check a job's datasets; none at all is no dataset.
+    """Return a job's datasets after checking them; None counts as no datasets.
 
-    Raises TypeError: it is no mapping of names to ``ray.data.Dataset``, or one of them cannot be sent.
+    Raises TypeError if ``datasets`` does not map names to ``ray.data.Dataset``, or if a dataset cannot be pickled.
     """
     if datasets is None:
         return {}
@@ -58,17 +85,17 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
 
 
 def name_coordinator(job: str) -> str:
-    """Return a name for the actor that reads a job's datasets; another one for each run of the job."""
+    """Return a new name for the dataset coordinator of a job, different for each run of the job."""
     return f"data:{job}:{secrets.token_hex(4)}"
 
 
 def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, float]) -> PackedDatasets:
-    """Pack datasets of :func:`check_datasets` for :func:`unpack` in another process. Ray is to be connected.
+    """Pack datasets from :func:`check_datasets` for :func:`unpack` in another process; requires a connection to Ray.
 
-    The seed depends on the job's name, so that a job that is submitted again continues in the same order.
+    The seed depends only on the job's name, so that a resubmitted job continues in the same order.
 
     Args:
-        left: amounts of resources that Ray Data is to leave to the job's workers.
+        left: Amounts of resources that Ray Data must leave to the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""
@@ -81,9 +108,9 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 
 
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
-    """Unpack each dataset, pickled for itself: every execution takes a copy of its own.
+    """Unpack the datasets and pickle each one separately, because every execution needs its own copy.
 
-    Raises LookupError: they are not in Ray's control store any more.
+    Raises LookupError if the datasets are no longer in Ray's control store.
     """
     pickled: bytes | None = packed.pickled
     if packed.stored:
@@ -95,18 +122,18 @@ def unpack(packed: PackedDatasets) -> dict[str, bytes]:
 
 
 def forget(packed: PackedDatasets) -> None:
-    """Delete the stored datasets."""
+    """Delete the datasets from Ray's control store."""
     if packed.stored:
         internal_kv._internal_kv_del(packed.stored.encode(), namespace=NAMESPACE)
 
 
 def with_datasets(train_loop: bytes, run: DatasetsOfJob) -> bytes:
-    """Return the packed train function, which finds these datasets when it is called."""
+    """Wrap a packed train function so that it has access to the job's datasets when called."""
     return _pickled((TrainLoopWithDatasets(train_loop, run), None))
 
 
 class TrainLoopWithDatasets:
-    """A packed train function whose run has datasets."""
+    """A packed train function that runs with access to the job's datasets."""
 
     def __init__(self, packed: bytes, run: DatasetsOfJob) -> None:
         self._packed, self._run = packed, run
@@ -118,7 +145,7 @@ class TrainLoopWithDatasets:
 
 
 def _readable(datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the datasets that can be read again from where they are stored."""
+    """Return the datasets that can be read again from storage, because their lineage is serializable."""
     return {name: each for name, each in datasets.items() if each.has_serializable_lineage()}
 
 

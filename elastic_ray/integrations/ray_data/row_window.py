@@ -1,4 +1,4 @@
-"""Rows of one ordered stream that some reader may still need, and who reads them (pure)."""
+"""Window of rows in an ordered stream that some reader may still need, and the stream's readers (pure)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAST = sys.maxsize  # position of a reader that has left
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpan:
-    """Consecutive rows of a stream that lie in one block."""
+    """Consecutive rows of a stream within one block."""
 
     first: int  # position of its first row in the stream, from 0
     rows: int  # how many, at least 1
@@ -22,11 +22,11 @@ class RowSpan:
 
     @property
     def end(self) -> int:
-        """Position after its last row."""
+        """Position after the last row of the span."""
         return self.first + self.rows
 
     def behind(self, position: int) -> RowSpan | None:
-        """Return the span's rows from ``position``; None if there are none."""
+        """Return the part of the span from ``position`` on, or None if it is empty."""
         known = max(0, position - self.first)
         if known >= self.rows:
             return None
@@ -48,10 +48,10 @@ class Reader:
 
 
 class RowWindow:
-    """The spans between the slowest reader and the newest block, found by position.
+    """Spans of a stream from the slowest reader's position to the newest block, indexed by position.
 
     Args:
-        floor: rows before this one are let go as they come.
+        floor: Rows before this position are discarded on arrival.
     """
 
     def __init__(self, floor: int = 0) -> None:
@@ -63,16 +63,16 @@ class RowWindow:
 
     @property
     def held(self) -> tuple[RowSpan, ...]:
-        """Spans that are kept, in order."""
+        """Spans currently held, in order."""
         return tuple(self._spans)
 
     @property
     def generation(self) -> int:
-        """Generation of the newest reader; -1 without readers."""
+        """Generation of the newest reader's group; -1 without readers."""
         return max((each.generation for each in self._readers.values()), default=-1)
 
     def add(self, rows: int, block: Any, offset: int = 0) -> None:
-        """Append rows of the stream; none at all is ignored."""
+        """Append rows to the stream; an empty block is ignored."""
         if rows:
             span = RowSpan(first=self.end, rows=rows, block=block, offset=offset)
             self.end = span.end
@@ -80,13 +80,13 @@ class RowWindow:
             self._drop()
 
     def finish(self) -> None:
-        """Finish the stream, which has no further rows."""
+        """Mark the stream as complete: no further rows will be added."""
         self.ended = True
 
     def note(self, reader: Reader) -> None:
-        """Record a reader's request, and release rows that every rank of the newest group has passed.
+        """Record a reader's position, and release rows that every rank of the newest group has passed.
 
-        A rank of that group that has not asked yet may need all that is there, so nothing is let go before it has.
+        Nothing is released before every rank of that group has sent a request, since a silent rank may need any row.
         """
         if reader.generation < self.generation:
             return
@@ -95,7 +95,7 @@ class RowWindow:
         self._raise_floor()
 
     def leave(self, client: str) -> bool:
-        """Remove a reader that has no further questions; True if it was the last one."""
+        """Remove a reader that will send no further requests; return True if it was the last one."""
         known = self._readers.get(client)
         if known is None:
             return False
@@ -104,12 +104,12 @@ class RowWindow:
         return all(each.position == _PAST for each in self._readers.values())
 
     def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
-        """Return the spans that hold any row of ``first`` to ``end``, the latter excluded."""
+        """Return the spans that contain any row in the half-open range from ``first`` to ``end``."""
         later = itertools.dropwhile(lambda each: each.end <= first, self._spans)
         return tuple(itertools.takewhile(lambda each: each.first < end, later))
 
     def ahead(self, row: int) -> int:
-        """Return the number of spans that begin at ``row`` or later."""
+        """Return the number of spans that start at ``row`` or later."""
         return sum(1 for _ in itertools.takewhile(lambda each: each.first >= row, reversed(self._spans)))
 
     def _raise_floor(self) -> None:
@@ -124,10 +124,10 @@ class RowWindow:
 
 
 class Readers:
-    """Streams that each client reads.
+    """Registry of the stream that each client reads.
 
-    A train function that evaluates within its loop reads a stream with another loader, maybe in a newer group than it
-    has last asked for the loop's rows in: a client whose run is heard of in a group is there in that group.
+    Evaluation within a training loop reads with a second loader, possibly in a newer group than the last request of the
+    training loader. A request from any client of a run therefore shows that all clients of the run are alive.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Readers:
     def note(self, reader: Reader, stream: object) -> object | None:
         """Record a client's request for rows of a stream.
 
-        Return the stream that it has read before, where that is another.
+        Returns the stream that the client read before, or None if it was the same one.
         """
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
@@ -145,11 +145,11 @@ class Readers:
         return before if before is not stream else None
 
     def leave(self, client: str) -> object | None:
-        """Remove a client that has no further questions; return the stream that it has read."""
+        """Remove a client that will send no further requests, and return the stream it was reading."""
         return self._reads.pop(client, (None, None))[1]
 
     def forget(self, stream: object, *, gone: bool) -> None:
-        """Discard a closed stream; ``gone`` if none of its readers is still there."""
+        """Detach all readers from a closed stream, or remove them if ``gone``."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:
                 del self._reads[client]
@@ -157,11 +157,11 @@ class Readers:
                 self._reads[client] = reader, None
 
     def is_latest(self, reader: Reader) -> bool:
-        """True if the client still waits for this request: it has not left or sent another."""
+        """True if the client still waits for this request: it has not left or sent a newer one."""
         return self._reads.get(reader.client, (None, None))[0] is reader
 
     def has_others(self, stream: object, reader: Reader) -> bool:
-        """True if other living clients, as far as the reader's group knows, read the stream."""
+        """True if other clients whose run is alive in the reader's generation or a later one read the stream."""
         there = {run for run, generation in self._heard.items() if generation >= reader.generation} | {reader.run}
         return any(
             each.client != reader.client and each.run in there for each, read in self._reads.values() if read is stream

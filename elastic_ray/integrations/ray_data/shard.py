@@ -1,4 +1,4 @@
-"""SHELL over Ray Data: ``get_dataset_shard``: a job's datasets in its train function."""
+"""SHELL over Ray Data: ``get_dataset_shard``, which gives a train function access to the job's datasets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch.utils.data import IterableDataset
 from elastic_ray.data.batches import StepBatches, StepSplit
 from elastic_ray.data.sharding import can_switch
 from elastic_ray.integrations.ray_data.coordinator import RowsFound, RowsWanted, find_coordinator
+from elastic_ray.integrations.ray_data.packing import datasets_of_thread
 from elastic_ray.integrations.ray_data.row_window import Reader, RowSpan
-from elastic_ray.integrations.ray_data.run import datasets_of_thread
 from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.run.current import session_of_thread
 from placement.ray_cluster.named_actors import insist
@@ -43,17 +43,17 @@ _PAUSE_S = 0.25
 
 
 def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
-    """Return a dataset of ``ElasticTrainer(datasets={...})``, for an ``AdaptiveDataLoader`` of the train function.
+    """Return a dataset of ``ElasticTrainer(datasets={...})``, to be read with an ``AdaptiveDataLoader``.
 
-    All workers read one ordered execution of it in each epoch, and the loader deals its rows by position: each row once
-    an epoch, however workers come, go and fail. See ``docs/data.md`` for the order, and for what holds after a restart.
+    In each epoch, all workers read one ordered execution of the dataset. The loader assigns rows by position: each row
+    is used once per epoch, however workers come, go and fail. ``docs/data.md`` describes the order and restarts.
 
     Args:
-        dataset_name: its key in ``datasets``.
+        dataset_name: Key of the dataset in ``datasets``.
 
     Raises:
-        KeyError: the job has no dataset of this name.
-        RuntimeError: not in the train function of a job that was given datasets, or what reads them does not answer.
+        KeyError: The job has no dataset of this name.
+        RuntimeError: Called outside the train function of a job with datasets, or the coordinator does not respond.
     """
     run = datasets_of_thread()
     if run is None:
@@ -72,11 +72,11 @@ def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
 
 
 class RayDataShard(IterableDataset[Any]):
-    """A dataset of the job, for ``AdaptiveDataLoader(shard, batch_size)``; :func:`get_dataset_shard` makes it.
+    """A dataset of the job for ``AdaptiveDataLoader(shard, batch_size)``; created by :func:`get_dataset_shard`.
 
     Attributes:
-        name: its key in ``ElasticTrainer(datasets=...)``.
-        known_rows: rows of an epoch, where Ray Data knows them without reading; else None, and the loader has no
+        name: Key of the dataset in ``ElasticTrainer(datasets=...)``.
+        known_rows: Number of rows per epoch, if Ray Data knows it without reading the data. If None, the loader has no
             length.
     """
 
@@ -88,8 +88,8 @@ class RayDataShard(IterableDataset[Any]):
         """Return the source of a loader's batches.
 
         Args:
-            collate: makes a batch, as Ray Data's ``collate_fn``: from a dict of column to NumPy array, or, for a
-                ``ray.data.collate_fn.ArrowBatchCollateFn`` or ``PandasBatchCollateFn``, from such a table.
+            collate: Function that makes a batch, like Ray Data's ``collate_fn``. Its argument is a dict from column to
+                NumPy array, or a table for ``ray.data.collate_fn.ArrowBatchCollateFn`` and ``PandasBatchCollateFn``.
         """
         return RayDataBatches(self.name, self._coordinator, known_rows=self.known_rows, collate=collate, run=self._run)
 
@@ -111,7 +111,7 @@ def _way_out(name: str, asked: str) -> str:
 
 
 def _no_datasets(name: str) -> str:
-    """Return why there are no datasets here."""
+    """Return an error message that explains why no datasets are available."""
     session = session_of_thread()
     if session is not None and session.elastic and ray.is_initialized():
         return f"the job has no datasets: pass ElasticTrainer(..., datasets={{{name!r}: ray.data.read_parquet(...)}})"
@@ -123,14 +123,14 @@ def _no_datasets(name: str) -> str:
 
 
 class RayDataBatches:
-    """Batches of one dataset for one rank (see ``elastic_ray.data.batches.BatchSource``).
+    """Source of one rank's batches from one dataset (see ``elastic_ray.data.batches.BatchSource``).
 
-    It knows where the rows of the next steps are, fetches those blocks that hold rows of its own, and cuts them.
+    Keeps track of where the rows of the next steps are stored, and fetches and slices the blocks with this rank's rows.
 
     Args:
-        known_rows: rows of an epoch; None where they are not known.
-        collate: what makes a batch; None for a dict of tensors by column.
-        run: tells runs of train functions apart, see ``Reader``.
+        known_rows: Number of rows per epoch, or None if unknown.
+        collate: Function that makes a batch; None makes a dict from column to tensor.
+        run: Identifier of this run of the train function (see ``Reader``).
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class RayDataBatches:
         self._forget(0)
 
     def _forget(self, position: int) -> None:
-        """Discard the epoch's rows from ``position`` on."""
+        """Discard all known rows, and continue from ``position``."""
         self._position = self._end = position
         self._spans: deque[RowSpan] = deque()
         self._blocks: dict[int, Any] = {}
@@ -152,7 +152,7 @@ class RayDataBatches:
         self._asked: Any = None
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Seek to ``position`` of the epoch, in a group that may be another one."""
+        """Seek to ``position`` in the epoch; the group may have changed."""
         self._generation = get_context().get_generation()
         self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
         self._rank, self._world_size = cut.rank, cut.world_size
@@ -161,16 +161,16 @@ class RayDataBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """End the pass."""
+        """End the pass, and deregister from the coordinator."""
         self._forget(0)
         self._epoch = -1
         self._coordinator.leave.remote(self._client)
 
     def close(self) -> None:
-        """Do nothing at the run's end: the coordinator ends with the job."""
+        """Do nothing at the end of the run, because the coordinator ends with the job."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """Return the step at ``position``; the pass's samples are those that are known to be there."""
+        """Return the batches of the step at ``position``; ``total`` is an estimate until the epoch's end is known."""
         within = current_session().ledger.round
         self._advance(position if within is None else within.position)  # a round may be drawn again as a whole
         batch_size = max(cut.batch_size, cut.world_size)
@@ -191,14 +191,14 @@ class RayDataBatches:
         return StepBatches(total=total, sizes=cut.sizes(count, position), fetches=fetches)
 
     def commit(self) -> None:
-        """Do nothing: the next step's request reports it to the coordinator."""
+        """Do nothing, because the next step's request reports the position to the coordinator."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the dataset's name: its rows and their order are the coordinator's, one for all ranks."""
+        """Return the dataset's name, which must be the same on all ranks; the coordinator determines rows and order."""
         return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """True if a group of ``world_size`` may start at ``position``."""
+        """True if a group of ``world_size`` ranks may start at ``position``."""
         self._know(position + 2 * world_size, ahead=0)
         known = self._end if self._total is None else self._total
         return can_switch(position=position, total=known, world_size=world_size)
@@ -212,7 +212,7 @@ class RayDataBatches:
             self._blocks.pop(self._spans.popleft().first, None)
 
     def _know(self, end: int, *, ahead: int) -> None:
-        """Find the rows up to ``end``, or the end of the epoch, and ask for those up to ``ahead`` meanwhile."""
+        """Locate the rows up to ``end`` or the epoch's end, and request the rows up to ``ahead`` in the background."""
         while self._total is None and self._end < end:
             call = self._asked if self._asked is not None else self._ask(end, ahead)
             self._asked = None
@@ -221,7 +221,7 @@ class RayDataBatches:
             self._asked = self._ask(self._end + 1, ahead)
 
     def _ask(self, end: int, ahead: int) -> Any:
-        """Call the coordinator; returns at once."""
+        """Send a request to the coordinator without waiting for the answer."""
         return self._coordinator.rows.remote(
             RowsWanted(
                 dataset=self._dataset,
@@ -242,9 +242,9 @@ class RayDataBatches:
         )
 
     def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
-        """Return the result of a call, which is repeated for a coordinator that Ray has restarted.
+        """Return the answer to a request, repeating the request if Ray has restarted the coordinator.
 
-        Data may take any time to read: the wait lasts as long as the coordinator lives, and the job's user is told.
+        Reading may take any time, so there is no timeout while the coordinator lives; the job's user gets warnings.
         """
         asked_s = time.monotonic()
         while not ray.wait([call], timeout=_SLOW_S)[0]:
@@ -259,7 +259,7 @@ class RayDataBatches:
         return found
 
     def _hear(self, found: RowsFound) -> None:
-        """Adopt where further rows are; blocks that are elsewhere set out for this node."""
+        """Add newly located rows, and start fetching blocks that are not on this node."""
         fresh = []
         for span in found.spans:
             rest = span.behind(self._end)  # another execution may have cut other blocks
@@ -273,7 +273,7 @@ class RayDataBatches:
             self._total = found.total
 
     def _batch(self, first: int, end: int) -> Any:
-        """Return the batch of these rows."""
+        """Return the batch of rows ``first`` to ``end`` (exclusive), locating the rows again if blocks were lost."""
         for attempt in range(_TRIES):
             try:
                 pieces = self._pieces(first, end)
@@ -287,7 +287,7 @@ class RayDataBatches:
         return to_batch(pieces, self._collate)
 
     def _pieces(self, first: int, end: int) -> Sequence[Any]:
-        """Return tables of these rows, in order."""
+        """Return tables with rows ``first`` to ``end`` (exclusive), in order."""
         found = []
         for span in self._spans:
             if span.end > first and span.first < end:
@@ -300,18 +300,19 @@ class RayDataBatches:
 
 
 def cut(block: Any, first: int, end: int) -> Any:
-    """Cut rows ``first`` to ``end``, the last not included, of a block into an Arrow table that shares its memory."""
+    """Return rows ``first`` to ``end`` (exclusive) of a block as an Arrow table that shares the block's memory."""
     accessor = BlockAccessor.for_block(block)
     table = block if isinstance(block, pa.Table) else accessor.to_arrow()
     return table.slice(first, end - first)
 
 
 def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any:
-    """Make one batch of the rows of these tables.
+    """Make one batch from the rows of the given tables.
 
     Args:
-        pieces: Arrow tables of one schema, in order.
-        collate: the user's, as Ray Data's ``collate_fn``; None gives a dict from column to what :func:`tensor` makes.
+        pieces: Arrow tables with a common schema, in order.
+        collate: The user's function, like Ray Data's ``collate_fn``. None makes a dict from column to the result of
+            :func:`tensor`.
     """
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces, promote_options="default")
     if isinstance(collate, ArrowBatchCollateFn):
@@ -324,7 +325,7 @@ def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any
 
 
 def _column(table: Any, name: str) -> Any:
-    """Return a column of an Arrow table, as :func:`tensor` makes it; lists of one length in one go."""
+    """Convert a column of an Arrow table as :func:`tensor` does; lists of equal length are converted in bulk."""
     column = table.column(name)
     chunks = [_matrix(chunk) for chunk in column.chunks if len(chunk)]
     if chunks and all(chunk is not None and chunk.shape[1] == chunks[0].shape[1] for chunk in chunks):
@@ -334,7 +335,7 @@ def _column(table: Any, name: str) -> Any:
 
 
 def _matrix(chunk: Any) -> Any:
-    """Return lists of numbers, all of one length, as an array [rows, length]; None for anything else."""
+    """Return equally long lists of numbers as an array [rows, length], or None for any other data."""
     kind = chunk.type
     if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None
@@ -349,7 +350,7 @@ def _matrix(chunk: Any) -> Any:
 def tensor(values: np.ndarray[Any, Any]) -> Any:
     """Convert a column to a tensor [rows, ...].
 
-    What torch has no type for (text, bytes, times, nulls) becomes a list.
+    Values without a torch dtype (text, bytes, times, nulls) become a list.
     """
     if values.dtype == object and len(values) and all(isinstance(each, np.ndarray) for each in values):
         shapes = {each.shape for each in values}

@@ -1,4 +1,4 @@
-"""SHELL over Ray Data: one ordered execution of a dataset, read by a thread as far as its readers want it."""
+"""SHELL over Ray Data: one ordered execution of a dataset, read by a thread only as far as its readers need."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _AHEAD = 2  # blocks read beyond what readers want: the next ones are there when
 
 
 class StreamClosed(Exception):
-    """Error raised if a stream is closed, because nobody reads it any more."""
+    """Error raised if a stream is closed because it has no readers any more."""
 
 
 class RowStream:
     """Rows of one epoch of a dataset, in order.
 
     Args:
-        packed: the pickled dataset.
-        epoch: which epoch; a seeded shuffle of Ray Data that draws another order in each execution draws the same one
-            for the same epoch.
-        seed: for shuffles that have none.
-        left: amounts of resources that are left to the job's workers.
-        floor: rows before this one are let go as they come.
-        changed: called, in the reading thread, when there is something new.
+        packed: The pickled dataset.
+        epoch: Index of the epoch. Seeded shuffles that Ray Data reorders in each execution get the same order whenever
+            the same epoch is executed again.
+        seed: Seed for shuffles that have none.
+        left: Amounts of resources reserved for the job's workers.
+        floor: Rows before this position are discarded on arrival.
+        changed: Called in the reading thread whenever there are new rows or the execution ends.
     """
 
     def __init__(
@@ -58,37 +58,37 @@ class RowStream:
 
     @property
     def generation(self) -> int:
-        """Generation of the newest group that reads the stream."""
+        """Generation of the newest group that reads the stream; -1 without readers."""
         return self._window.generation
 
     @property
     def floor(self) -> int:
-        """Position of the first row that is still held."""
+        """Position before which rows have been released."""
         return self._window.floor
 
     @property
     def failed(self) -> bool:
-        """True if the dataset could not be read further."""
+        """True if reading the dataset has failed."""
         return self._error is not None
 
     @property
     def total(self) -> int | None:
-        """Rows of the whole epoch; None until its end has been read."""
+        """Number of rows in the whole epoch, or None until its end has been read."""
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
-        """Request rows up to ``end`` for a reader, which needs none before its position."""
+        """Request rows up to ``end`` for a reader, which needs no rows before its position."""
         with self._lock:
             self._window.note(reader)
             self._wanted = max(self._wanted, end)
             self._lock.notify_all()
 
     def has(self, end: int) -> bool:
-        """True if rows up to ``end``, or all that exist, have been read.
+        """True if rows up to ``end``, or up to the end of the epoch, have been read.
 
         Raises:
-            Exception: the dataset could not be read further.
-            StreamClosed: nor will it be, for the stream was closed.
+            Exception: The dataset could not be read any further.
+            StreamClosed: The stream was closed.
         """
         with self._lock:
             if self._error is not None:
@@ -98,17 +98,17 @@ class RowStream:
             return self._window.ended or self._window.end >= end
 
     def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
-        """Return the spans that hold any row from ``first`` to ``end``."""
+        """Return the spans that contain any row in the half-open range from ``first`` to ``end``."""
         with self._lock:
             return self._window.spans(first, end)
 
     def leave(self, client: str) -> bool:
-        """Remove a reader that has no further questions; True if it was the last one."""
+        """Remove a reader that will send no further requests; return True if it was the last one."""
         with self._lock:
             return self._window.leave(client)
 
     def close(self) -> None:
-        """End the execution; the blocks go with this object."""
+        """End the execution; its blocks are released together with this object."""
         with self._lock:
             if self._closed:
                 return
@@ -119,7 +119,7 @@ class RowStream:
             threading.Thread(target=executor.shutdown, args=(True,), daemon=True).start()
 
     def _run(self) -> None:
-        """Read to the end, or until the stream is closed, in the stream's thread."""
+        """Read until the epoch ends or the stream is closed; runs in the stream's thread."""
         try:
             self._read()
         except Exception as error:
@@ -132,7 +132,7 @@ class RowStream:
         self._changed()
 
     def _read(self) -> None:
-        """Hand each block of the execution to the window, as soon as it may run so far ahead."""
+        """Add the execution's blocks to the window, pausing whenever enough blocks are ahead of the readers."""
         theirs: Any = ray.cloudpickle.loads(self._packed)
         hold_order(theirs, epoch=self.epoch, seed=self._seed)
         leave_room(theirs, self._left)
@@ -160,16 +160,15 @@ def _rows(entry: Any) -> int:
 
 
 def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
-    """Let the dataset's next execution have the order of this epoch; the dataset is changed, so it is to be a copy.
+    """Fix the row order of the dataset's next execution for an epoch. Modifies the dataset, so pass a copy.
 
-    Ray Data counts a dataset's executions, and its seeded shuffles draw by that count: here it is the epoch. Shuffles
-    without a seed, in which any order is as good as another, are given one. What users' functions draw by themselves is
-    not held.
+    Ray Data counts a dataset's executions, and seeded shuffles depend on that count; it is set to the epoch here.
+    Shuffles without a seed get ``seed``. Random numbers drawn in user functions are not controlled.
 
     Args:
-        dataset: the ``ray.data.Dataset``.
-        epoch: from 0.
-        seed: for shuffles that have none.
+        dataset: The ``ray.data.Dataset``.
+        epoch: Index of the epoch, from 0.
+        seed: Seed for shuffles that have none.
     """
     for operator in dataset._logical_plan.dag.post_order_iter():
         _seed_operator(operator, seed)
@@ -181,10 +180,10 @@ def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
 
 
 def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
-    """Let the dataset's executions leave these CPUs and GPUs of the cluster to the job's workers, but not the last CPU.
+    """Reserve the cluster's CPUs and GPUs for the job's workers, but leave at least one CPU to the dataset.
 
-    Otherwise Ray Data's tasks would take every CPU that is free, and the job could not grow. What the user has excluded
-    himself holds as well.
+    Otherwise Ray Data's tasks would use every free CPU, and the job could not grow. Resources that the user has already
+    excluded stay excluded.
     """
     theirs: Any = dataset.context.execution_options
     there: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -194,7 +193,7 @@ def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
 
 
 def _seed_operator(operator: Any, seed: int) -> None:
-    """Give an operator of Ray Data's plan this seed, where it draws without one."""
+    """Set the seed of an operator in Ray Data's plan if it shuffles or samples without one."""
     theirs: Any
     for theirs in _seeds(operator):
         if theirs.seed is None:
@@ -209,12 +208,12 @@ def _seed_operator(operator: Any, seed: int) -> None:
 
 
 def _seeds(operator: Any) -> Iterator[Any]:
-    """Return seeds of shuffles and samples."""
+    """Return the seed configurations of an operator's shuffles and samples."""
     found = getattr(operator, "seed_config", None), *(getattr(operator, "fn_args", None) or ())
     return (each for each in found if isinstance(each, RandomSeedConfig))
 
 
 def _draws_anew(make: Any) -> bool:
-    """True if a shuffle of files has a new seed each time (``shuffle="files"``), or none."""
+    """True if a shuffle of files has no seed or a new one each time (``shuffle="files"``)."""
     first, second = make(), make()
     return first is not None and (first.seed is None or first.seed != second.seed)

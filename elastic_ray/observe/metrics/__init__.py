@@ -1,1 +1,1 @@
-"""A job's metrics for Prometheus, through Ray's own agents, and the Grafana dashboard that shows them."""
+"""Metrics of a job for Prometheus, exported through Ray's own agents, and a Grafana dashboard for them."""

@@ -1,4 +1,4 @@
-"""Metrics of a job, written every second while it lives, and at its end (pure)."""
+"""Metrics of a job, written every second while the job runs, and once at its end (pure)."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ INSTRUMENTS = (
 
 
 class JobMetrics:
-    """Metrics of one job, or one trial of a sweep, in its controller.
+    """Metrics of one job, or one trial of a sweep, written by its controller.
 
     Args:
-        speed: what is known of it.
-        status: tells how it stands; asked once a second.
-        events: of it so far; only the new ones are looked at.
-        write: takes samples.
+        speed: Batch planner, which holds the job's measurements and performance model.
+        status: Function that returns the job's status; called once a second.
+        events: Function that returns all events of the job so far; only new ones are written.
+        write: Function that receives the samples.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class JobMetrics:
         self._guarded = Guarded(f"job {spec.job}")
 
     def recall(self, events: int) -> None:
-        """Restore the number of events that an earlier controller has written."""
+        """Restore the number of events that an earlier controller has already written."""
         self._seen = events
 
     def tick(self, now_s: float) -> None:
@@ -129,7 +129,7 @@ class JobMetrics:
             self._guarded(lambda: self._look(self._status()))
 
     def end(self) -> None:
-        """Write the metrics of the job's end, after which nothing is written."""
+        """Write the final metrics of the job, once."""
         if self._on and not self._ended:
             self._guarded(self._tell_end)
         self._ended = True
@@ -140,7 +140,7 @@ class JobMetrics:
         self._write(end_samples(status.phase, self._labels))
 
     def _look(self, status: JobStatus) -> None:
-        """Write what is so now, and what is new."""
+        """Write the current values of all gauges, and the events that are new."""
         labels, events = self._labels, self._events()
         steps = self._speed.latest.total_steps if self._speed.latest is not None else 0
         new, self._seen = events[self._seen :], len(events)
@@ -149,7 +149,7 @@ class JobMetrics:
 
     @property
     def _labels(self) -> JobLabels:
-        """Labels of the job; the loader names the model once it is known, and else the user does."""
+        """Labels of the job; the model is the user's name for it, else the class names from the loader."""
         loader, name = self._speed.loader, self._spec.model_fingerprint
         if name is None and loader is not None:
             name = "+".join(dict.fromkeys(model.kind for model in loader.models))
@@ -158,7 +158,7 @@ class JobMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLabels:
-    """Labels of a job's metrics."""
+    """Labels that all metrics of a job carry."""
 
     job: str
     tenant: str = ""  # of whom; empty without tenants
@@ -171,7 +171,7 @@ class JobLabels:
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return the present value of every gauge that has one; an ended job has no speed any more."""
+    """Return the current value of every gauge that has one; a job that does not train has no speed gauges."""
     whose = labels.values
     spent = [(part.removesuffix("_s"), getattr(status, part, None)) for part in _PARTS]
     found = [
@@ -192,7 +192,7 @@ def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> 
 def _speed_samples(
     status: JobStatus, speed: BatchPlanner, report: StepReport, whose: tuple[str, ...]
 ) -> Iterable[Sample]:
-    """Return the samples of a job that trains."""
+    """Return the gauges of a job that is training."""
     return (
         *GLOBAL_BATCH.sample(report.batch_size or None, *whose),
         *SAMPLES_PER_SECOND.sample(status.throughput or None, *whose),
@@ -211,10 +211,10 @@ def _speed_samples(
 
 
 def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return what these events add to counters and histograms.
+    """Return the samples that these events add to counters and histograms.
 
     Args:
-        steps: committed before a restart among them, where that does not tell itself.
+        steps: Steps committed before the first restart, used if the event does not contain that number.
     """
     whose, found = labels.values, list[Sample]()
     for event in events:
@@ -235,12 +235,12 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
 
 
 def end_samples(phase: JobPhase, labels: JobLabels) -> tuple[Sample, ...]:
-    """Return what the job's end adds to counters."""
+    """Return the samples that the job's end adds to counters; empty unless the job failed."""
     return FAILURES.sample(1, *labels.values, "job_failed") if phase is JobPhase.FAILED else ()
 
 
 def _reason(event: JobEvent) -> str | None:
-    """Return one of a few words for why the workers changed; None if they did not."""
+    """Return the reason for a change of workers as a label value; None if the workers did not change."""
     if event.kind is EventKind.RESIZE:
         change = event.to_workers - event.from_workers
         return "grow" if change > 0 else "shrink" if change < 0 else "move"

@@ -1,1 +1,1 @@
-"""The page that shows a cluster: who has which slots, since when, and why."""
+"""Web page that shows a cluster: which job has which slots, since when, and why."""

@@ -1,4 +1,4 @@
-"""JSON of the snapshot, and the difference between two of them (pure)."""
+"""JSON of the snapshot, and the difference between two snapshots (pure)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _BIG = 1e5  # above: seconds since the epoch, of which hundredths count
 
 
 def tables(snapshot: PageSnapshot) -> dict[str, Any]:
-    """Convert the snapshot to what JSON can hold."""
+    """Convert the snapshot to values that JSON can hold."""
     return {name: plain(getattr(snapshot, name)) for name in _names(PageSnapshot)}
 
 
 def plain(value: Any) -> Any:
-    """Return a value as plain JSON; numbers with five digits, times with hundredths, what is not finite as None."""
+    """Return a value as plain JSON: numbers with five digits, times with two decimals, NaN and infinity as None."""
     kind = value.__class__
     if value is None or kind in _AS_THEY_ARE:
         return value
@@ -68,7 +68,7 @@ def _names(kind: type) -> tuple[str, ...]:
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Return the difference between two results of ``tables``; empty if only the time has changed.
 
-    Of a table: ``{"set": [rows that are new or differ], "remove": [keys]}``; of the rest, the new value.
+    A changed table is ``{"set": [new or changed rows], "remove": [keys]}``; any other entry is its new value.
     """
     changed: dict[str, Any] = {}
     for name, value in after.items():
@@ -88,5 +88,5 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def to_json(value: Any) -> bytes:
-    """Return compact JSON; characters outside ASCII are escaped, so that no line separator ends a line of a stream."""
+    """Return compact JSON with all non-ASCII characters escaped, so that none can break a line of an event stream."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

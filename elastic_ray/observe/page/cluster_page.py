@@ -1,4 +1,4 @@
-"""Page of a running cluster: takes one look after the other, remembers, and gives what is shown (pure)."""
+"""Page of a running cluster: collects the results of polls and builds the snapshot from them (pure)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MOST_SIZES = 128
 
 
 class ClusterPage:
-    """Page of a cluster that runs.
+    """Page of a running cluster.
 
     Args:
-        name: the cluster's address.
-        actions: whether jobs may be changed from the page.
+        name: The cluster's address.
+        actions: If True, jobs may be changed from the page.
     """
 
     def __init__(self, name: str, *, actions: bool = False) -> None:
@@ -51,11 +51,11 @@ class ClusterPage:
 
     @property
     def known(self) -> tuple[str, int]:
-        """Allocator of the last look, and the number of its last known decision."""
+        """Id of the allocator seen last, and the number of its last known decision."""
         return self._life, self._known
 
     def take(self, look: ClusterLook) -> None:
-        """Read the cluster once more."""
+        """Update the page with the result of a poll."""
         self._started_s = look.now_s if self._started_s is None else self._started_s
         self._take_nodes(look)
         if look.allocator is not None:
@@ -69,7 +69,7 @@ class ClusterPage:
         self._measure(look)
 
     def _hear(self, look: JobLook, now_s: float) -> None:
-        """Receive the answer of one job."""
+        """Store one job's answer and mark its events and checkpoints."""
         memory = self._memory(look.job, now_s)
         for event in memory.hear(look, now_s):
             self._history.mark(event.time_s, look.job, MARKS[event.kind], clipped(event.reason))
@@ -77,14 +77,14 @@ class ClusterPage:
             self._history.mark(time_s, look.job, "checkpoint", clipped(f"stored as {path}"))
 
     def _memory(self, job: str, now_s: float) -> JobMemory:
-        """Return the memory of a job; a new one is created."""
+        """Return the memory of a job, created if the job is new."""
         if job not in self._jobs:
             self._jobs[job] = JobMemory(job, colour(self._colours), now_s)
             self._colours += 1
         return self._jobs[job]
 
     def _take_nodes(self, look: ClusterLook) -> None:
-        """Receive the present nodes and those that have gone; mark nodes that start to drain or are gone."""
+        """Update the nodes; mark nodes that start to drain or are gone."""
         if not look.nodes:
             return
         seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
@@ -113,7 +113,7 @@ class ClusterPage:
             del self._nodes[node], self._totals[node]
 
     def _take_decisions(self, look: AllocatorLook, now_s: float) -> None:
-        """Turn new log records into bars; present targets are the allocator's."""
+        """Turn new log records into bars, then set each job's bars to the allocator's current targets."""
         if look.life != self._life:
             self._life, self._known = look.life, 0
         first = look.recorded - len(look.core.log) + 1
@@ -128,7 +128,7 @@ class ClusterPage:
         self._look = look
 
     def _take_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
-        """Receive one decision record and show it as a bar."""
+        """Add one record to the decision log and to the bars."""
         self._decisions.append(
             PageDecision(
                 number=number,
@@ -155,7 +155,7 @@ class ClusterPage:
             self._history.measure(record.time_s, self._history.slots, None, None)
 
     def _make_room(self, record: DecisionRecord, slots: Mapping[str, int], look: AllocatorLook) -> None:
-        """End the bars of jobs that ended before the page began: no record says when, but others got their slots."""
+        """End the bars of jobs that ended before the page started: no record says when, but others got their slots."""
         gone = self._history.jobs - look.core.jobs.keys() - {record.job}
         if record.trigger is Trigger.END:
             self._history.end(record.time_s, gone)
@@ -166,7 +166,7 @@ class ClusterPage:
                 self._history.end(record.time_s, gone & there.keys())
 
     def _take_ends(self, look: ClusterLook) -> None:
-        """End jobs that neither the allocator nor a controller knows; only the last of them are kept."""
+        """End jobs that neither the allocator nor a controller knows; only the most recent ones are kept."""
         known = look.allocator.core.jobs.keys() if look.allocator is not None else frozenset()
         for job, memory in self._jobs.items():
             told = memory.status is not None and memory.status.phase.ended
@@ -177,7 +177,7 @@ class ClusterPage:
             del self._jobs[job]
 
     def _measure(self, look: ClusterLook) -> None:
-        """Record the use of slots now."""
+        """Record the current use of slots, and since when nodes of each type have been missing."""
         present = [row for row in self._nodes.values() if row.gone_s is None]
         states = look.allocator.core.jobs.values() if look.allocator is not None else ()
         waiting = sum(1 for state in states if not state.target and not state.view.paused)
@@ -192,7 +192,7 @@ class ClusterPage:
         self._since = {kind: since_s for kind, since_s in self._since.items() if short.get(kind)}
 
     def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
-        """Return everything on the page except what belongs to one job."""
+        """Return everything on the page except the details of individual jobs."""
         jobs = tuple(self._row(memory) for memory in self._jobs.values())
         nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
         look = self._look
@@ -223,19 +223,19 @@ class ClusterPage:
         )
 
     def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
-        """Return the detail of a job; None if it is unknown, or ended long ago."""
+        """Return the details of a job; None if it is unknown or ended long ago."""
         memory = self._jobs.get(job)
         cluster = self._look.core.cluster if self._look is not None else Cluster()
         return job_detail(memory, cluster, answer, now_s) if memory is not None else None
 
     @property
     def allocator(self) -> AllocatorLook | None:
-        """The last look at the allocator."""
+        """State of the allocator as of the last successful poll; None before the first."""
         return self._look
 
 
 def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return slots by node id that are granted to elastic jobs."""
+    """Return the slots granted to elastic jobs, keyed by node id."""
     used: dict[str, float] = {}
     for state in look.core.jobs.values() if look is not None else ():
         for node, workers in state.target.items():
@@ -245,13 +245,13 @@ def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]])
 
 
 def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: float) -> JobDetail:
-    """Return everything about one job.
+    """Return the details of one job.
 
     Args:
-        memory: what the page knows of it.
-        cluster: the nodes; the curve is that of the sizes that fit on them.
-        answer: what its controller and the allocator say when asked about it alone.
-        now_s: present time [s since the epoch].
+        memory: The page's stored data of the job.
+        cluster: The nodes; the goodput curve covers the sizes that fit on them.
+        answer: Answers of the job's controller and the allocator about this job.
+        now_s: Current time [s since the epoch].
     """
     view = memory.state.view if memory.state is not None else None
     curve = _curve(view, cluster)
@@ -277,21 +277,21 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
 
 
 def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float]) -> tuple[Any, ...]:
-    """Return a line of the workers' table; what a worker is like counts before what is known of its node."""
+    """Return a line of the workers' table; a slowness measured for the worker takes precedence over its node's."""
     slowness = info.slowness if info.slowness is not None else slow_nodes.get(info.node)
     gpu = info.gpu_memory_used_bytes, info.gpu_memory_reserved_bytes
     return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, *gpu
 
 
 def _gain(told: Explanation | None, goodput: float | None) -> float | None:
-    """Return the gain of one more worker over this goodput [samples/s], by the allocator's speeds."""
+    """Return the goodput that one more worker would add [samples/s], by the allocator's speeds; None if unknown."""
     if told is None or told.speed_with_one_more is None or told.speed <= 0 or goodput is None:
         return None
     return goodput * (told.speed_with_one_more / told.speed - 1.0)
 
 
 def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], ...]:
-    """Return (workers, goodput) by the fitted model, at sizes that fit on these nodes; empty without a model."""
+    """Return (workers, goodput) of the fitted model, at the sizes that fit on the nodes; empty without a model."""
     if view is None or view.goodput is None:
         return ()
     slots = FreeResources(cluster).slots(view).tolist()
@@ -300,7 +300,7 @@ def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], .
 
 
 def _measured(view: JobView | None) -> tuple[tuple[int, float], ...]:
-    """Return (workers, goodput) of each size's measured steps: the best of those that were tried there."""
+    """Return (workers, goodput) of measured steps, with the best batch for each size."""
     if view is None or view.goodput is None:
         return ()
     best: dict[int, float] = {}

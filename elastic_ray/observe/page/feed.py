@@ -1,4 +1,4 @@
-"""The stream of changes to browsers: a bounded queue for each, and no waiting for one that does not read (pure)."""
+"""Stream of changes to browsers: each has a bounded queue, and a browser that does not read is dropped (pure)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ MOST_WAITING_BYTES = 8 << 20
 
 
 class TooManyClientsError(Exception):
-    """Error raised if the largest number of browsers has the page open."""
+    """Error raised if the maximum number of browsers already has the page open."""
 
 
 class Client:
-    """Queue of one browser.
+    """Queue of messages for one browser.
 
     Args:
-        most: messages that may wait.
-        most_bytes: bytes that may wait.
+        most: Maximum number of queued messages.
+        most_bytes: Maximum number of queued bytes.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -33,11 +33,11 @@ class Client:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait for it."""
+        """Number of bytes queued for the client."""
         return self._bytes
 
     def offer(self, message: bytes) -> bool:
-        """Let a message wait for it; False if too much does already, and it is given up."""
+        """Queue a message and return True; if the queue is full, drop the client and return False."""
         full = self._messages.qsize() >= self._most or self._bytes + len(message) > self._most_bytes
         if full or self.dropped:
             self.drop()
@@ -47,13 +47,13 @@ class Client:
         return True
 
     def begin(self, message: bytes) -> None:
-        """Queue the first message, whatever its size."""
+        """Queue the first message, regardless of its size."""
         self._bytes += len(message)
         self._most_bytes += len(message)
         self._messages.put_nowait(message)
 
     def drop(self) -> None:
-        """Give it up: nothing waits for it any more."""
+        """Drop the client and discard its queued messages."""
         self._dropped.set()
         while not self._messages.empty():
             self._messages.get_nowait()
@@ -61,7 +61,7 @@ class Client:
         self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message; an empty one if none comes in time, None once it has been given up."""
+        """Return the next message; an empty one after ``timeout_s``, None once the client has been dropped."""
         try:
             message = await asyncio.wait_for(self._messages.get(), timeout_s)
         except asyncio.TimeoutError:
@@ -71,17 +71,17 @@ class Client:
         return message
 
     async def until_dropped(self) -> None:
-        """Wait until it is given up."""
+        """Wait until the client is dropped."""
         await self._dropped.wait()
 
 
 class Feed:
-    """Feed to all browsers that have the page open.
+    """Feed of messages to all browsers that have the page open.
 
     Args:
-        most_clients: how many.
-        most_waiting: messages that may wait for one.
-        most_bytes: bytes that may wait for one.
+        most_clients: Maximum number of browsers.
+        most_waiting: Maximum number of queued messages per browser.
+        most_bytes: Maximum number of queued bytes per browser.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Feed:
 
     @property
     def clients(self) -> int:
-        """Number of clients."""
+        """Number of connected browsers."""
         return len(self._clients)
 
     def join(self) -> Client:
-        """Add a client. Raises TooManyClientsError: there are as many as are served."""
+        """Add a client. Raises TooManyClientsError: the maximum number is already connected."""
         if len(self._clients) >= self._most_clients:
             raise TooManyClientsError(f"{self._most_clients} browsers have this page open already; close one")
         client = Client(self._most_waiting, self._most_bytes)
@@ -108,13 +108,13 @@ class Feed:
         self._clients.discard(client)
 
     def tell(self, message: bytes) -> None:
-        """Send a message to all clients; a client that has not read earlier ones is dropped."""
+        """Send a message to all clients; a client whose queue is full is dropped."""
         for client in tuple(self._clients):
             if not client.offer(message):
                 self._clients.discard(client)
 
     def close(self) -> None:
-        """Close the feed with the page."""
+        """Drop all clients, because the page is shutting down."""
         for client in tuple(self._clients):
             client.drop()
         self._clients.clear()

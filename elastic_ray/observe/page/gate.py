@@ -1,4 +1,4 @@
-"""Access rules of the page (pure): hosts against DNS rebinding, origins against other sites, a token."""
+"""Access rules of the page (pure): host names against DNS rebinding, origins against other sites, a token."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ HEADERS: Mapping[str, str] = {
 
 
 def new_token() -> str:
-    """Return 256 random bits, as text."""
+    """Return a new token of 256 random bits, as text."""
     return secrets.token_urlsafe(32)
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach a listener on the host."""
+    """True if only this machine can reach a server that listens on ``host``."""
     if host == "localhost":
         return True
     try:
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, as far as it decides whether it is answered."""
+    """Properties of a request that decide whether it is allowed."""
 
     method: str  # ``GET``..
     path: str
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """The rules of one page."""
+    """Access rules of one page."""
 
     host: str = "127.0.0.1"  # where it listens
     # further names of this machine, by which a browser may ask for the page where it listens on all addresses
@@ -74,7 +74,7 @@ class Gate:
         return not is_loopback(self.host)
 
     def refusal(self, asked: Asked) -> tuple[int, str] | None:
-        """Return HTTP status and reason for which a request is refused; None if it is answered."""
+        """Return the HTTP status and reason if the request must be refused; None if it is allowed."""
         if not self._knows(asked.host):
             return 403, f"this page is not called {asked.host!r}: open it by the address that it printed"
         if asked.origin and asked.origin not in (f"http://{asked.host}", f"https://{asked.host}"):
@@ -94,7 +94,7 @@ class Gate:
         return None
 
     def _knows(self, host: str) -> bool:
-        """True if a host name is one of this page's; another may be a hostile site's that resolves to this machine."""
+        """True if ``host`` is a name of this page; a hostile site's name may also resolve to this machine."""
         name = _name(host).lower()
         if name in LOOPBACK or name == self.host.strip("[]").lower():
             return True
@@ -107,7 +107,7 @@ class Gate:
         return True  # no site can have an address for its name
 
     def _has_token(self, authorization: str) -> bool:
-        """True if a header has the token; takes the same time whatever it says."""
+        """True if the header contains the token; the comparison takes constant time."""
         kind, _, given = authorization.partition(" ")
         token = self.token or ""
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode())
@@ -115,7 +115,7 @@ class Gate:
 
 
 def _name(host: str) -> str:
-    """Return the name in a ``Host`` header, without the port and the brackets of IPv6."""
+    """Return the name in a ``Host`` header, without the port and IPv6 brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if host.count(":") == 1 else host
@@ -134,11 +134,11 @@ class _Connection:
 
 
 class Doors:
-    """Connections of a page, oldest first.
+    """Open connections of a page, limited in number.
 
     Args:
-        most: how many there may be.
-        most_of_one: how many one address may have.
+        most: Maximum number of connections.
+        most_of_one: Maximum number of connections from one address.
     """
 
     def __init__(self, most: int = MOST, most_of_one: int = MOST_OF_ONE) -> None:
@@ -149,7 +149,7 @@ class Doors:
         return len(self._connections)
 
     def open(self, key: Hashable, peer: str, now_s: float) -> Hashable | None:
-        """Add a connection; return the one that has to go for it, which may be itself."""
+        """Add a connection and return the connection to close for it, which may be the new one; None if none."""
         of_peer = [each for each, one in self._connections.items() if one.peer == peer]
         self._connections[key] = _Connection(peer, now_s)
         if len(of_peer) >= self._most_of_one:
@@ -163,17 +163,17 @@ class Doors:
         self._connections.pop(key, None)
 
     def begin(self, key: Hashable) -> None:
-        """Record that a whole request has arrived."""
+        """Record that a complete request has arrived on a connection."""
         if (one := self._connections.get(key)) is not None:
             self._connections[key] = dataclasses.replace(one, asks=one.asks + 1)
 
     def end(self, key: Hashable, now_s: float) -> None:
-        """Record that a request was answered."""
+        """Record that a request has been answered."""
         if (one := self._connections.get(key)) is not None:
             self._connections[key] = dataclasses.replace(one, asks=one.asks - 1, since_s=now_s)
 
     def late(self, now_s: float) -> list[Hashable]:
-        """Return connections that have waited too long."""
+        """Return the connections that have been idle for too long."""
         return [key for key, one in self._connections.items() if not one.asks and now_s - one.since_s >= LONGEST_WAIT_S]
 
     def _longest_waiting(self, keys: list[Hashable]) -> Hashable:

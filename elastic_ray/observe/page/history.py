@@ -1,4 +1,4 @@
-"""The allocation over time: bars, marks and use of slots, made of decisions and events as they come (pure)."""
+"""History of the allocation: bars, marks and use of slots, built from decisions and events (pure)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """History with a bound: of a long time the oldest bars go first.
-
-    Args:
-        most_bars: bars that have ended and are kept.
-    """
+    """History of bounded size: the oldest entries are dropped first."""
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0
@@ -26,39 +22,39 @@ class History:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Bars that have ended, then those that have not."""
+        """Bars (one job's slots on one node over a period): the ended ones, then the open ones."""
         return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """Marks, in the order in which they came."""
+        """Marks in the order in which they were added."""
         return tuple(self._marks)
 
     @property
     def use(self) -> tuple[Use, ...]:
-        """The use of slots, a new value where it changed."""
+        """Use of slots over time, with one entry per change."""
         return tuple(self._uses)
 
     @property
     def slots(self) -> int:
-        """Slots of all bars that have not ended."""
+        """Number of slots of all open bars."""
         return sum(bar[5] for own in self._open.values() for bar in own.values())
 
     @property
     def jobs(self) -> frozenset[str]:
-        """Jobs with a bar that has not ended."""
+        """Names of the jobs that have an open bar."""
         return frozenset(self._open)
 
     def on(self, node: str) -> dict[str, int]:
-        """Return slots of the bars on a node that have not ended, by job."""
+        """Return the slots of the open bars on a node, keyed by job."""
         return {job: own[node][5] for job, own in self._open.items() if node in own}
 
     def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:
-        """Set the job's slots on each node from now on; unchanged bars continue.
+        """Set the job's slots on each node from ``time_s`` on; unchanged bars continue.
 
         Args:
-            nodes: slots by node id; empty where it has none any more.
-            decision: number of the decision that says so; 0 for none.
+            nodes: Slots keyed by node id; empty if the job has none any more.
+            decision: Number of the allocator's decision; 0 if the change belongs to none.
         """
         own = self._open.setdefault(job, {})
         for node in [node for node, bar in own.items() if bar[5] != nodes.get(node)]:
@@ -71,7 +67,7 @@ class History:
             del self._open[job]
 
     def end(self, time_s: float, jobs: Collection[str]) -> None:
-        """End the bars of these jobs."""
+        """End all bars of the given jobs."""
         for job in jobs:
             for bar in self._open.pop(job, {}).values():
                 self._end(bar, time_s)
@@ -82,12 +78,12 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Mark an event of a job, or of a node (an empty job)."""
+        """Add a mark for an event of a job, or of a node if ``job`` is empty."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """Record the slots in use and the jobs that wait (None if unknown); the last record of a time counts."""
+        """Record the slots in use and the number of waiting jobs (None if unknown); a repeated time overwrites."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return

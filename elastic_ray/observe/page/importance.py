@@ -1,4 +1,4 @@
-"""Importance of each parameter of a sweep, by Optuna (pure)."""
+"""Importance of each hyperparameter of a sweep, computed by Optuna (pure)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DECADES = 100.0  # a parameter whose values differ by such a factor was drawn b
 
 
 def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """Return PED-ANOVA importances of the parameters in which trials differ, largest first, and why there are none.
+    """Return PED-ANOVA importances of the parameters that vary between trials, largest first; a reason if none.
 
     Args:
-        trials: rows of the page, with ``parameters``, ``score`` and ``mode``.
+        trials: Rows of the page, with ``parameters``, ``score`` and ``mode``.
     """
     told = [row for row in trials if row["score"] is not None]
     if len(told) < LEAST_TRIALS:
@@ -43,7 +43,7 @@ def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], s
 
 
 def _distribution(values: Sequence[Any]) -> BaseDistribution:
-    """Return the distribution from which the values may have been drawn."""
+    """Return a distribution from which the values may have been drawn."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)

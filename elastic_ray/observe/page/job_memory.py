@@ -1,4 +1,4 @@
-"""Memory of the page for one job: its last answers, its events and its numbers over time (pure)."""
+"""Memory of the page for one job: its latest status, its events and its numbers over time (pure)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _PARTS = ("vote_s", "group_s", "state_s")
 
 
 class JobMemory:
-    """Memory of one job with a bound: of a long run every other point of its series is dropped, repeatedly.
-
-    Args:
-        first_s: when it was first seen.
-    """
+    """Memory of one job, of bounded size: when the series gets too long, every other point is dropped."""
 
     def __init__(self, job: str, colour: str, first_s: float) -> None:
         self.job, self.colour, self.first_s = job, colour, first_s
@@ -44,15 +40,15 @@ class JobMemory:
         return tuple(self._series)
 
     def decided(self, state: JobState) -> None:
-        """Store the allocator's present state of the job."""
+        """Store the allocator's current state of the job."""
         self.state, self.ended_s = state, None
 
     def ended(self, now_s: float) -> None:
-        """Record that the job is gone."""
+        """Record that the job has ended; the first such time is kept."""
         self.ended_s = now_s if self.ended_s is None else self.ended_s
 
     def hear(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
-        """Receive the controller's answer; return the events that are worth a mark."""
+        """Receive the controller's answer and return the new events that the timeline marks."""
         self.events.extend(look.events)
         self.facts = look.facts or self.facts
         if look.status is not None:
@@ -66,7 +62,7 @@ class JobMemory:
         return tuple(event for event in look.events if event.kind in MARKS)
 
     def new_checkpoints(self) -> list[tuple[float, str]]:
-        """Return the checkpoints seen since the last call: their times and paths."""
+        """Return the checkpoints seen since the previous call, each with its time and path."""
         found, self._checkpoints = self._checkpoints, []
         return found
 
@@ -106,7 +102,7 @@ MARKS: Mapping[EventKind, str] = {
 
 
 def noise_scale(state: JobState | None) -> float | None:
-    """Return the noise scale of a job's present model [samples]; None without one, or where the gradient is too small.
+    """Return the noise scale of a job's current model [samples]; None without one or if the gradient is too small.
 
     B = tr(Sigma) / |G|^2 with the variance of a batch of M0 samples, so that B = M0 var / sqr (McCandlish et al. 2018).
     """
@@ -119,9 +115,9 @@ def noise_scale(state: JobState | None) -> float | None:
 def pauses(
     events: Iterable[JobEvent], last: Pause | None = None
 ) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
-    """(time, kind, seconds, seconds by part) of every pause; what no part accounts for is ``other``.
+    """Return (time, kind, seconds, {part: seconds}) of every pause; time in no known part is ``other``.
 
-    The first step after the last one, as ``JobStatus.last_pause`` tells it, is a part beyond the pause's seconds.
+    The last pause also gets a part ``first step``, from ``JobStatus.last_pause``, that its seconds do not include.
     """
     found = []
     for event in events:
@@ -145,7 +141,7 @@ def _number(value: Any) -> float:
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Return seconds from the submission until now by their use: from the controller, else from the events."""
+    """Return the seconds since submission, keyed by use: from the status if there is one, else from the events."""
     spent = time_spent(events, submitted_s, until_s) if status is None else status
     return {
         "training": spent.training_s,

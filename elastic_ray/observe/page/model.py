@@ -1,6 +1,6 @@
-"""Model of the page as frozen values; each is a row of a table in ``GET /api/snapshot``.
+"""Model of the page as frozen values, most of which are table rows in ``GET /api/snapshot``.
 
-Times are seconds since the epoch (of a simulation, since its start), rates samples per second, money USD.
+Times are in seconds since the epoch (in a simulation, since its start), rates in samples per second, money in USD.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:
-    """Source of the page's facts."""
+    """Source of the data on the page."""
 
     kind: str  # ``live``, ``files`` or ``simulation``
     name: str  # the cluster's address, the path, or the trace
@@ -23,7 +23,7 @@ class PageSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCount:
-    """Slots of one GPU type (``CPU`` for nodes without GPUs): their sum is all that the nodes have."""
+    """Slots of one GPU type (``CPU`` for nodes without GPUs), by state; the counts add up to all slots of the nodes."""
 
     type: str
     used: int = 0  # a worker trains there
@@ -35,7 +35,7 @@ class SlotCount:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """The cluster in one line."""
+    """Summary of the cluster, shown in one line at the top of the page."""
 
     slots: tuple[SlotCount, ...] = ()  # by GPU type
     running: int = 0  # jobs that have workers; ``waiting``: jobs that have none; ``held``: at a size set by hand
@@ -57,25 +57,26 @@ class PageJob:
     """Row of one job; key ``job``.
 
     Attributes:
-        phase: one of ``JobPhase``; ``silent`` where its controller has not answered, ``ended`` where it is gone.
-        target: workers that it is to have.
-        held_at: size that it is held at by hand; None leaves it to the allocator.
-        samples_per_s: throughput; ``goodput``: times the statistical efficiency.
-        efficiency: statistical, of the present batch, at most 1.
-        tokens_per_s, tokens_left: throughput and rest in tokens; None where the batch is not declared in tokens.
-        progress: 0 to 1; None without a declared length.
-        eta_s: seconds to its end at its present size; None where unknown.
-        productive: part of the time since its submission in which it trained, 0 to 1.
-        deadline_s, budget_usd: what its user has asked for.
-        nodes: workers that it is to have by node id.
-        why: reason of its size, what it waits for, or why it has ended.
-        reports: that its train function has made.
-        sweep: of a trial, the sweep; else empty.
-        rungs: of a trial, reports after which its sweep may cut it, ascending; empty where that is not known.
-        parameters: of a trial, by name; ``score``: the ``metric`` that its sweep compares trials by, and ``mode`` "max"
-            where a larger one is better. Of another job ``metric`` is what its checkpoints are ranked by.
-        metrics: the numbers that were reported last, by name.
-        colour: ``#rrggbb``, the same wherever the job is drawn.
+        phase: A value of ``JobPhase``; ``silent`` if the controller does not answer, ``ended`` if it is gone.
+        target: Number of workers that the allocator plans for the job.
+        held_at: Size at which a user holds the job; None leaves the size to the allocator.
+        samples_per_s: Throughput; ``goodput`` is throughput times statistical efficiency.
+        efficiency: Statistical efficiency of the current batch, at most 1.
+        tokens_per_s, tokens_left: Throughput and remaining work in tokens; None unless the batch is declared in tokens.
+        progress: Completed part of the job, 0 to 1; None without a declared length.
+        eta_s: Seconds to the job's end at its current size; None if unknown.
+        productive: Part of the time since submission that was spent training, 0 to 1.
+        deadline_s, budget_usd: Deadline and budget set by the user.
+        nodes: Planned number of workers, keyed by node id.
+        why: Reason for the job's size, what the job waits for, or why it ended.
+        reports: Number of reports made by the train function.
+        sweep: Name of a trial's sweep; empty for other jobs.
+        rungs: Report counts, ascending, after which the sweep may stop the trial; empty if unknown.
+        parameters: Hyperparameters of a trial, keyed by name.
+        score: Value of ``metric`` by which a sweep compares its trials; ``mode`` is "max" if larger is better.
+        metric: Metric of the sweep; for other jobs, the metric by which checkpoints are ranked.
+        metrics: The most recently reported numbers, keyed by name.
+        colour: Colour of the job everywhere on the page, ``#rrggbb``.
     """
 
     job: str
@@ -151,7 +152,7 @@ class PageDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """Row of one tenant; key ``tenant``. Shares are parts of the cluster's scarcest resource for it, 0 to 1."""
+    """Row of one tenant; key ``tenant``. Each share is of the tenant's most heavily used resource, 0 to 1."""
 
     tenant: str
     weight: float  # beside the others'
@@ -167,7 +168,7 @@ class TenantShare:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNodes:
-    """Nodes of one type, as the allocator's autoscaling wants them; key ``type``."""
+    """Row of nodes of one type that the allocator's autoscaling requests; key ``type``."""
 
     type: str
     market: str
@@ -196,7 +197,7 @@ Point: TypeAlias = tuple[_Number, _Number, _Number, _Number, _Number, _Number, _
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageSnapshot:
-    """Everything on the page except what belongs to one job."""
+    """Everything on the page except the details of individual jobs."""
 
     time_s: float
     source: PageSource
@@ -213,7 +214,7 @@ class PageSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail:
-    """Detail of one job, for ``GET /api/jobs/<name>``."""
+    """Details of one job, for ``GET /api/jobs/<name>``."""
 
     job: str
     # (workers, goodput) of the fitted model at each size on as few nodes as it fits

@@ -1,4 +1,4 @@
-"""The cluster as a whole: the strip, the tenants' shares, the nodes that are wanted (pure)."""
+"""The cluster as a whole: the summary strip, the tenants' shares, and the requested nodes (pure)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from placement.planning.tenants import Tenant, entitlements
 
 
 def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
-    """Return the cluster in one line.
+    """Return the one-line summary of the cluster.
 
     Args:
-        look: the allocator's.
-        jobs: rows of the jobs that have not ended.
-        nodes: rows of the nodes that are there.
+        look: The allocator's state.
+        jobs: Rows of the jobs that have not ended.
+        nodes: Rows of the nodes that exist.
     """
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
@@ -47,7 +47,7 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
 def _slots(
     cluster: Cluster, jobs: Sequence[PageJob], nodes: Sequence[PageNode], states: Mapping[str, JobState]
 ) -> tuple[SlotCount, ...]:
-    """Return slots by GPU type; workers that a job does not have yet start on its nodes alike."""
+    """Return slots by GPU type; a job's missing workers count, in proportion, as starting on its planned nodes."""
     by_id, counts = cluster.by_id(), dict[str, SlotCount]()
     late = {each.job: 1.0 - min(each.workers / each.target, 1.0) for each in jobs if each.target}
     starting: dict[str, float] = {}
@@ -75,9 +75,9 @@ def _slots(
 def _speeds(
     sizes: Sequence[tuple[JobView, int]], look: AllocatorLook
 ) -> tuple[float | None, float | None, float | None]:
-    """Sum of the jobs' speeds at these sizes, with one worker each, and with equal shares of the slots.
+    """Return the sum of the jobs' speeds at these sizes, at their smallest sizes, and at equal shares of the slots.
 
-    The speed of a job is relative to its smallest size. None while no job has a model: speeds would be counts.
+    A job's speed is relative to its smallest size. All three are None while no job has a model.
     """
     if not any(view.goodput is not None for view, _ in sizes):
         return None, None, None
@@ -102,10 +102,7 @@ def _speeds(
 
 
 def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
-    """Return the fewest of these numbers, largest first, that together hold all workers.
-
-    The others change no speed.
-    """
+    """Return the shortest prefix of ``slots`` (largest first) that holds all workers; the rest changes no speed."""
     room = 0
     for count, each in enumerate(slots, start=1):
         room += each
@@ -115,7 +112,7 @@ def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
-    """Return each tenant's entitled and used share, by name; empty if all jobs are one tenant's without a quota."""
+    """Return the shares of each tenant, sorted by name; empty without jobs, or if tenants are not in use."""
     known = {each.name: each for each in look.tenants}
     states = tuple(look.core.jobs.values())
     names = sorted({state.view.tenant for state in states})
@@ -163,7 +160,7 @@ def _totals(nodes: Sequence[Node]) -> dict[str, float]:
 
 
 def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -> float:
-    """Return a tenant's dominant share of the planned allocation."""
+    """Return a tenant's dominant share (of its scarcest resource) in the planned allocation."""
     amounts: dict[str, float] = {}
     for state in states:
         if state.view.tenant == name:
@@ -173,7 +170,7 @@ def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -
 
 
 def _demands(name: str, states: Sequence[JobState], cluster: Cluster) -> dict[str, float]:
-    """Return what a tenant's jobs could use if the cluster were theirs, at most all of it."""
+    """Return the resources, at most all, that a tenant's jobs could use if they had the cluster to themselves."""
     totals, amounts = _totals(cluster.nodes), dict[str, float]()
     for state in states:
         if state.view.tenant == name:
@@ -183,9 +180,10 @@ def _demands(name: str, states: Sequence[JobState], cluster: Cluster) -> dict[st
 
 
 def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> float | None:
-    """Return the longest finish-time fairness of the jobs: (age + time left) / time on an equal part of the share.
+    """Return the worst finish-time fairness of a tenant's jobs; None if unknown for all of them.
 
-    As of Mahajan et al., "Themis", NSDI 2020, from what the jobs know of themselves; the clock is the last heartbeat's.
+    It is (age + time left) / time on an equal part of the tenant's share (Mahajan et al., "Themis", NSDI 2020). The
+    inputs come from the jobs themselves, and the clock is that of each job's last heartbeat.
     """
     total = sum(slots_of(node.free) for node in look.core.cluster.nodes)
     part = max(math.floor(owed * total / max(len(own), 1)), 1)
@@ -207,11 +205,11 @@ def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> floa
 
 
 def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[WantedNodes, ...]:
-    """Return nodes of each type that should be there, by type; none where the allocator decides nothing about nodes.
+    """Return the nodes that should exist, sorted by type; empty if the allocator does not manage nodes.
 
     Args:
-        look: the allocator's.
-        since: since when nodes of a type are missing [s].
+        look: The allocator's state.
+        since: Time since which nodes of a type have been missing [s], keyed by type.
     """
     decision = look.scaling
     if decision is None:

@@ -1,4 +1,4 @@
-"""Rows of the page's tables: jobs and nodes, from what allocator, controllers and Ray have told (pure)."""
+"""Rows of the page's tables: jobs and nodes, built from the answers of allocator, controllers and Ray (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = "CPU"
 
 
 def told(status: JobStatus | None, name: str) -> Any:
-    """Return a field of a status that a controller may not tell; None then."""
+    """Return a field of a status; None if there is no status or it lacks the field."""
     return getattr(status, name, None)
 
 
@@ -39,9 +39,10 @@ def job_row(
     """Return the row of one job.
 
     Args:
-        status: its controller's; None if that has not answered.
-        state: the allocator's; None where it does not know the job.
-        ended_s: when it was seen to be gone; None while it is there.
+        status: The controller's status; None if the controller has not answered.
+        facts: Facts from the job's specification; None if the controller has not sent them.
+        state: The allocator's state of the job; None if the allocator does not know the job.
+        ended_s: Time at which the job was found to be gone; None while it exists.
     """
     view = state.view if state is not None else None
     low, high = (facts.min_workers, facts.max_workers) if facts is not None else (None, None)
@@ -91,7 +92,7 @@ def job_row(
 
 
 def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
-    """Return a trial's facts as fields of its row."""
+    """Return a trial's facts as fields of its row; for another job, only its metric."""
     return (
         {"metric": metric}
         if trial is None
@@ -100,7 +101,7 @@ def trial_cells(trial: TrialFacts | None, metric: str) -> dict[str, Any]:
 
 
 def _phase(status: JobStatus | None, ended_s: float | None) -> str:
-    """Return the job's phase; of one whose controller is gone before it told the end, that it is over."""
+    """Return the job's phase; "ended" if the controller is gone and never reported how the job ended."""
     if status is None:
         return "silent" if ended_s is None else "ended"
     return "ended" if ended_s is not None and not status.phase.ended else status.phase.value
@@ -123,7 +124,7 @@ def _speed(status: JobStatus | None) -> tuple[float, float | None]:
 def _progress(
     status: JobStatus | None, view: JobView | None, goodput: float | None
 ) -> tuple[float | None, float | None]:
-    """Return the job's progress, 0 to 1, and seconds to its end: from its controller, or by its model."""
+    """Return the job's progress, 0 to 1, and seconds to its end, from the controller or else from the job's model."""
     progress, eta_s = told(status, "progress"), told(status, "eta_s")
     missing = remaining(view.progress) if view is not None else None
     if progress is None and view is not None and view.progress is not None and missing is not None:
@@ -135,26 +136,26 @@ def _progress(
 
 
 def _why(status: JobStatus | None, state: JobState | None) -> str:
-    """Return what the job waits for or why it has ended, else the reason for its size."""
+    """Return what the job waits for or why it ended, else the reason for its size."""
     if status is not None and status.message:
         return clipped(status.message)
     return clipped(str(state.reason)) if state is not None else ""
 
 
 def kind_of(node: NodeLook) -> str:
-    """Type of a node's GPUs; ``GPU`` where it does not say, ``CPU`` where it has none."""
+    """Return the type of a node's GPUs: ``GPU`` if the node has no label for it, ``CPU`` if it has no GPUs."""
     if not node.total.get("GPU"):
         return CPU
     return node.labels.get(GPU_TYPE_LABEL, "") or "GPU"
 
 
 def slots_of(total: Mapping[str, float]) -> int:
-    """Return a node's GPUs, or its CPUs where it has none."""
+    """Return the number of a node's GPUs, or of its CPUs if it has no GPUs."""
     return int(total.get("GPU", 0.0) or total.get("CPU", 0.0))
 
 
 def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return how many of a node's slots a worker takes."""
+    """Return the number of a node's slots that one worker occupies."""
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
@@ -162,10 +163,10 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
     """Return the row of one living node.
 
     Args:
-        node: as Ray lists it.
-        seen: as the allocator does; None while there is none.
-        used: slots that are granted to workers of elastic jobs.
-        failed: what the allocator knows of workers that failed there.
+        node: The node as Ray lists it.
+        seen: The node as the allocator knows it; None if it does not, or there is no allocator.
+        used: Number of slots granted to workers of elastic jobs.
+        failed: Record of workers that failed on this node; None if there is none.
     """
     return PageNode(
         node=node.node,
@@ -180,7 +181,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Return the job's planned slots by node id, at least one wherever it has a worker."""
+    """Return the job's planned slots keyed by node id: at least one on each node that has a worker."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in state.target.items()
@@ -188,5 +189,5 @@ def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict
 
 
 def finite(values: Any) -> tuple[float, ...]:
-    """Return numbers of an array; what is not finite counts as 0."""
+    """Return an array's numbers as floats, with 0 in place of those that are not finite."""
     return tuple(np.nan_to_num(np.asarray(values, dtype=np.float64), posinf=0.0, neginf=0.0).tolist())

@@ -1,4 +1,4 @@
-"""SHELL: serves the page over HTTP: its files, a snapshot, a stream of changes, one job, actions."""
+"""SHELL: HTTP server of the page: assets, a snapshot, a stream of changes, details of a job, actions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PageServer:
         self.doors = Doors(*_room())
 
     def application(self) -> web.Application:
-        """Return the application that aiohttp runs."""
+        """Return the aiohttp application."""
         app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BODY)
         app.router.add_get("/", self._file)
         app.router.add_get("/api/snapshot", self._snapshot)
@@ -74,11 +74,11 @@ class PageServer:
         return app
 
     async def _leave(self, app: web.Application) -> None:
-        """Close the feed when the page ends, so that no stream waits any longer."""
+        """Close the feed when the server shuts down, so that no stream keeps waiting."""
         self._feed.close()
 
     async def _watching(self, app: web.Application) -> Any:
-        """Inspect the source while the page is served."""
+        """Poll the source in the background while the page is served."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
@@ -86,7 +86,7 @@ class PageServer:
             await task
 
     async def _watch(self) -> None:
-        """Inspect the source in a loop; errors are logged and sent to browsers, and the next look follows anyway."""
+        """Poll the source in a loop; an error is logged and sent to browsers, and polling continues."""
         while True:
             look = asyncio.ensure_future(self._refresh())
             try:
@@ -106,7 +106,7 @@ class PageServer:
             await self._pause(period_s or 1.0)
 
     def _tell_problem(self, problem: str) -> None:
-        """Notify browsers that what they show is old, until there is something new."""
+        """Notify browsers that the data they show is out of date, and why."""
         if not self._tables or self._tables["source"]["problem"] == problem:
             return
         self._tables = {**self._tables, "source": {**self._tables["source"], "problem": problem}}
@@ -114,10 +114,10 @@ class PageServer:
         self._feed.tell(_message("change", self._version, {"source": self._tables["source"]}))
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the source, one question at a time; the question is completed even if its browser has gone.
+        """Call the source, one call at a time; a call is completed even if its browser disconnects.
 
         Raises:
-            web.HTTPServiceUnavailable: too many wait.
+            web.HTTPServiceUnavailable: Too many calls are waiting.
         """
         if self._waiting >= _MOST_QUESTIONS:
             raise web.HTTPServiceUnavailable(reason="too many questions wait; ask again in a moment")
@@ -132,7 +132,7 @@ class PageServer:
             self._waiting -= 1
 
     async def _pause(self, period_s: float) -> None:
-        """Wait for the next look; longer while nobody has the page open, until somebody asks."""
+        """Wait until the next poll; longer while no browser has the page open, or until one sends a request."""
         self._wanted.clear()
         await asyncio.sleep(period_s)
         if not self._feed.clients:
@@ -140,7 +140,7 @@ class PageServer:
                 await asyncio.wait_for(self._wanted.wait(), (_IDLE - 1) * period_s)
 
     async def _refresh(self) -> None:
-        """Inspect the source once and send browsers what has changed."""
+        """Poll the source once and send the changes to browsers."""
         async with self._asking:
             snapshot = await asyncio.to_thread(self._source.look, time.time())
         after = await asyncio.to_thread(tables, snapshot)
@@ -154,7 +154,7 @@ class PageServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuse what may not be asked, and say nothing of what fails within."""
+        """Count the request as in progress on its connection, and answer it."""
         self.doors.begin(request.transport)
         try:
             return await self._answer(request, handler)
@@ -162,7 +162,7 @@ class PageServer:
             self.doors.end(request.transport, time.monotonic())
 
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Return what a handler answers, or why it may not be asked."""
+        """Return the handler's response, or an error for a refused request; internal errors are not disclosed."""
         refused = self._gate.refusal(_asked(request))
         if refused is not None:
             return _error(*refused)
@@ -186,7 +186,7 @@ class PageServer:
         return web.Response(body=found[0], headers={"Content-Type": found[1]})
 
     async def _ready(self) -> Mapping[str, Any]:
-        """Return the tables, once there are some."""
+        """Return the tables, polling the source first if there are none yet."""
         self._wanted.set()
         if not self._tables:
             await self._refresh()
@@ -200,7 +200,7 @@ class PageServer:
         return response
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Stream the whole snapshot once, then changes as they come, until the browser leaves or does not read."""
+        """Stream the whole snapshot, then changes, until the browser disconnects or stops reading."""
         found = await self._ready()
         try:
             client = self._feed.join()
@@ -216,7 +216,7 @@ class PageServer:
         return response
 
     async def _pass_on(self, client: Client, response: web.StreamResponse, request: web.Request) -> None:
-        """Write what waits for a browser; one that has been given up is cut off in the middle of a write."""
+        """Write a client's queued messages; the connection of a dropped client is aborted, even during a write."""
         writing = asyncio.ensure_future(self._write(client, response))
         dropped = asyncio.ensure_future(client.until_dropped())
         try:
@@ -240,7 +240,7 @@ class PageServer:
         return web.Response(body=to_json(plain(found)), content_type="application/json")
 
     async def _process(self, request: web.Request) -> web.StreamResponse:
-        """Answer with one worker's output or stack: one question at a time, for it starts a process there."""
+        """Answer with a worker's output or stacks: one request at a time, since each starts a process on a node."""
         job, rank, what = (request.match_info[name] for name in ("job", "rank", "what"))
         if what not in LOOKS:
             return _error(404, f"there is no {what[:40]!r} of a worker: it must be one of {', '.join(LOOKS)}")
@@ -254,7 +254,7 @@ class PageServer:
         return web.Response(body=to_json({"text": text}), content_type="application/json")
 
     async def _sweep(self, request: web.Request) -> web.StreamResponse:
-        """Return the importance of each parameter of a sweep: one question at a time."""
+        """Answer with the importance of each parameter of a sweep; computed for one request at a time."""
         sweep = request.match_info["sweep"]
         trials = [row for row in (await self._ready())["jobs"] if row["sweep"] == sweep]
         if not trials:
@@ -264,7 +264,7 @@ class PageServer:
         return web.Response(body=to_json({"importance": found, "why": why}), content_type="application/json")
 
     async def _what_if(self, request: web.Request) -> web.StreamResponse:
-        """Answer what the running jobs would do on other nodes, or under another policy: one question at a time."""
+        """Answer with the jobs' outlook on other nodes or under another policy: one request at a time."""
         if self._guessing.locked():
             return _error(429, "another what-if is being worked out; ask again when it is done")
         nodes, policy = request.query.get("nodes", ""), request.query.get("policy", "")
@@ -275,12 +275,12 @@ class PageServer:
         return web.Response(body=to_json({"now": plain(now), "then": plain(then)}), content_type="application/json")
 
     async def _guess(self, nodes: str, policy: str) -> Any:
-        """Run a what-if to its end, also where the browser that has asked is gone meanwhile."""
+        """Run a what-if to its end, even if the browser that requested it disconnects."""
         async with self._guessing:
             return await asyncio.to_thread(self._source.what_if, nodes, policy, time.time())
 
     async def _act(self, request: web.Request) -> web.StreamResponse:
-        """Resize, release, pause, resume or stop a job."""
+        """Carry out an action on a job: resize, release, pause, resume or stop."""
         job, action = request.match_info["job"], request.match_info["action"]
         if action not in _ACTIONS:
             return _error(404, f"there is no action {action[:40]!r}: it must be one of {', '.join(_ACTIONS)}")
@@ -302,7 +302,7 @@ class PageServer:
 
 
 def _asked(request: web.Request) -> Asked:
-    """Return a request, as far as the gate looks at it."""
+    """Return the properties of a request that the gate checks."""
     headers = request.headers
     return Asked(
         method=request.method,
@@ -326,14 +326,14 @@ def _message(kind: str, version: int, value: Any) -> bytes:
 
 
 def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Open a socket that listens there.
+    """Return a socket that listens at this address.
 
     Args:
-        host: an address or a name of this machine.
-        port: 0 for any that is free.
-        or_any: take any that is free where this one is not.
+        host: An address or a name of this machine.
+        port: Port number; 0 for any free port.
+        or_any: If True, use any free port if the given one is not available.
 
-    Raises OSError: it cannot; the message names the address.
+    Raises OSError: listening fails; the message names the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -350,7 +350,7 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
 
 
 async def serve(server: PageServer, bound: socket.socket, until: Callable[[], Awaitable[object]]) -> None:
-    """Serve a page until something is over."""
+    """Serve a page until ``until()`` returns."""
     log = logger.getChild("http")
     log.addFilter(few := _Few())
     runner = web.AppRunner(
@@ -372,7 +372,7 @@ async def serve(server: PageServer, bound: socket.socket, until: Callable[[], Aw
 
 
 async def _close_late(doors: Doors) -> None:
-    """End connections whose request does not come."""
+    """Close connections on which no request arrives in time."""
     while True:
         await asyncio.sleep(1.0)
         for transport in doors.late(time.monotonic()):
@@ -380,7 +380,7 @@ async def _close_late(doors: Doors) -> None:
 
 
 class _Counted(asyncio.Protocol):
-    """Connection handler that is counted; all else is aiohttp's."""
+    """Connection handler that registers the connection with ``doors``; the rest is aiohttp's."""
 
     def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
         self._doors, self._inner = doors, inner
@@ -405,7 +405,7 @@ class _Counted(asyncio.Protocol):
 
 
 class _Few(logging.Filter):
-    """Log filter that passes some lines a minute: whoever sends what is no HTTP would else fill the log."""
+    """Log filter that passes a few lines a minute, so that clients that send invalid HTTP cannot fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,13 +418,13 @@ class _Few(logging.Filter):
 
 
 def _room() -> tuple[int, int]:
-    """Return how many connections there may be, and of one peer: a quarter of the files that the process may open."""
+    """Return the maximum number of connections, in total (a quarter of the open-file limit at most) and per peer."""
     most = min(MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
     return most, min(MOST_OF_ONE, most * 3 // 4)
 
 
 def read_assets() -> Mapping[str, tuple[bytes, str]]:
-    """Read (content, content type) of every file by its name; there are no others, so that no path leads elsewhere."""
+    """Return (content, content type) of every asset, keyed by file name; only these names are ever served."""
     folder = files("elastic_ray.observe.page") / "assets"
     found = {}
     for each in folder.iterdir():

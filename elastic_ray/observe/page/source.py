@@ -1,4 +1,4 @@
-"""Protocol of a page's source of facts, and the values it returns."""
+"""Protocol of a page's data source, and the values that a source returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.simulator.results.outlook import Outlook
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """Facts that do not change while a job runs."""
+    """Facts about a job that do not change while it runs."""
 
     min_workers: int
     max_workers: int
@@ -25,7 +25,7 @@ class JobFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobLook:
-    """Answers of a job's controller."""
+    """Answers of a job's controller in one poll."""
 
     job: str
     status: JobStatus | None = None
@@ -35,7 +35,7 @@ class JobLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """A living node as Ray lists it."""
+    """Living node, as Ray lists it."""
 
     node: str
     address: str
@@ -45,7 +45,7 @@ class NodeLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLook:
-    """A cluster at one moment."""
+    """State of a cluster as found in one poll."""
 
     now_s: float
     allocator: AllocatorLook | None  # None while there is none
@@ -57,7 +57,7 @@ class ClusterLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """Answers of one job that are asked for only while somebody looks at it."""
+    """Answers about one job that are requested only while somebody views its details."""
 
     workers: tuple[WorkerInfo, ...] = ()
     explanation: Explanation | None = None  # the allocator's; None where it does not know the job
@@ -72,45 +72,46 @@ class ActionRefusedError(Exception):
 
 
 class Source(Protocol):
-    """Protocol of a source of facts.
+    """Protocol of a data source of the page.
 
-    All calls may block, and come one at a time from a thread.
+    All methods may block. They are called from a thread, one at a time except for ``process``.
     """
 
     @property
     def period_s(self) -> float | None:
-        """Time between two looks [s]; None where the facts do not change."""
+        """Time between two polls [s]; None if the data never changes."""
 
     def look(self, now_s: float) -> PageSnapshot:
-        """Return everything on the page."""
+        """Return everything on the page, as of ``now_s``."""
 
     def detail(self, job: str) -> JobDetail | None:
-        """Return the detail of a job; None if it is unknown."""
+        """Return the details of a job; None if the job is unknown."""
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """Return a worker's last output (``logs``), or where its threads are (``stack``); not one at a time.
+        """Return a worker's last output (``logs``) or thread stacks (``stack``); may run beside other calls.
 
-        Raises ActionRefusedError: there is no such worker, or it cannot be looked at.
+        Raises ActionRefusedError: no such worker exists, or its process cannot be inspected.
         """
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Return the running jobs on the nodes there are, and on others (``T4:4x8``).
+        """Return the outlook of the running jobs on the existing nodes, and on other nodes (such as ``T4:4x8``).
 
-        Raises InputError: the nodes or the policy are wrong, or there is nothing to ask about.
+        Raises InputError: the nodes or the policy are invalid, or no job runs.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """Resize a job (to `workers`), or release, pause, resume or stop it, by the ``action``; return what was done.
+        """Carry out ``action`` (resize to ``workers``, release, pause, resume or stop) and return what was done.
 
-        Raises ActionRefusedError: it cannot be done.
+        Raises ActionRefusedError: the action is not possible.
         """
 
 
 class StoredPage:
-    """Page of stored data; a ``Source``.
+    """Page of stored data; implements :class:`Source`.
 
     Args:
-        snapshot: everything but what belongs to one job.
+        snapshot: Everything on the page except the details of individual jobs.
+        details: Details of each job, keyed by job name.
     """
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
@@ -118,25 +119,25 @@ class StoredPage:
 
     @property
     def period_s(self) -> float | None:
-        """None: a stored page does not change."""
+        """Always None, because a stored page does not change."""
         return None
 
     def look(self, now_s: float) -> PageSnapshot:
-        """Return everything on the page."""
+        """Return the stored snapshot."""
         return self._snapshot
 
     def detail(self, job: str) -> JobDetail | None:
-        """Return the detail of a job; None if it is unknown."""
+        """Return the details of a job; None if the job is unknown."""
         return self._details.get(job)
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """Nothing runs here; see ``Source``."""
+        """Raise ActionRefusedError, because a stored page has no running processes."""
         raise ActionRefusedError("this page shows what was stored: no process runs here")
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Raise InputError, because no job runs here; see ``Source``."""
+        """Raise InputError, because a stored page has no running jobs."""
         raise InputError("what-if asks about jobs that run now, and none runs here")
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """Raise ActionRefusedError, because no job runs here; see ``Source``."""
+        """Raise ActionRefusedError, because a stored page has no running jobs."""
         raise ActionRefusedError("this page shows what was stored: no job runs here")

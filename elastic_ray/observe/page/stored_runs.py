@@ -1,6 +1,6 @@
-"""The page of runs whose events and reports were read from their directories (pure).
+"""Page of runs whose events and reports are read from the runs' directories (pure).
 
-Events tell sizes, not nodes: every job has a row of its own, as high as its workers.
+Events contain sizes but no nodes. The timeline therefore has one row for each job, as high as its number of workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_DECISIONS = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """A run's directory."""
+    """Contents of one run's directory."""
 
     job: str  # name of its directory, from the path that was given on
     where: str
@@ -32,12 +32,12 @@ class StoredRun:
 def stored_page(
     name: str, runs: Sequence[StoredRun], *, problem: str = ""
 ) -> tuple[PageSnapshot, dict[str, JobDetail]]:
-    """Return the page of all runs, and the detail of each.
+    """Return the page of all runs, and the details of each run keyed by job name.
 
     Args:
-        name: the path that was given.
-        runs: in any order.
-        problem: what is not shown; empty if all is.
+        name: The path that the user gave.
+        runs: Stored runs, in any order.
+        problem: Message about runs that are not shown; empty if all are shown.
     """
     history = History()
     ordered = sorted(runs, key=lambda run: (run.events[0].time_s if run.events else 0.0, run.job))
@@ -75,7 +75,7 @@ def stored_page(
 
 
 def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
-    """Return a change of size as a line of the decision log."""
+    """Return an event that changed a job's size as a line of the decision log."""
     return PageDecision(
         number=number,
         time_s=event.time_s,
@@ -88,7 +88,7 @@ def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
 
 
 def _row(run: StoredRun, ink: str) -> PageJob:
-    """Return the row of a run at its last event and report."""
+    """Return the row of a run, as of its last event and report."""
     last = run.events[-1] if run.events else None
     end = next((event for event in reversed(run.events) if event.kind is EventKind.FINISHED), None)
     ended = end is not None and last is end
@@ -120,19 +120,19 @@ def _row(run: StoredRun, ink: str) -> PageJob:
 
 
 def _metric(run: StoredRun) -> str:
-    """The metric that the job has named at its last start; empty for none."""
+    """Return the metric that the job declared at its last start; empty if it declared none."""
     told = [event.detail.get("metric") for event in run.events if event.kind is EventKind.STARTED]
     return told[-1] if told and isinstance(told[-1], str) else ""
 
 
 def _phase(end: JobEvent | None) -> str:
-    """Return how a run has ended, by its controller's words."""
+    """Return how a run ended, as read from the reason in its final event."""
     reason = end.reason if end is not None else ""
     return next((word for word in ("finished", "stopped") if reason.endswith(f"the job has {word}")), "failed")
 
 
 def _detail(run: StoredRun, last_s: float) -> JobDetail:
-    """Return the detail of a run; its reports stand where a live job's samples do."""
+    """Return the details of a run; its series has one point per report, without timestamps."""
     begun_s = run.events[0].time_s if run.events else last_s
     series = tuple(
         (None, float(report.index), None, None, float(report.workers), None, None, numbers_in(report.metrics))

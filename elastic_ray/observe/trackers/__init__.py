@@ -1,1 +1,1 @@
-"""A run in its user's trackers: TensorBoard, and the callbacks of Ray Train and Ray Tune."""
+"""Trackers that export a run: TensorBoard, and the callbacks of Ray Train and Ray Tune."""

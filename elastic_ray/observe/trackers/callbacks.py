@@ -1,4 +1,4 @@
-"""SHELL: callbacks of Ray Train and of Ray Tune as trackers of a run."""
+"""SHELL: callbacks of Ray Train and Ray Tune, called as trackers of a run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow.fs
+import ray.cloudpickle
 
 from elastic_ray.checkpoints.copying import copy_directory
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import JobEvent, JobPhase, Report
-from elastic_ray.observe.trackers.packed_callbacks import RunContext, unpack_callbacks
 from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, is_change_of_size
 from elastic_ray.sealed import Raised
 from placement.storage.private_files import make_directory, make_own
@@ -27,20 +28,19 @@ from placement.storage.private_files import make_directory, make_own
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialView:
-    """View of a trial as loggers read one of ``ray.tune``.
+    """Read-only view of a job that has the attributes of a ``ray.tune`` trial, for loggers.
 
-    Two of the same ``trial_id`` are equal: loggers keep them as keys.
+    Views with the same ``trial_id`` compare equal, because loggers use them as dictionary keys.
 
     Attributes:
-        trial_id: the same for the whole run, whatever controllers it has.
-        trial_name: the job's name.
-        config: ``train_loop_config``.
-        experiment_dir_name: the job's name.
-        local_experiment_path: directory of this node in which loggers may write.
-        path: the run's directory.
-        node_ip: address of the controller's node.
-        checkpoint: the latest reported ``ray.train.Checkpoint``.
-        status: as Tune calls it.
+        trial_id: Id of the run. It stays the same when the controller is replaced.
+        trial_name: The job's name.
+        config: The user's ``train_loop_config``.
+        local_path: Directory on the controller's node in which loggers may write.
+        path: The run's directory in storage.
+        node_ip: Address of the controller's node; empty if Ray is not initialised.
+        checkpoint: The latest reported ``ray.train.Checkpoint``; None before the first one.
+        status: The run's status in Ray Tune's terms: "RUNNING", "TERMINATED" or "ERROR".
     """
 
     trial_id: str
@@ -54,7 +54,7 @@ class TrialView:
 
     @property
     def logdir(self) -> str:
-        """The old name of ``local_path``."""
+        """Former name of ``local_path``, which some loggers still use."""
         return self.local_path
 
     @property
@@ -64,31 +64,31 @@ class TrialView:
 
     @property
     def local_experiment_path(self) -> str:
-        """Path of the experiment: a job is its own experiment."""
+        """Local path of the experiment, which is ``local_path`` because a job is its own experiment."""
         return self.local_path
 
     @property
     def experiment_dir_name(self) -> str:
-        """Directory name of the experiment: a job is its own experiment."""
+        """Directory name of the experiment, which is the job's name because a job is its own experiment."""
         return self.trial_name
 
     @property
     def trainable_name(self) -> str:
-        """Name by which some loggers group trials."""
+        """Name by which some loggers group trials: the job's name."""
         return self.trial_name
 
     @property
     def experiment_tag(self) -> str:
-        """Tag of the trial in its experiment, which has no others."""
+        """Tag of the trial within its experiment: the trial id, since there is only one trial."""
         return self.trial_id
 
     @property
     def evaluated_params(self) -> dict[str, Any]:
-        """Sampled parameters: none."""
+        """Sampled hyperparameters: always empty, because a job samples none."""
         return {}
 
     def init_local_path(self) -> None:
-        """Make its directory."""
+        """Create the directory ``local_path``."""
         os.makedirs(self.local_path, exist_ok=True)
 
     def get_ray_actor_ip(self) -> str:
@@ -112,7 +112,7 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Run as it is reported to callbacks."""
+    """Description of a run, as the callback trackers need it."""
 
     job: str  # its name
     run_id: str  # the same for the whole run, whatever controllers it has
@@ -121,11 +121,7 @@ class TrackedRun:
 
 
 class Callbacks:
-    """The callbacks of a run, unpickled by the first thread that needs one.
-
-    Args:
-        packed: of ``pack_callbacks``.
-    """
+    """Callbacks of a run, unpickled by the first thread that needs one."""
 
     def __init__(self, packed: bytes, run_id: str) -> None:
         self._packed, self._run_id = packed, run_id
@@ -133,7 +129,7 @@ class Callbacks:
         self._unpacked: tuple[tuple[Any, ...], RunContext] | None = None
 
     def get(self, index: int) -> tuple[Any, RunContext]:
-        """Return one callback and the run's context; raises what unpickling them raises."""
+        """Return the callback at ``index`` and the run's context; errors raised by unpickling propagate."""
         with self._lock:
             if self._unpacked is None:
                 self._unpacked = unpack_callbacks(self._packed, self._run_id)
@@ -141,10 +137,9 @@ class Callbacks:
 
 
 class CallbackTracker:
-    """Tracker of one callback.
+    """Tracker that calls one user callback.
 
-    It receives each report once, also when a run returns to a checkpoint and repeats some. It hears of each report
-    once, also when a run goes back to a checkpoint and repeats some.
+    The callback receives each report once, even if the run returns to a checkpoint and repeats some reports.
     """
 
     def __init__(self, callbacks: Callbacks, index: int, run: TrackedRun) -> None:
@@ -156,14 +151,14 @@ class CallbackTracker:
         self.note = ""  # what the tracker of a controller after this one has to know; empty for nothing
 
     def recall(self, note: str) -> None:
-        """Restore the note of an earlier controller's tracker; called before anything else."""
+        """Restore the note that an earlier controller's tracker left; must be called before any other method."""
         if note:
             self._note = json.loads(note)
             self._seen = SeenReports(int(self._note.get("told", 0)))
             self.note = note
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Unpickle the callback, and tell it that the run begins."""
+        """Unpickle the callback and notify it that the run starts."""
         callback, context = self._callbacks.get(self._index)
         if not again:
             self._seen = SeenReports(reports)
@@ -175,7 +170,7 @@ class CallbackTracker:
         self._keep()
 
     def report(self, report: Report, time_s: float) -> None:
-        """Notify the callback, unless it was notified before."""
+        """Pass a report to the callback, unless the callback has already received it."""
         if self._target is not None and self._seen.add(report.index):
             try:
                 self._target.report(report, time_s, self._numbers)
@@ -183,30 +178,30 @@ class CallbackTracker:
                 self._keep()
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Keep the numbers for the next report."""
+        """Store the job's numbers, to be passed along with the next report."""
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
-        """Notify the callback of a change of size."""
+        """Pass an event of the job to the callback, which reacts to changes of size only."""
         if self._target is not None:
             self._target.event(event)
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Report failed workers, by rank."""
+        """Report the errors of failed workers, keyed by rank, to the callback."""
         if self._target is not None:
             self._target.failed(errors)
 
     def raised(self, error: Raised) -> None:
-        """Report the train function's error; what it raised stays pickled."""
+        """Report an error raised by the train function; the original exception is not unpickled."""
         from elastic_ray.errors import TrainFunctionError  # imports ray.train
 
         self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
 
     def flush(self) -> None:
-        """Do nothing: no calls are buffered here."""
+        """Do nothing, because this tracker buffers no calls."""
 
     def finish(self, phase: JobPhase) -> None:
-        """Notify the callback that the run is over."""
+        """Notify the callback that the run has ended."""
         target, self._target = self._target, None
         if target is not None:
             try:
@@ -216,7 +211,7 @@ class CallbackTracker:
                 self._keep()
 
     def _keep(self) -> None:
-        """Record what the tracker of a controller after this one has to know."""
+        """Update ``note``, from which the next controller's tracker restores its state."""
         self._note["told"] = self._seen.last
         if self._target is not None and (state := self._target.state()) is not None:
             self._note["state"] = state
@@ -224,7 +219,7 @@ class CallbackTracker:
 
 
 def _target(callback: Any, context: RunContext, run: TrackedRun) -> _UserCallback | _LoggerCallback | None:
-    """Return how to call a callback; None for one that Ray Tune calls."""
+    """Return an adapter that calls the callback; None for a logger that Ray Tune calls itself."""
     from ray.tune.logger import LoggerCallback
 
     if not isinstance(callback, LoggerCallback):
@@ -233,42 +228,42 @@ def _target(callback: Any, context: RunContext, run: TrackedRun) -> _UserCallbac
 
 
 class _UserCallback:
-    """A ``ray.train.UserCallback``, which may have ``on_resize(run_context, event)`` as well."""
+    """Adapter for a ``ray.train.UserCallback``, which may also define ``on_resize(run_context, event)``."""
 
     def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
         self._callback, self._context, self._run = callback, context, run
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """Restore the callback's state; it has no method for a start."""
+        """Restore the callback's state, if there is one; a ``UserCallback`` has no method for a run's start."""
         if state is not None:
             go_on(self._callback, None, state)
         return frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """Rank 0's metrics stand for all ranks."""
+        """Call ``after_report`` with rank 0's metrics, which stand for those of all ranks."""
         checkpoint = _checkpoint(report, self._run.storage)
         self._callback.after_report(self._context, [copy.deepcopy(dict(report.metrics))], checkpoint)
 
     def event(self, event: JobEvent) -> None:
-        """Call ``on_resize`` where there is one."""
+        """Call ``on_resize`` if the callback defines it and the event is a change of size."""
         on_resize: Callable[..., None] | None = getattr(self._callback, "on_resize", None)
         if on_resize is not None and is_change_of_size(event):
             on_resize(self._context, dataclasses.replace(event, detail=copy.deepcopy(dict(event.detail))))
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Call ``after_exception`` as Ray Train does."""
+        """Call ``after_exception``, as Ray Train does."""
         self._callback.after_exception(self._context, dict(errors))
 
     def finish(self, phase: JobPhase) -> None:
-        """Do nothing: the callback has no method for the end."""
+        """Do nothing: a ``UserCallback`` has no method for a run's end."""
 
     def state(self) -> str | None:
-        """Return the state of callbacks that have ``get_state`` and ``set_state``."""
+        """Return the state of a callback that has ``get_state`` and ``set_state``; None for other callbacks."""
         return state_of(self._callback, None)
 
 
 class _LoggerCallback:
-    """A ``ray.tune`` logger, for which the job is its only trial."""
+    """Adapter for a ``ray.tune`` logger, to which the job appears as the only trial of an experiment."""
 
     def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
         self._callback, self._run = callback, run
@@ -284,7 +279,7 @@ class _LoggerCallback:
         )
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """Set up the logger and start the trial, in Tune's order."""
+        """Set up the logger and start the trial, in Ray Tune's order of calls."""
         before_setup(self._callback)
         self._callback.setup(experiment_path=self._trial.local_path)
         if state is not None:
@@ -293,7 +288,7 @@ class _LoggerCallback:
         return known_reports(self._callback, self._trial) if state is not None else frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """Log the metrics with what Tune adds to a result."""
+        """Log the reported metrics, extended by the entries that Ray Tune adds to a result."""
         self._reports = report.index
         if report.checkpoint is not None:
             self._trial = dataclasses.replace(self._trial, checkpoint=_checkpoint(report, self._run.storage))
@@ -317,13 +312,13 @@ class _LoggerCallback:
             self._callback.on_trial_save(report.index, [self._trial], self._trial)
 
     def event(self, event: JobEvent) -> None:
-        """Do nothing: loggers have no method for events."""
+        """Do nothing: a logger has no method for events."""
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Do nothing: loggers are notified at the end."""
+        """Do nothing: a logger is notified of a failure at the run's end."""
 
     def finish(self, phase: JobPhase) -> None:
-        """End the trial and the experiment, then copy what was written to the run's storage."""
+        """End the trial and the experiment, then copy the logger's files to the run's storage."""
         failed = phase is JobPhase.FAILED
         self._trial = dataclasses.replace(self._trial, status="ERROR" if failed else "TERMINATED")
         ended = self._callback.on_trial_error if failed else self._callback.on_trial_complete
@@ -340,12 +335,12 @@ class _LoggerCallback:
             copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
-        """Return the state by which the tracker's own run is found again."""
+        """Return the state from which the logger can resume the same run; None if there is none."""
         return state_of(self._callback, self._trial)
 
 
 def folder_of(run: TrackedRun) -> str:
-    """Make the folder of a run's loggers: its own, where that is on this node; else one that is copied at the end."""
+    """Create and return the loggers' directory: in the run's storage if local, else temporary and copied at the end."""
     storage = run.storage
     if storage.local:
         path = os.path.join(storage.path, FOLDER)
@@ -362,7 +357,7 @@ def folder_of(run: TrackedRun) -> str:
 
 
 def _checkpoint(report: Report, storage: RunStorage) -> Any:
-    """Return the report's ``ray.train.Checkpoint``; None without one."""
+    """Return the report's ``ray.train.Checkpoint``; None if the report has none."""
     if report.checkpoint is None:
         return None
     from ray.train import Checkpoint
@@ -381,13 +376,13 @@ def _address() -> str:
 # neither: of the first, the run id is put back where it keeps it; the second gets `resume="allow"`, which its
 # constructor takes for `wandb.init`. Others (Comet, Aim) begin another run.
 def before_setup(logger: Any) -> None:
-    """Have Weights & Biases continue with a run of the same id, where there is one."""
+    """Have a Weights & Biases logger resume an existing run with the same id."""
     if _is(logger, "WandbLoggerCallback"):
         logger.kwargs.setdefault("resume", "allow")
 
 
 def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
-    """Continue the run of this state; called after the logger's ``setup``."""
+    """Restore a logger's run from ``state``; called after the logger's ``setup``."""
     kind, _, value = state.partition(":")
     if kind == "mlflow" and isinstance(getattr(logger, "_trial_runs", None), dict):
         logger._trial_runs[trial] = value
@@ -396,7 +391,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """Return the state by which the logger's run is found again; None if it has none, or too large a one."""
+    """Return the state from which a logger can resume its run; None if there is none or it is too large."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
@@ -412,7 +407,10 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 
 
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
-    """Return the reports that its run has, where the tracker can be asked: a process may die before it notes them."""
+    """Return the indices of the reports that an MLflow run already has; empty for other loggers.
+
+    A process may die after it has logged a report and before it has recorded this in its note.
+    """
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
         return frozenset()
@@ -421,5 +419,54 @@ def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
 
 
 def _is(logger: Any, *names: str) -> bool:
-    """True if the logger is of such a class, by name; the classes' modules may be missing."""
+    """True if the logger's class, or one of its bases, has one of these names; the module need not be installed."""
     return any(each.__name__ in names for each in type(logger).__mro__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Description of a run that callbacks receive as ``run_context``, in the terms of Ray Train."""
+
+    run_id: str  # the same for the whole run
+    run_config: Any  # the user's
+    train_loop_config: Mapping[str, Any] | None  # the user's
+    scaling_config: Any  # the user's
+
+    def get_run_config(self) -> Any:
+        """Return the user's ``RunConfig``."""
+        return self.run_config
+
+
+def pack_callbacks(
+    callbacks: Sequence[Any], *, run_config: Any, train_loop_config: Mapping[str, Any] | None, scaling_config: Any
+) -> bytes:
+    """Pickle callbacks by value, like the train function; empty if there are none.
+
+    Raises TypeError: a callback cannot be pickled; the message names its class.
+    """
+    if not callbacks:
+        return b""
+    for callback in callbacks:
+        try:
+            ray.cloudpickle.dumps(callback)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise TypeError(
+                f"callback {type(callback).__name__} of RunConfig(callbacks) cannot be sent to the job's controller, "
+                f"where it is called: {error}; open files and connections in its methods, not in its constructor"
+            ) from error
+    settings = (dict(train_loop_config) if train_loop_config is not None else None, run_config, scaling_config)
+    return bytes(ray.cloudpickle.dumps((tuple(callbacks), *settings)))  # type: ignore[no-untyped-call]
+
+
+def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunContext]:
+    """Return the callbacks that the user submitted, and the run context that they receive.
+
+    Unpickling runs user code: call this only in a thread that nothing waits for.
+
+    Raises Exception: any error of the user's code; for example, a module may be missing on the controller's node.
+    """
+    callbacks, train_loop_config, run_config, scaling_config = pickle.loads(packed)
+    context = RunContext(
+        run_id=run_id, run_config=run_config, train_loop_config=train_loop_config, scaling_config=scaling_config
+    )
+    return callbacks, context

@@ -1,8 +1,8 @@
-"""TensorBoard's event files: records of a length, a protocol buffer ``Event``, and check sums (pure).
+"""TensorBoard's event files: records with a length, a protocol buffer ``Event``, and checksums (pure).
 
 The format is TensorFlow's (``tensorflow/core/util/event.proto``, ``summary.proto``; TFRecord) and has not changed since
-2017. It is written here by hand because the writers of it, tensorboardX and torch's, load torch: 180 MB and more than a
-second of the processor in every job's controller.
+2017. This module writes it directly because the usual writers, tensorboardX and torch's, import torch: 180 MB of memory
+and more than a second of CPU time in every job's controller.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CRC = _crc_table()
 
 
 def crc32c(data: bytes) -> int:
-    """Return the check sum CRC-32C (RFC 3720)."""
+    """Return the CRC-32C checksum (RFC 3720) of ``data``."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -50,13 +50,13 @@ def _masked(data: bytes) -> bytes:
 
 
 def frame(record: bytes) -> bytes:
-    """Frame a record as it lies in the file."""
+    """Return a record as it is stored in an event file, with its length and checksums."""
     length = struct.pack("<Q", len(record))
     return length + _masked(length) + record + _masked(record)
 
 
 def records(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield whole records of a file, up to the first that was cut short or is damaged."""
+    """Yield the records of a file, up to the first one that is cut short or damaged."""
     while True:
         head = stream.read(_LENGTH + _SUM)
         if len(head) < _LENGTH + _SUM or _masked(head[:_LENGTH]) != head[_LENGTH:]:
@@ -71,28 +71,28 @@ def records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def version_event(time_s: float) -> bytes:
-    """Return the first record of a file: readers go by :func:`restart_event` after this version."""
+    """Return the first record of a file: a format version for which readers respect :func:`restart_event`."""
     return _event(time_s, _field(_FILE_VERSION, b"brain.Event:2"))
 
 
 def restart_event(time_s: float, step: int) -> bytes:
-    """Return an event that voids earlier events of this step and later ones."""
+    """Return an event that voids all earlier events with this step or a later one."""
     return _event(time_s, _int(_STEP, step), _field(_SESSION_LOG, _int(1, _START)))
 
 
 def _utf8(text: str) -> bytes:
-    """Encode a text, whatever is in it: a lone surrogate is shown as such."""
+    """Encode any text as UTF-8; a lone surrogate becomes an escape sequence."""
     return text.encode("utf-8", "backslashreplace")
 
 
 def scalar_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
-    """Return an event of numbers by tag, at a step [s since the epoch]."""
+    """Return an event with scalar values, keyed by tag, at a step (``time_s`` in [s since the epoch])."""
     packed = (_field(_TAG, _utf8(tag)) + _single(_SIMPLE_VALUE, value) for tag, value in values.items())
     return _event(time_s, _int(_STEP, step), _field(_SUMMARY, b"".join(_field(_VALUE, each) for each in packed)))
 
 
 def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
-    """Return an event of a text under a tag, at a step; TensorBoard shows it as Markdown."""
+    """Return an event with a text under a tag, at a step; TensorBoard renders the text as Markdown."""
     shape = _field(2, _int(1, 1))
     tensor = _int(1, _STRING) + _field(2, shape) + _field(8, _utf8(text))
     metadata = _field(1, _field(1, b"text"))
@@ -102,7 +102,7 @@ def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEvent:
-    """Contents of an event that was read."""
+    """Contents of one event read from a file."""
 
     time_s: float = 0.0  # when it was written [s since the epoch]
     step: int = 0
@@ -112,7 +112,7 @@ class ReadEvent:
 
 
 def read_event(record: bytes) -> ReadEvent:
-    """The inverse, of scalars. Raises ValueError: it is no event."""
+    """Parse a record into its step, time and scalars. Raises ValueError: the record is not an event."""
     time_s, step, restarts, is_text, values = 0.0, 0, False, False, dict[str, float]()
     for number, value in _fields(record):
         if number == _STEP and isinstance(value, int):
@@ -150,7 +150,7 @@ def _int(number: int, value: int) -> bytes:
 
 
 def _single(number: int, value: float) -> bytes:
-    """Encode a number in single precision; what is too large for that is infinite."""
+    """Encode a number in single precision; a number out of range becomes infinite."""
     try:
         packed = struct.pack("<f", value)
     except OverflowError:
@@ -163,7 +163,7 @@ def _field(number: int, value: bytes) -> bytes:
 
 
 def _fields(message: bytes) -> Iterable[tuple[int, int | float | bytes]]:
-    """Return the number and value of each field of a message."""
+    """Return the fields of a protocol buffer message as (number, value) pairs."""
     at, found = 0, list[tuple[int, int | float | bytes]]()
     try:
         while at < len(message):
@@ -190,9 +190,9 @@ def _fields(message: bytes) -> Iterable[tuple[int, int | float | bytes]]:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins there, and where the next thing begins.
+    """Return the varint at offset ``at``, and the offset after it.
 
-    IndexError where the message ends before.
+    Raises IndexError: the message ends before the varint does.
     """
     number = shift = 0
     while True:

@@ -1,4 +1,4 @@
-"""The trackers of one run, as its controller has them: each in a thread of its own."""
+"""The trackers of one run in its controller, each in its own thread."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _GENERATIONS = 4  # whose members are remembered
 
 
 class RunTrackers:
-    """Trackers of a run: TensorBoard and the user's callbacks. Its methods return at once.
+    """Trackers of a run: TensorBoard and the user's callbacks. All methods except ``finish`` return at once.
 
     Args:
-        spec: the job.
-        run_id: the same for the whole run, whatever controllers it has.
-        tell: takes what the job's user is to know of a tracker that fails, a sentence.
+        spec: The job's specification.
+        run_id: Id of the run. It stays the same when the controller is replaced.
+        tell: Function that reports a sentence about a failing tracker to the job's user.
     """
 
     def __init__(self, spec: JobSpec, run_id: str, tell: Callable[[str], None]) -> None:
@@ -56,7 +56,7 @@ class RunTrackers:
         self._make()
 
     def _make(self) -> None:
-        """Make one tracker for TensorBoard, if it is wanted, and one for each callback."""
+        """Create a tracker for TensorBoard, if it is enabled, and one for each callback."""
         spec = self._spec
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
         wanted = spec.elastic.tensorboard
@@ -72,7 +72,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """Restore the notes of an earlier controller; called before :meth:`begin`."""
+        """Restore the notes and events of an earlier controller; must be called before :meth:`begin`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:
@@ -83,12 +83,12 @@ class RunTrackers:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Notes for the trackers of a controller after this one."""
+        """Notes from which the trackers of the next controller restore their state."""
         found = {str(index): tracker.note for index, tracker in enumerate(self._callbacks) if tracker.note}
         return {**found, _BEGUN: ""} if self._begun else {}
 
     def begin(self, point: ResumePoint | None) -> None:
-        """Start the run at this point (None for its beginning), or continue with all earlier reports known."""
+        """Start the run at ``point``, or from scratch if it is None; a run that has already started continues."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
@@ -100,7 +100,7 @@ class RunTrackers:
             thread.begin(steps, reports, again=again, events=events)
 
     def report(self, report: Report) -> None:
-        """Rank 0 has reported."""
+        """Pass a report of rank 0 to all trackers."""
         if self._held is not None and len(self._held) < _MOST_HELD:
             self._held.append((report, time.time()))
             return
@@ -108,14 +108,14 @@ class RunTrackers:
             thread.report(report, time.time())
 
     def _release(self) -> None:
-        """Release reports held while earlier ones were looked for: readers expect the steps of a series to grow."""
+        """Pass on the reports held back until the run's start was known, in order: readers expect growing steps."""
         held, self._held = self._held or [], None
         for report, time_s in sorted(held, key=lambda each: each[0].index):
             for thread in self._threads:
                 thread.report(report, time_s)
 
     def event(self, event: JobEvent, group: GenerationSpec | None) -> None:
-        """Pass on an event of the job, which has this generation now."""
+        """Pass an event of the job to all trackers; ``group`` is the job's current generation."""
         self._count(event)
         if not self._begun:
             return
@@ -129,7 +129,7 @@ class RunTrackers:
         self._failures += event.kind in (EventKind.FAILURE, EventKind.RESTART)
 
     def _workers_lost(self, event: JobEvent, after: GenerationSpec) -> None:
-        """Notify callbacks of the ranks that are missing in the generation after a failure."""
+        """Notify callbacks of the ranks that are missing from the generation after a failure."""
         before = next((each for each in reversed(self._groups) if each.generation < after.generation), None)
         if before is None:
             return
@@ -139,12 +139,12 @@ class RunTrackers:
         self._tell_callbacks(lambda tracker: tracker.failed(errors))
 
     def _tell_callbacks(self, tell: Callable[[CallbackTracker], None]) -> None:
-        """Notify callbacks of a failure."""
+        """Queue the call ``tell`` for the tracker of every callback."""
         for thread, tracker in zip(self._threads[-len(self._callbacks) :], self._callbacks, strict=False):
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Update the trackers, with the present generation; called about ten times a second [s, monotonic]."""
+        """Update the trackers with the current generation; called about ten times a second [s, monotonic]."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:
@@ -165,9 +165,9 @@ class RunTrackers:
                 self._tell(f"{problem}. Training continues without it")
 
     async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
-        """Let trackers end the run with the job, for as long as ``ElasticConfig(tracker_timeout_s)``.
+        """End all trackers with the job, waiting at most ``ElasticConfig(tracker_timeout_s)`` for callbacks.
 
-        TensorBoard's files have a moment alone: they wait for nothing but storage, and that may hang.
+        TensorBoard gets a few seconds at most, because its writer waits only for storage, which may hang.
         """
         if not self._begun:
             return  # it has ended before it was known where it begins

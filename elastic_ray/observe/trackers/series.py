@@ -1,4 +1,4 @@
-"""Series of a run for trackers, as numbers by name (pure)."""
+"""Series of a run for trackers, as numbers keyed by name (pure)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED, Ev
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobNumbers:
-    """State of a job as numbers."""
+    """Numbers that describe a job's state at one moment."""
 
     time_s: float  # when [s since the epoch]
     step: int  # optimizer steps committed then
@@ -57,15 +57,15 @@ def job_numbers(
     failures: int,
     time_s: float,
 ) -> JobNumbers:
-    """Return the numbers of rank 0's step report.
+    """Return the numbers to track after a step report of rank 0.
 
     Args:
-        throughput: [samples/s], measured.
-        goodput: [samples/s]; None before there is a model.
-        noise_scale: [samples]; None while it is not known.
-        resizes: changes of size so far.
-        failures: of them, and restarts, by failures.
-        time_s: now [s since the epoch].
+        throughput: Measured throughput [samples/s].
+        goodput: Modelled goodput [samples/s]; None before a model has been fitted.
+        noise_scale: Gradient noise scale [samples]; None while unknown.
+        resizes: Number of planned changes of size so far.
+        failures: Number of failures and restarts so far.
+        time_s: Current time [s since the epoch].
     """
     values = {
         "workers": report.replicas,
@@ -86,9 +86,9 @@ def job_numbers(
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return numbers of reported metrics by name; those of a dict in it as ``outer/inner``.
+    """Return the numbers among reported metrics, keyed by name; a nested number is named ``outer/inner``.
 
-    Other values are left out.
+    Values that are not numbers are left out.
     """
     found: dict[str, float] = {}
     for name, value in values.items():
@@ -103,32 +103,28 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float
 
 
 def is_mark(event: JobEvent) -> bool:
-    """True if an event is shown beside a run's curves."""
+    """True if the event should be marked on a run's curves."""
     return event.kind in _MARKS
 
 
 def is_change_of_size(event: JobEvent) -> bool:
-    """True if a training job trains with another number of workers, or with none."""
+    """True if the event changes the number of workers of a job that is training, including to zero."""
     return event.kind in _SIZES
 
 
 def changes_workers(event: JobEvent) -> bool:
-    """True if a job trains with another number of workers from then on."""
+    """True if a job trains with a different number of workers after the event, including at a start."""
     return event.kind in _STARTS or is_change_of_size(event)
 
 
 def mark_text(event: JobEvent) -> str:
-    """Describe an event as text."""
+    """Describe an event in one line of text."""
     pause = f", pause {event.pause_s:.2f} s" if event.pause_s else ""
     return f"{event.from_workers} -> {event.to_workers} workers{pause}: {event.reason}"
 
 
 class SeenReports:
-    """Numbers of the reports that a tracker has, so that each comes once. Only the last ones are known one by one.
-
-    Args:
-        all_up_to: it has all reports up to this number.
-    """
+    """Set of the report numbers that a tracker has received; up to a moving floor, all count as received."""
 
     _MOST = 1000
 
@@ -139,11 +135,11 @@ class SeenReports:
 
     @property
     def last(self) -> int:
-        """The largest number; 0 for none."""
+        """Largest report number received; 0 if there is none."""
         return max(self._above, default=self._floor)
 
     def add(self, number: int) -> bool:
-        """Add the number of a report; True if it is new."""
+        """Add a report's number and return True if it is new."""
         if number <= self._floor or number in self._above:
             return False
         self._above.add(number)
@@ -151,7 +147,7 @@ class SeenReports:
         return True
 
     def go_back(self, last: int) -> None:
-        """Return to this report, after which reports come again."""
+        """Return to report ``last``: later reports count as new again."""
         self._floor = min(self._floor, last)
         self._above = {number for number in self._above if number <= last}
 

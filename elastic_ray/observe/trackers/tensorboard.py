@@ -1,4 +1,4 @@
-"""SHELL: a run as TensorBoard's event files, on any file system that pyarrow knows."""
+"""SHELL: a run written as TensorBoard event files, on any file system that pyarrow supports."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _KNOWN = 1000  # reports that are looked for in the files of an earlier controll
 
 
 class TensorBoardWriter:
-    """Writer of one directory of event files, for a run whose controllers and rank 0 may change.
+    """Writer of one directory of event files, for a run whose controller and rank 0 may be replaced.
 
-    A run that goes back to a checkpoint tells readers so, and what it repeats replaces what was there; marks stay.
-    The x axis is the optimizer step; of a run that reports without ever making one, the report's number.
+    When a run returns to a checkpoint, an event voids later values and repeated steps replace them; marks stay.
+    The x axis is the optimizer step, or the report's number if the run reports without making optimizer steps.
 
     Args:
-        path: directory of the run.
-        private: whether only the user may read what is written, where the file system is the node's.
+        path: Directory of the run.
+        private: If True, only the user may read the files; applies to local file systems.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
@@ -59,9 +59,9 @@ class TensorBoardWriter:
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Find what is there; where the run does not continue with it, what comes later than its beginning is void.
+        """Read the existing files and, unless the run continues from them, void values after its starting point.
 
-        Raises OSError: it cannot be read or written.
+        Raises OSError: the files cannot be read or written.
         """
         found = self._files.find()
         if again:
@@ -78,7 +78,7 @@ class TensorBoardWriter:
         self._files.write()
 
     def report(self, report: Report, time_s: float) -> None:
-        """Write the report's numbers, under the user's names."""
+        """Write the numbers of a report, under the names that the user chose."""
         if not self._seen.add(report.index):
             return
         step = report.steps or report.index
@@ -87,13 +87,13 @@ class TensorBoardWriter:
         self._files.add(event_format.scalar_event(time_s, step, values))
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Write the job's own numbers, under :data:`PREFIX`."""
+        """Write the numbers of the job itself, under names that start with :data:`PREFIX`."""
         self._step = max(self._step, numbers.step)
         values = {f"{PREFIX}{name}": value for name, value in numbers.values.items()}
         self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
 
     def event(self, event: JobEvent) -> None:
-        """Write a mark for the event; a restart voids later values."""
+        """Write a mark for the event; a restart also voids later values."""
         if event.kind is EventKind.RESTART:
             self._go_back(int(event.detail.get("steps", 0)), int(event.detail.get("reports", 0)))
         if is_mark(event):
@@ -109,7 +109,7 @@ class TensorBoardWriter:
             self._files.add(event_format.scalar_event(event.time_s, step, values))
 
     def _go_back(self, step: int, reports: int) -> None:
-        """Return to an earlier step: later values are voided, except for the marks."""
+        """Return to an earlier step: void later values and repeat later marks at that step."""
         self._seen.go_back(reports)
         self._step = step
         self._files.add(event_format.restart_event(time.time(), step + 1))
@@ -121,20 +121,20 @@ class TensorBoardWriter:
             self._mark(step, event)
 
     def flush(self) -> None:
-        """Write what is due.
+        """Write the pending records if they are due.
 
-        Raises OSError: it cannot be written; it is kept, as far as there is room, and tried again.
+        Raises OSError: writing fails. The records are kept, up to a limit on their size, and written later.
         """
         self._files.write()
 
     def finish(self, phase: JobPhase) -> None:
-        """Write all there is."""
+        """Write all pending records."""
         self._files.write(last=True)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """Contents of event files that still count."""
+    """Contents of event files that are still valid."""
 
     reports: dict[int, int] = dataclasses.field(default_factory=dict)  # the last reports, with their steps
     # when each mark was made [s since the epoch], with its step
@@ -145,15 +145,15 @@ class Found:
 
 
 def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
-    """Return the entries of steps before `void`."""
+    """Return the entries whose step is smaller than ``void``; all entries if ``void`` is None."""
     return {thing: step for thing, step in steps.items() if void is None or step < void}
 
 
 class EventFiles:
-    """Event files of one controller, beside those of earlier ones.
+    """Event files of one controller, in the same directory as those of earlier controllers.
 
-    A file of this node is added to. Elsewhere files can only be written anew: that is done with one of at most a
-    mebibyte, every 15 s.
+    A local file is appended to. Other file systems can only replace a whole file: a file of at most about 1 MiB is
+    rewritten every 15 s.
     """
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem, folder: str, *, private: bool) -> None:
@@ -169,7 +169,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """Find what earlier controllers have written that still counts.
+        """Return the contents of earlier controllers' files that are still valid.
 
         Raises OSError: the directory cannot be read.
         """
@@ -190,7 +190,7 @@ class EventFiles:
         return found
 
     def _read(self, name: str) -> Found:
-        """Read one file."""
+        """Return the valid contents of one file."""
         found = Found()
         with self._filesystem.open_input_stream(posixpath.join(self._folder, name)) as stream:
             for record in event_format.records(stream):
@@ -210,13 +210,13 @@ class EventFiles:
         return found
 
     def add(self, record: bytes) -> None:
-        """Add a record, to be written later."""
+        """Add a record to the pending ones, to be written later."""
         framed = event_format.frame(record)
         self._pending.append(framed)
         self._pending_size += len(framed)
 
     def write(self, *, last: bool = False) -> None:
-        """Write what waits, if it is due or the ``last`` of it."""
+        """Write the pending records if they are due, or at once if ``last`` is True."""
         if not self._pending or (time.monotonic() < self._not_before_s and not last):
             return
         try:
@@ -231,7 +231,7 @@ class EventFiles:
         self._not_before_s = 0.0 if self._local else time.monotonic() + _UPLOAD_EVERY_S
 
     def _write(self, data: bytes) -> None:
-        """Add to the present file, and begin another one where there is none or it is full."""
+        """Append to the current file; start a new file if there is none, and close it once it is full."""
         begins = not self._path
         if begins:
             make_directory(self._filesystem, self._folder, private=self._private)
@@ -257,7 +257,7 @@ class EventFiles:
 
 
 def _append(path: str, data: bytes, *, private: bool) -> None:
-    """Add to a file of this node, all or nothing."""
+    """Append to a local file; on an error nothing of ``data`` remains in the file."""
     descriptor = open_append(path, private=private)
     try:
         size = os.fstat(descriptor).st_size

@@ -1,4 +1,4 @@
-"""Thread of one tracker: a slow, hanging or raising tracker costs training nothing (pure)."""
+"""Thread of one tracker, so that a slow, hanging or raising tracker does not slow down training (pure)."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ _HANGS_S = 30.0
 class Tracker(Protocol):
     """Protocol of a tracker of a run's numbers.
 
-    All calls come from one thread, one after the other; each may raise.
+    All methods are called from one thread, one at a time. Each may raise.
     """
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Start the run; called before all other methods.
 
         Args:
-            step: optimizer steps committed before.
-            reports: reports made before.
-            again: a controller before this one has begun it; the workers may have trained on meanwhile.
-            events: what has happened to the job until then, as far as a controller before this one has known.
+            step: Number of optimizer steps committed before this point.
+            reports: Number of reports made before this point.
+            again: True if an earlier controller started the run; training may have continued in the meantime.
+            events: Earlier events of the job, as far as the previous controller recorded them.
         """
 
     def report(self, report: Report, time_s: float) -> None:
-        """Rank 0 has reported [s since the epoch]."""
+        """Receive a report of rank 0, made at ``time_s`` [s since the epoch]."""
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Receive the job's present numbers."""
+        """Receive the job's current numbers."""
 
     def event(self, event: JobEvent) -> None:
         """Receive an event of the job."""
 
     def flush(self) -> None:
-        """Flush what waits; called after a while, or when there is nothing else to do."""
+        """Write out buffered data; called about once a second."""
 
     def finish(self, phase: JobPhase) -> None:
-        """Finish with the job; no calls follow."""
+        """End the run together with the job; no further method is called."""
 
 
 class TrackerThread:
-    """Thread that calls a tracker. Its own methods return at once.
+    """Thread that calls a tracker; the methods of this class themselves return at once.
 
     Args:
-        name: of the tracker, for messages.
-        most: calls that wait at most; further ones are left out, and counted.
-        hangs_s: a call that takes longer is reported [s].
+        name: Name of the tracker, for messages.
+        most: Maximum number of queued calls; further calls are dropped and counted.
+        hangs_s: Duration after which a running call is reported as hanging [s].
     """
 
     def __init__(self, name: str, tracker: Tracker, *, most: int = _MOST, hangs_s: float = _HANGS_S) -> None:
@@ -78,15 +78,15 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
-        """Queue the call of :class:`Tracker`; so do the next three methods."""
+        """Queue a call of :meth:`Tracker.begin`, which is retried if it raises."""
         self._put("begin", lambda: self._tracker.begin(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
-        """Rank 0 has reported."""
+        """Queue a report of rank 0."""
         self._put("report", lambda: self._tracker.report(report, time_s), size=len(report.to_json()))
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """Queue the job's present numbers."""
+        """Queue the job's current numbers."""
         self._put("numbers", lambda: self._tracker.numbers(numbers))
 
     def event(self, event: JobEvent) -> None:
@@ -94,11 +94,11 @@ class TrackerThread:
         self._put("event", lambda: self._tracker.event(event))
 
     def call(self, what: str, call: Callable[[], None]) -> None:
-        """Queue a call for this tracker only; ``what`` names it in messages."""
+        """Queue a call for this tracker only; ``what`` names the call in messages."""
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """Queue the job's end: the thread ends once all is done."""
+        """Queue the job's end, after which the thread exits once all queued calls are done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True
@@ -107,11 +107,11 @@ class TrackerThread:
 
     @property
     def done(self) -> bool:
-        """True if the thread has done all calls."""
+        """True if the thread has been told to finish and has done all calls."""
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
-        """Give up the tracker; return what it has not done, as a sentence."""
+        """Drop all queued calls and return a sentence that says what was left undone."""
         with self._news:
             waiting, running = len(self._calls), self._running
             self._given_up = True
@@ -121,7 +121,7 @@ class TrackerThread:
         return f"{self.name} was given up at the job's end: {waiting} calls waited{inside}"
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Return the problems since the last call, each sentence once [s, monotonic]."""
+        """Return the problems since the previous call, each reported once (``now_s`` in [s, monotonic])."""
         running = self._running
         if running is not None and now_s - running[1] > self._hangs_s:
             self._tell(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")
@@ -138,7 +138,7 @@ class TrackerThread:
             self._problems.append(f"{self.name} {what}")
 
     def _put(self, what: str, call: Callable[[], None], size: int = 0) -> None:
-        """Have it called later, unless too many wait."""
+        """Queue a call, or drop it if too many calls are waiting."""
         with self._news:
             if self._closed:
                 return
@@ -156,7 +156,7 @@ class TrackerThread:
             self._thread.start()
 
     def _run(self) -> None:
-        """Make the calls, one after the other, until the last; in between, flush."""
+        """Make the queued calls one after the other until the last one, and flush about once a second."""
         flush_s = time.monotonic() + _FLUSH_S
         while not self._given_up:
             with self._news:
@@ -173,13 +173,13 @@ class TrackerThread:
                 flush_s = time.monotonic() + _FLUSH_S
 
     def _begin_again(self, begin: tuple[str, Callable[[], None], int]) -> None:
-        """Retry the start of a run before all other calls, after a while, until the run is over."""
+        """Retry the start of a run, before all other calls, after a delay; give up once the run has ended."""
         with self._news:
             if not self._news.wait_for(lambda: self._closed or self._given_up, _AGAIN_S):
                 self._calls.appendleft(begin)
 
     def _call(self, what: str, call: Callable[[], None]) -> bool:
-        """Call it; what it raises is told, and ends nothing. Returns whether it has returned."""
+        """Make one call and return True if it did not raise; an exception is reported as a problem."""
         self._running = (what, time.monotonic())
         try:
             call()
@@ -194,7 +194,7 @@ class TrackerThread:
 
 
 def _said(error: BaseException) -> str:
-    """Return the text of a user code's error, as far as it has one."""
+    """Return the text of an error raised by user code, or a substitute if the text itself cannot be produced."""
     try:
         return str(error)[:_MOST_SAID]
     except BaseException:

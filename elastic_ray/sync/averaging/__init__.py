@@ -1,1 +1,1 @@
-"""Ranks that step with gradients of their own, and how their models are brought together."""
+"""Replicas that train on their local gradients, and the algorithms that average their models."""

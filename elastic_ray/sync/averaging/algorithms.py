@@ -17,42 +17,43 @@ if TYPE_CHECKING:
 class Averager(Protocol):
     """Averaging algorithm for one model. All ranks call it after the same steps.
 
-    What it does to parameters, and to its own state, it does after its collectives have ended: one that fails leaves
-    both as they were.
+    An averager changes parameters and its own state only after its collectives have finished, so a failed
+    collective leaves both unchanged.
     """
 
     def run(self, model: Replica, steps: int) -> None:
-        """Average.
+        """Average the replicas.
 
         Args:
-            steps: committed optimizer steps, a multiple of the period.
+            steps: Number of committed optimizer steps; a multiple of the period.
 
-        Raises CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; this rank's model and averager are unchanged.
         """
 
     def prepare(self, model: Replica) -> None:
         """Start what :meth:`run` waits for, while the ranks vote on the steps before it."""
 
     def begin(self, model: Replica) -> None:
-        """Start the first step of the algorithm, or of new parameters, which are equal on all ranks."""
+        """Initialise the algorithm, or its state for new parameters; the parameters are equal on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's shared state for joiners and checkpoints; equal on all ranks."""
+        """Return the averager's shared state for joiners and checkpoints; the state is equal on all ranks."""
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state of the same algorithm."""
+        """Restore a state that the same algorithm captured."""
 
 
 def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
-    """Return the partner of each rank in one meeting; None for one that rests.
+    """Return each rank's partner in one meeting; None for a rank that has no partner.
 
-    ``world_size - 1`` meetings (of an odd number of ranks ``world_size``, each with another rank that rests) make a
-    tournament in which everyone meets everyone once, by the circle method: one stays, the others go round. Every
-    tournament has another order, drawn from the seed and its number alone.
+    Meetings form tournaments of ``world_size - 1`` meetings (``world_size`` if it is odd, with a different rank
+    left out each time). In a tournament every rank meets every other rank once (circle method: one rank is
+    fixed, the others rotate). The order of each tournament depends only on the seed, the world size and the
+    tournament's number.
 
     Args:
-        meeting: number of the meeting, from 0.
-        world_size: ranks, 1 or more.
+        meeting: Index of the meeting, from 0.
+        world_size: Number of ranks, 1 or more.
 
     >>> pairs(0, 4) == pairs(0, 4)
     True
@@ -74,7 +75,7 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
 
 
 class Stateless:
-    """An algorithm that keeps nothing from one average to the next."""
+    """Base class of averaging algorithms that keep no state between averages."""
 
     def prepare(self, model: Replica) -> None:
         """Start to add up the ranks' models."""
@@ -94,36 +95,38 @@ class Stateless:
 class LocalSGDAverager(Stateless):
     """w_r <- mean over ranks of w. Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019).
 
-    Optimizer moments stay each rank's own, as in torch's ``PostLocalSGDOptimizer``: they are made of its own gradients,
-    and to average them as well would double what travels, or triple it.
+    Optimizer moments stay local to each rank, as in torch's ``PostLocalSGDOptimizer``: they derive from local
+    gradients, and averaging them would double or triple the traffic.
     """
 
     def run(self, model: Replica, steps: int) -> None:
-        """Replace the model by the mean."""
+        """Replace this rank's model with the mean over ranks."""
         _take(model, model.mean(), 1.0)
 
 
 class SMAAverager(Stateless):
     """w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
 
-    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD; there it comes before the gradient's update, here after.
+    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update; this
+    class averages after the update.
 
     Args:
-        alpha: share of the way, up to 1.
+        alpha: Fraction of the distance to the mean that each average covers, up to 1.
     """
 
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
 
     def run(self, model: Replica, steps: int) -> None:
-        """Move the model towards the mean by ``alpha``."""
+        """Move this rank's model towards the mean by ``alpha``."""
         _take(model, model.mean(), self._alpha)
 
 
 class PairAverager(Stateless):
-    """w_a, w_b <- (w_a + w_b) / 2 for each pair (a, b) of a tournament, so that the mean over ranks stays.
+    """w_a, w_b <- (w_a + w_b) / 2 for each pair (a, b) of a tournament, which preserves the mean over ranks.
 
-    Source: AD-PSGD (Lian et al., ICML 2018) and KungFu's ``PairAveragingOptimizer``, which pull from a random peer.
+    Source: AD-PSGD (Lian et al., ICML 2018) and KungFu's ``PairAveragingOptimizer``, which pull from a random
+    peer.
     """
 
     def __init__(self, period: int) -> None:
@@ -134,21 +137,21 @@ class PairAverager(Stateless):
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Average the model with that of a partner, if there is one."""
+        """Average this rank's model with its partner's model, if the rank has a partner."""
         theirs = model.of_partner(pairs(steps // self._period - 1, model.world_size))
         if theirs is not None:  # a + b as b + a, so that both have the same bits
             _take(model, torch._foreach_mul(torch._foreach_add(theirs, list(model.named.values())), 0.5), 1.0)
 
 
 class DiLoCoAverager:
-    """Outer step of SGD with Nesterov momentum along the way from the anchor to the mean.
+    """Outer step of SGD with Nesterov momentum, from the anchor towards the mean of the models.
 
-    With the anchor a, the outer momentum m, both equal on all ranks, and the mean w of the ranks' models:
+    The anchor a and the outer momentum m are equal on all ranks; w is the mean of the ranks' models:
     d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al., arXiv 2311.08105.
 
     Args:
-        outer_lr: lr, above 0.
-        outer_momentum: mu, from 0 to 1.
+        outer_lr: Outer learning rate lr, above 0.
+        outer_momentum: Outer momentum coefficient mu, from 0 to 1.
     """
 
     def __init__(self, outer_lr: float, outer_momentum: float) -> None:
@@ -158,7 +161,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def begin(self, model: Replica) -> None:
-        """Set the anchor to the present parameters and the momentum to zero; parameters known already keep theirs."""
+        """Set the anchor to the current parameters and the momentum to zero; known parameters keep both."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
             if anchor is not None and anchor.shape == p.shape:  # those of a checkpoint are on the CPU
@@ -173,7 +176,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Make the outer step from the anchor to the mean."""
+        """Apply the outer step, and set this rank's model to the new anchor."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
@@ -194,7 +197,7 @@ class DiLoCoAverager:
 
 
 def make_averager(average: Average) -> Averager:
-    """Return the algorithm that a strategy names."""
+    """Return the averager for the algorithm that a strategy names."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)
@@ -208,7 +211,7 @@ def make_averager(average: Average) -> Averager:
 
 @torch.no_grad()
 def _take(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
-    """Move this rank's parameters by a share of the way to ``values``."""
+    """Move this rank's parameters towards ``values`` by the fraction ``share``."""
     for p, value in zip(model.named.values(), values, strict=True):
         if share == 1.0:
             p.copy_(value)

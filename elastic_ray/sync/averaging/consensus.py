@@ -1,7 +1,8 @@
-"""The mean of the ranks' models and moments, on all of them bit by bit (torch).
+"""Mean of the ranks' parameters and optimizer moments, bitwise identical on all ranks (torch).
 
-Replicas that have stepped by themselves do not always hold alike: a layer that no sample of a rank has used has no
-moments there. So ranks first tell each other what they hold, by a digest where all hold the same.
+Replicas that train separately may hold different tensors: a layer that none of a rank's samples used has no
+moments on that rank. So ranks first exchange digests, and exchange full descriptions only if the digests
+differ.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from elastic_ray.state.tree import pack, unpack
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Structure and tensor specifications of the entry under one key, without its numbers."""
+    """Structure and tensor specifications of the entry under one key, without the tensors' values."""
 
     skeleton: Any  # the tree, with an index for each tensor
     # shape, name of the type, and whether it is on a GPU, of each tensor
@@ -41,18 +42,20 @@ class _Kept:
 def agree(
     communicator: Communicator, trees: Mapping[str, Any], *, holds: bool, counts: bool, changed: bool
 ) -> dict[str, Any] | None:
-    """Agree on the mean over those ranks that count; a collective, which all ranks call.
+    """Compute the mean over the ranks that count; a collective, which all ranks call.
 
-    Floating tensors are averaged over the ranks that hold them, in float32 at least; all else is taken from the first
-    of these. What comes back is equal on all ranks bit by bit, and lies in memory of its own.
+    Floating-point tensors are averaged over the ranks that hold them, in float32 or wider. All other values are
+    copied from the first of these ranks. The result is bitwise identical on all ranks and shares no memory with
+    ``trees``.
 
     Args:
-        trees: what this rank holds, by name: trees of tensors and plain values.
-        holds: whether it takes the mean over.
-        counts: whether it adds to it as well; one rank does at least.
-        changed: whether what it holds may differ from what others hold.
+        trees: This rank's trees of tensors and plain values, keyed by name.
+        holds: Whether this rank adopts the mean.
+        counts: Whether this rank contributes to the mean; at least one rank must.
+        changed: Whether this rank's trees may differ from those of other ranks.
 
-    Returns the mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
+    Returns the mean, keyed by name; None if this rank does not adopt it, or if no rank with ``holds`` has
+    ``changed``.
 
     Raises CommunicationFailedError: the group broke.
     """
@@ -74,7 +77,7 @@ def agree(
 def _kept(
     communicator: Communicator, mine: _Parts, text: bytes, counting: Sequence[int], digests: Sequence[int]
 ) -> dict[str, _Kept]:
-    """Agree on the entry of every key and on its holders; the result is equal on all ranks."""
+    """Agree on the structure of every key's entry and on the ranks that hold it; equal on all ranks."""
     if len({digests[rank] for rank in counting}) == 1:
         if len(set(digests)) > 1:  # a rank that does not count, as one that has just come, may hold other things
             mine = _read(communicator.broadcast_bytes(text, counting[0], with_gradients=True))
@@ -97,7 +100,7 @@ def _read(text: bytes) -> dict[str, _Part]:
 def _sums(
     communicator: Communicator, kept: Mapping[str, _Kept], tensors: Mapping[str, Sequence[torch.Tensor]]
 ) -> dict[str, Any]:
-    """Add everything up in one buffer of each kind, and divide."""
+    """Sum all tensors, in one flat buffer per dtype and device, and return the means."""
     rank = communicator.rank
     slots = [(key, index, spec) for key, each in kept.items() for index, spec in enumerate(each.part.specs)]
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, int, Any]]] = {}

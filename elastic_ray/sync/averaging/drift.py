@@ -31,14 +31,14 @@ _SCALE, _TRACKER = "scale", "_growth_tracker"
 class Drift:
     """Runs one model's averager on schedule and makes its replicas identical when required.
 
-    Averages are made between two steps, when all ranks have committed the same one. The *consensus* is the mean over
-    ranks of parameters and of the optimizer's floating state. It is made wherever all ranks have to hold the same: a
-    mean of parameters alone would leave each with moments of its own. AMP's scalers continue from the smallest loss
-    scale: gradients that are added up must be scaled alike.
+    Models are averaged between two steps, after all ranks have committed the same step. The *consensus* is the
+    mean over ranks of the parameters and of the optimizer's floating-point state; averaging only parameters would
+    leave each rank with its own moments. AMP's scalers continue with the smallest loss scale of all ranks, because
+    gradients that are summed must be scaled alike.
 
     Args:
-        optimizer: steps them.
-        scaler: AMP's ``GradScaler``, which each rank updates by its own gradients; None without AMP.
+        optimizer: Optimizer that steps the model's parameters.
+        scaler: AMP's ``GradScaler``, which each rank updates from its local gradients; None without AMP.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Drift:
         self._marker = 0
 
     def follow(self, average: Average | None) -> None:
-        """Adopt the averaging of the present strategy; None for none. Other parameters may be trained than before."""
+        """Adopt the current strategy's averaging (None for none); the set of trained parameters may have changed."""
         self._begun = False
         drifting = self._context.registry.drifting
         (drifting.discard if average is None else drifting.add)(self._number)
@@ -77,7 +77,7 @@ class Drift:
 
     @property
     def steps_to_average(self) -> int:
-        """Steps up to the next average; 1 where gradients are reduced."""
+        """Number of steps until the next average; 1 if gradients are reduced."""
         average, steps = self.average, self._context.states.progress.steps
         if average is None or not self.on:
             return 1
@@ -92,15 +92,15 @@ class Drift:
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that ended on this rank: larger is later, 0 before the first.
+        """Marker of the last average that this rank completed: larger is later, 0 before the first.
 
-        Where some ranks were through with an average and others were not when the group broke, only those count that
-        were: their models hold what the others have added to it.
+        If the group broke during an average, some ranks may have completed it and others not. Only the ranks that
+        completed it count in the next mean, because their models already include the contributions of the others.
         """
         return self._marker
 
     def begin_step(self) -> None:
-        """Start averaging with a loader's first step, before which ranks need not be identical."""
+        """Start averaging with a loader's first step; before that, ranks need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -112,7 +112,7 @@ class Drift:
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
-        """Record that the optimizer steps."""
+        """Record an optimizer step, and warn once if it is outside a loader's loop and will not be averaged."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -128,7 +128,7 @@ class Drift:
             self._averager.prepare(self._replica)
 
     def after_step(self, *, ends: bool) -> None:
-        """Average the replicas if the step that all ranks have committed ends a period."""
+        """Average the replicas if the committed step ends a period; make them identical if the strategy ``ends``."""
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -140,9 +140,9 @@ class Drift:
             self._marker = max(self._marker, steps * _OF_A_STEP + self._number % _CONSENSUS + 1)
 
     def collapse(self) -> None:
-        """Bring all ranks to the consensus; all call it after the same committed step.
+        """Set all ranks to the consensus; all ranks call it after the same committed step.
 
-        Raises CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
@@ -154,20 +154,20 @@ class Drift:
         self._changed, self._settled_at = False, steps
 
     def agree_on_scale(self) -> None:
-        """Have all ranks continue with the smallest loss scale; all call it after the same committed step."""
+        """Set all ranks' loss scale to the smallest; all ranks call it after the same committed step."""
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             take_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Bring all ranks that hold a trained state to one, in a new group before its ranks exchange state.
+        """Make all ranks that hold a trained state identical, in a new group before its ranks exchange state.
 
         Args:
-            marker: the latest of their markers.
-            holds: whether this rank holds such a state.
-            counts: whether it adds to the mean: it has been through the latest average.
+            marker: Latest :attr:`marker` of these ranks.
+            holds: Whether this rank holds a trained state.
+            counts: Whether this rank contributes to the mean, because it completed the latest average.
 
-        Raises CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
         """
         trees = self._trees()
         if self._averager is not None:
@@ -183,19 +183,19 @@ class Drift:
             take_scale(self.scaler, amp)
 
     def entered(self) -> None:
-        """Enter a group, whose ranks all hold the same."""
+        """Record that a group was entered in which all ranks are identical."""
         self._replica.drop()
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
-        """Return state for joiners and checkpoints; nothing where nothing was ever averaged."""
+        """Return state for joiners and checkpoints; empty if models were never averaged."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}
         return found
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Restore a captured state; that of another algorithm stays behind with it."""
+        """Restore a captured state; the state of a different algorithm is discarded, and the averager starts anew."""
         self._begun, self._marker = False, tree.get("marker", 0)
         if self.average is not None and self._averager is not None:
             if tree.get("algorithm") == self.average.algorithm:
@@ -204,7 +204,7 @@ class Drift:
                 self._averager = make_averager(self.average)
 
     def _trees(self) -> dict[str, Any]:
-        """Return the trees that replicas agree on: parameters, and the optimizer state of each."""
+        """Return the trees that replicas agree on: each parameter and its optimizer state."""
         state = self._optimizer.state
         found: dict[str, Any] = {}
         for index, p in enumerate(self._trainable.params):
@@ -215,7 +215,7 @@ class Drift:
 
     @torch.no_grad()
     def _take(self, agreed: dict[str, Any] | None) -> None:
-        """Replace this rank's model by the agreed one."""
+        """Replace this rank's model and optimizer state with the agreed ones; None changes nothing."""
         for index, p in enumerate(self._trainable.params if agreed is not None else ()):
             p.copy_(agreed[f"p{index}"])  # type: ignore[index]
             if f"s{index}" in agreed:  # type: ignore[operator]
@@ -231,13 +231,13 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """Agree on the smallest scale of the ranks that count, which no rank's gradients have overflowed; a collective.
+    """Agree on the smallest loss scale among the ranks that count, which overflows on no rank; a collective.
 
     Args:
-        scaler: this rank's, enabled; None without AMP, on all ranks alike.
-        counts: whether this rank's counts.
+        scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
+        counts: Whether this rank's scale counts.
 
-    Returns the scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
+    Returns the scale, and the fewest steps since its last change on any rank with that scale; None without a scale.
     """
     if scaler is None:
         return None
@@ -253,14 +253,14 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
 
 def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
-    """Continue with that scale."""
+    """Set the scaler to the agreed scale; None changes nothing."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Flat:
-    """A buffer for the parameters of one kind."""
+    """Flat buffer for the parameters of one dtype and device."""
 
     members: tuple[int, ...]  # their positions
     flat: torch.Tensor
@@ -268,9 +268,10 @@ class _Flat:
 
 
 class Replica:
-    """Adapter of a rank's model and its communicator to ``AveragedModel``.
+    """Access to this rank's model, and to the other ranks' models, for averagers.
 
-    Halves are added up in float32. A buffer whose collective has failed is left to it.
+    Half-precision parameters are summed in float32. If a collective fails, its buffers are abandoned and new
+    ones are allocated for the next average.
     """
 
     def __init__(self, module: torch.nn.Module, trainable: Trainable, context: Run) -> None:
@@ -287,7 +288,7 @@ class Replica:
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """Trained parameters of this rank, by name."""
+        """Trained parameters of this rank, keyed by name."""
         trained = {id(p) for p in self._trainable.params}
         return {name: p for name, p in self._module.named_parameters() if id(p) in trained}
 
@@ -310,7 +311,7 @@ class Replica:
         self._laid_out, self._works = [], None
 
     def mean(self) -> list[torch.Tensor]:
-        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
+        """Return the mean of all ranks' parameters, in float32 or wider; the next call overwrites it."""
         group = self._communicator
         if group.world_size == 1:
             self._fill()
@@ -329,7 +330,7 @@ class Replica:
         return _in_order(self._flats)
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
+        """Return the parameters of this rank's partner in ``partners``, as :meth:`mean` does; None if it has none."""
         group = self._communicator
         if group.world_size == 1:
             return None
@@ -353,7 +354,7 @@ class Replica:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """Copy the present parameters into buffers."""
+        """Copy the current parameters into the flat buffers."""
         params = list(self.named.values())
         if len(params) != len(self._laid_out) or any(a is not b for a, b in zip(params, self._laid_out, strict=True)):
             self._laid_out = params  # type: ignore[assignment]
@@ -363,7 +364,7 @@ class Replica:
 
 
 def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
-    """Return a buffer for each kind of parameters."""
+    """Return one flat buffer per dtype and device of the parameters."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, p in enumerate(params):
         kinds.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(index)
@@ -377,7 +378,7 @@ def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
 
 
 def _like(flats: Sequence[_Flat]) -> list[_Flat]:
-    """Return buffers of the same layout."""
+    """Return new buffers of the same layout."""
     made = []
     for each in flats:
         flat = torch.zeros_like(each.flat)
@@ -388,6 +389,6 @@ def _like(flats: Sequence[_Flat]) -> list[_Flat]:
 
 
 def _in_order(flats: Sequence[_Flat]) -> list[torch.Tensor]:
-    """Return the views of all buffers, in the parameters' order."""
+    """Return the views of all buffers, in the order of the parameters."""
     found = {index: view for each in flats for index, view in zip(each.members, each.views, strict=True)}
     return [found[index] for index in sorted(found)]

@@ -1,1 +1,1 @@
-"""The fastest strategy, found by measurement: candidates, their race, and the choice."""
+"""Selection of the fastest strategy by measurement: candidates, their race, and the choice."""

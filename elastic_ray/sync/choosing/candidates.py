@@ -1,7 +1,7 @@
 """Strategies that may be the fastest for a model, in the order in which they are tried (pure).
 
-There are some tens: one way for each class of parameters. Trials are real steps; those come first that carry the
-fewest bytes in the fewest collectives.
+There are a few dozen candidates: every combination of one method per class of parameters. Trials are real
+training steps, so candidates that send the fewest bytes in the fewest collectives come first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from elastic_ray.sync.builders import exactly
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.plan import BucketPlan, SyncPlan, lower
-from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.plan import BucketPlan, ModelProfile, ParamInfo, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule, Strategy, Sync, Wire
 
 _ID_BYTES = 8  # of a row's number on the wire
@@ -22,9 +21,10 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 
 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes that each rank gives to collectives in a step for some buckets, as they travel.
+    """Return the bytes that each rank passes to collectives in one step for the given buckets, after compression.
 
-    Of tables whose rows travel it is a guess, until rows were seen; of averaged models a step's share of a period.
+    For tables whose touched rows are sent, the result is an estimate until rows have been observed. For
+    averaged models, it is one period's traffic divided by the number of steps in the period.
     """
     average = plan.strategy.average
     if world_size == 1:
@@ -35,21 +35,21 @@ def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[P
 
 
 def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return bytes that a rank's link carries in a step: by how much plans differ, not how long they take.
+    """Return the bytes that a rank's link carries in one step; a measure to compare plans, not their duration.
 
-    With W ranks, an all-reduce of n bytes counts 2 n, as does a reduction to one rank, its broadcast ceil(log2 W) n,
-    and an all-gather of n bytes of each rank W n.
+    With W ranks, an all-reduce of n bytes counts 2 n. A reduction to one rank also counts 2 n, and the
+    broadcast of its result ceil(log2 W) n. An all-gather of n bytes from each rank counts W n.
     """
     return 0 if world_size == 1 else sum(_bucket_bytes(each, params, world_size)[1] for each in plan.buckets)
 
 
 def collectives(plan: SyncPlan) -> int:
-    """Return the number of collectives of a step."""
+    """Return the number of collectives in one step."""
     return sum(each.sync.parts if isinstance(each.sync, Reduce) else 2 for each in plan.buckets)
 
 
 def _bucket_bytes(bucket: BucketPlan, params: Sequence[ParamInfo], world_size: int) -> tuple[int, int]:
-    """Return bytes of one bucket that a rank sends, and those that its link carries."""
+    """Return the bytes that a rank sends for one bucket, and the bytes that its link carries."""
     mine, sync = [params[i] for i in bucket.params], bucket.sync
     nbytes, numel = sum(param.nbytes for param in mine), sum(param.numel for param in mine)
     if isinstance(sync, Rows):
@@ -73,13 +73,13 @@ def _bucket_bytes(bucket: BucketPlan, params: Sequence[ParamInfo], world_size: i
 
 
 def _touched_rows(table: ParamInfo) -> int:
-    """Return distinct rows of a table that a rank touches in a step, a guess where none was seen."""
+    """Return the distinct rows of a table that a rank touches in one step, estimated if none was observed."""
     guess = max(1, math.ceil(table.shape[0] * _UNKNOWN_ROWS))
     return min(table.rows if table.rows is not None else guess, table.shape[0])
 
 
 def _low_rank_bytes(param: ParamInfo, rank: int) -> int:
-    """Return the bytes of PowerSGD's factors P (rows x rank) and Q (columns x rank), or of the whole if smaller."""
+    """Return the bytes of PowerSGD's factors P (rows x rank) and Q (columns x rank), or of the parameter if smaller."""
     if len(param.shape) < 2:
         return param.nbytes
     rows = param.shape[0]
@@ -115,7 +115,7 @@ _LEAST_BYTES = 4 * _MIB
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A strategy that this model, optimizer and group can use."""
+    """Strategy that this model, optimizer and group can use, with its plan."""
 
     strategy: Strategy
     plan: SyncPlan
@@ -127,8 +127,8 @@ def candidates(
     """Return the distinct candidate strategies in trial order; plain all-reduce of all dense parameters is first.
 
     Args:
-        exact: only those whose step is that of plain data-parallel training.
-        works: whether a plan can be carried out.
+        exact: Whether to return only strategies whose step equals plain data-parallel training.
+        works: Predicate that is true if a plan can be executed; by default all can.
     """
     found: dict[object, Candidate] = {}
     for strategy in _strategies(profile, exact=exact):
@@ -142,7 +142,7 @@ def candidates(
 
 
 def what_is_done(plan: SyncPlan) -> object:
-    """Return a value that is equal for plans that do the same; bucket sizes matter by the buckets alone."""
+    """Return a value that is equal for plans with the same buckets and methods, whatever their ``bucket_bytes``."""
 
     def work(sync: Sync) -> Sync:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
@@ -151,7 +151,7 @@ def what_is_done(plan: SyncPlan) -> object:
 
 
 def with_rows(profile: ModelProfile, rows: Mapping[str, int]) -> ModelProfile:
-    """Return the profile with touched rows of tables, by their names."""
+    """Return the profile with the given numbers of touched rows, keyed by table name."""
     params = (dataclasses.replace(each, rows=rows.get(each.name, each.rows)) for each in profile.params)
     return dataclasses.replace(profile, params=tuple(params))
 
@@ -165,16 +165,16 @@ def consider(
     most: int,
     works: Callable[[SyncPlan], bool] = lambda plan: True,
 ) -> tuple[Strategy, ...]:
-    """Return strategies that race: first what does what is done at present, then those that carry the fewest bytes.
+    """Return the strategies to race: first the equivalent of the current one, then those with the least traffic.
 
-    Plain all-reduce is among them unless it is hopeless.
+    Plain all-reduce is included unless its traffic is hopelessly high.
 
     Args:
-        profile: the model, with the touched rows of its tables.
-        present: the strategy in force.
-        exact: only strategies whose step is that of plain data-parallel training.
-        most: how many there may be, two or more.
-        works: whether a plan can be carried out.
+        profile: Profile of the model, with the touched rows of its tables.
+        present: Current strategy.
+        exact: Whether to return only strategies whose step equals plain data-parallel training.
+        most: Maximum number of strategies, 2 or more.
+        works: Predicate that is true if a plan can be executed; by default all can.
     """
     plan = lower(present, profile, topology)
     done = what_is_done(plan)
@@ -192,7 +192,7 @@ def consider(
 
 
 def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
-    """Yield every combination, refused or not."""
+    """Yield every combination of methods, including those that the model cannot use."""
     sparse = [param for param in profile.params if param.sparse]
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
     dense = _DENSE if exact else {**_DENSE, **_COMPRESSED}
@@ -210,12 +210,12 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
 
 
 def _rules(params: Sequence[ParamInfo], way: Sync | None) -> list[Rule]:
-    """Return a rule for each name of the parameters; a tied parameter has several names."""
+    """Return one rule per name of each parameter (a tied parameter has several); none if ``way`` is None."""
     return [] if way is None else [Rule(pattern=exactly(name), sync=way) for p in params for name in p.names]
 
 
 def _name(of_sparse: str, of_tables: str, rest: str, *, both: bool) -> str:
-    """Return a name for people; ``parallax`` where that builder makes the same."""
+    """Return a readable name; ``parallax`` if that builder would make the same strategy."""
     if (
         {of_sparse, of_tables} <= ({"rows"} if both else {"", "rows"})
         and of_sparse + of_tables
@@ -227,7 +227,7 @@ def _name(of_sparse: str, of_tables: str, rest: str, *, both: bool) -> str:
 
 
 def describe(sync: Sync) -> str:
-    """Describe a way in a few words."""
+    """Return a description of a synchronisation method in a few words."""
     if isinstance(sync, Rows):
         return "touched rows" if sync.update == "auto" else f"touched rows, {sync.update} update"
     wire = f" as {sync.wire.dtype}" if sync.wire.dtype != "native" else ""

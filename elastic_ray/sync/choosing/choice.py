@@ -1,19 +1,100 @@
-"""Choice of a strategy: a race of what may be the fastest, or what is known from earlier jobs (pure).
+"""Choice of a strategy: by a race between candidates, or from the measurements of earlier jobs (pure).
 
-A state machine on frozen states. It sees only numbers that are equal on all ranks, so all of them choose alike; it
-comes to its end after a known number of steps.
+The choice is a state machine on frozen states. Its inputs are equal on all ranks, so all ranks choose the
+same strategy, and it ends after a known number of steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ray.state.layout import digest
-from elastic_ray.sync.choosing.race import Step, standing
 from elastic_ray.sync.spec import Strategy
+
+Step = tuple[int, float | None]
+"""A step of the race: whose it was, and its time [s]; None where it was not measured."""
+
+# Steps of one that is left, in a round and in the last one: more tell nothing new.
+_MOST_IN_ROUND, _MOST_IN_LAST = 8, 14
+_FEWEST_IN_ROUND, _FEWEST_IN_LAST = 3, 4  # the first of them includes the cost of the change, and does not count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Standing of a race: the candidate that runs the next step, or the winner."""
+
+    turn: int
+    over: bool = False
+    times: tuple[float | None, ...] = ()  # of each: the lower median of its steps [s]; None where none counts
+
+
+def most_candidates(steps: int) -> int:
+    """Return how many candidates can race in `steps` steps, at least 2."""
+    count = 2
+    while _in_round(count + 1, steps) >= _FEWEST_IN_ROUND and _in_last(count + 1, steps) >= _FEWEST_IN_LAST:
+        count += 1
+    return count
+
+
+def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
+    """Return the standing of `count` candidates after the steps so far.
+
+    Args:
+        history: Candidate and duration of each step so far.
+        steps: Maximum length of the race [steps].
+    """
+    times: list[list[float]] = [[] for _ in range(count)]
+    left, done, before = list(range(count)), iter(history), -1
+    while len(left) > 1:
+        for turn in _turns(left, count, steps):
+            step = next(done, None)
+            if step is None:
+                return Standing(turn=turn, times=_medians(times))
+            took_s = step[1]
+            if turn == before and took_s is not None:
+                times[turn].append(took_s)
+            before = turn
+        medians = _medians(times)
+        kept = sorted(left, key=lambda each: (medians[each] is None, medians[each] or 0.0))[: (len(left) + 1) // 2]
+        left = [each for each in reversed(left) if each in kept]
+    return Standing(turn=left[0], over=True, times=_medians(times))
+
+
+def _turns(left: Sequence[int], count: int, steps: int) -> list[int]:
+    """Return the candidate of each step of a round; the one that ran last goes first, if it is still in the race."""
+    each = _in_round(count, steps)
+    if len(left) > 2:
+        return [one for one in left for _ in range(each)]
+    half = _in_last(count, steps) // 2
+    first, second = left
+    return [first] * half + [second] * 2 * half + [first] * half
+
+
+def _in_round(count: int, steps: int) -> int:
+    """Return the number of steps of each candidate in any round except the last."""
+    return min(_MOST_IN_ROUND, steps // sum(_sizes(count)))
+
+
+def _in_last(count: int, steps: int) -> int:
+    """Return the number of steps of each of the two finalists."""
+    before = _in_round(count, steps) * (sum(_sizes(count)) - 2)
+    return min(_MOST_IN_LAST, (steps - before) // 2)
+
+
+def _sizes(count: int) -> Iterator[int]:
+    """Yield the number of candidates in each round."""
+    while count > 1:
+        yield count
+        count = (count + 1) // 2
+
+
+def _medians(times: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
+    """Return each candidate's lower median; of two steps, the one that was less disturbed."""
+    return tuple(statistics.median_low(each) if each else None for each in times)
+
 
 DRIFT = 2.0
 """Factor by which touched rows, or the time of a known strategy's steps, change before the choice is made anew."""
@@ -49,7 +130,7 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Step times of the options by name [s], as far as they were measured."""
+        """Measured step times of the options [s], keyed by name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 
@@ -68,7 +149,7 @@ class Choice:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
-        """Invert :meth:`to_state`."""
+        """Return the choice from the plain values of :meth:`to_state`."""
         options = tuple(map(Strategy.from_json, tree["options"]))
         return cls(**{**tree, "strategy": Strategy.from_json(tree["strategy"]), "options": options})
 
@@ -78,7 +159,7 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy to continue with in an unknown group; one on trial is not carried over."""
+    """Return the strategy to continue with in an unknown group; a strategy on trial is not kept."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 
@@ -86,8 +167,8 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
     """Return the choice after one more training step under its strategy.
 
     Args:
-        steps: that a race takes at most.
-        consider: lists what may be done.
+        steps: Maximum length of a race [steps].
+        consider: Function that returns the strategies to race.
     """
     if choice.settled:
         return _confirmed(choice, measured) if choice.known_s is not None else choice
@@ -113,10 +194,10 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
 
 
 def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
-    """Choose anew where a table's touched rows are others by a factor of two than when it was chosen; none is news.
+    """Return the choice, reset if a table's touched rows differ by more than a factor of two from those it used.
 
     Args:
-        rows: of each table, equal on all ranks.
+        rows: Touched rows, keyed by table name and equal on all ranks; an empty mapping changes nothing.
     """
     if not choice.settled or not rows:
         return choice
@@ -129,13 +210,13 @@ def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
 
 
 def _differ(before: float, now: float) -> bool:
-    """True if one is more than the other by more than a factor of two."""
+    """True if one value is more than twice the other."""
     low, high = sorted((before, now))
     return high > DRIFT * max(low, 1e-9)
 
 
 def _confirmed(choice: Choice, measured: Measured) -> Choice:
-    """Race after all if a known strategy's steps are not as long as they were: it is another link or machine."""
+    """Return the choice after a step of a known strategy: kept, or reset for a race if the step time differs."""
     assert choice.known_s is not None
     steps = (*choice.steps, (0, measured.step_s))
     if len(steps) < _CHECKED_STEPS:
@@ -148,7 +229,7 @@ def _confirmed(choice: Choice, measured: Measured) -> Choice:
 
 
 def _kept(choice: Choice) -> Choice:
-    """Return the final choice, with the reason."""
+    """Return the final choice, with the reason for it."""
     measured = choice.measured
     others = {name: took_s for name, took_s in measured.items() if name != choice.strategy.name}
     reason = f"{choice.strategy.label}: no other sends as little"

@@ -1,4 +1,4 @@
-"""Tables for people that explain how a model's parameters are synchronised, and why (pure)."""
+"""Readable tables of how a model's parameters are synchronised, and why (pure)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ray.sync.choosing.candidates import describe, sent_bytes
 from elastic_ray.sync.choosing.choice import Choice
-from elastic_ray.sync.plan import BucketPlan, SyncPlan
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import BucketPlan, ModelProfile, SyncPlan, Topology
 from elastic_ray.sync.spec import Rows
 
 _NAMED = 2
@@ -16,7 +15,7 @@ _NAMED = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRow:
-    """A class of parameters."""
+    """Table row for a class of parameters that are synchronised the same way."""
 
     parameters: str  # the first of their names, and how many there are
     what: str  # is done with them
@@ -28,7 +27,7 @@ class StrategyRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateRow:
-    """A strategy that was considered."""
+    """Table row for a strategy that was considered."""
 
     name: str
     measured_s: float | None = None  # of a step [s]; None before
@@ -37,16 +36,12 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTable:
-    """Explanation of how a model is synchronised; ``str()`` formats it for people.
+    """Explanation of how a model is synchronised; ``str()`` formats it as a table.
 
     Attributes:
-        strategy: its name.
-        workers: of the present group.
-        rows: by class of parameters.
-        candidates: what was considered, in the order of trials; none for a strategy by hand.
-        measured_s: of a step [s], the median of the latest; None before there is one.
-        invariant: what holds after each step.
-        reason: of the choice; empty where there was none.
+        candidates: Strategies that were considered, in trial order; empty if the user specified the strategy.
+        measured_s: Median duration of the latest steps [s]; None before the first measurement.
+        reason: Reason for the choice; empty if no choice was made.
     """
 
     strategy: str
@@ -84,13 +79,13 @@ def explain(
     step_s: float | None = None,
     bucket_s: Mapping[int, float] | None = None,
 ) -> StrategyTable:
-    """Return the table of a plan in force.
+    """Return the table of the current plan.
 
     Args:
-        profile: the model, with touched rows where they are known.
-        choice: that has led to it; None for a strategy by hand.
-        step_s: a step under it, measured [s].
-        bucket_s: collectives of a step by bucket, measured [s].
+        profile: Profile of the model, with touched rows if they are known.
+        choice: Choice that led to the plan; None if the user specified the strategy.
+        step_s: Measured duration of a step under the plan [s].
+        bucket_s: Measured duration of each bucket's collectives in one step [s], keyed by bucket index.
     """
     classes: dict[str, list[int]] = {}
     for index, bucket in enumerate(plan.buckets):
@@ -142,7 +137,7 @@ def _row(
 
 
 def _candidates(choice: Choice) -> tuple[CandidateRow, ...]:
-    """Return the candidates in the order of their first steps, with their measured times."""
+    """Return the options of a choice, with their measured times."""
     names, kept = [each.name for each in choice.options], choice.strategy.name if choice.settled else None
     return tuple(CandidateRow(name=n, measured_s=choice.measured.get(n), chosen=n == kept) for n in names)
 
@@ -152,6 +147,6 @@ def _ms(seconds: float | None) -> str:
 
 
 def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows of text in columns."""
+    """Return the rows of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,1 +1,1 @@
-"""Engine that makes the gradients of one model equal on all ranks at each step (torch)."""
+"""Gradient synchronisation during training: buckets that backward fills, and their reductions."""

@@ -1,14 +1,21 @@
-"""Gradients that user code accumulates over several loader steps: state of the run between these steps (torch)."""
+"""Gradients kept between steps: those that user code accumulates, and compression residuals (torch)."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.sync.engine.local_parameters import local_groups
+from elastic_ray.batch.device_numbers import real_count, real_shape
+from elastic_ray.sync.engine.reduction import BucketLayout
+from elastic_ray.sync.engine.trainable import local_groups
+from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.gradient_checks import refuse_own
+from elastic_ray.sync.operations.owing import CompressedOperation, Compression, Residual
+from elastic_ray.sync.plan import ParamInfo
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
 
 if TYPE_CHECKING:
@@ -24,9 +31,9 @@ _TWICE = (
 class CarriedGradients:
     """Tracks what one model's ``.grad`` has accumulated for a future optimizer step.
 
-    A loop that applies the gradients of each step at once carries none, and this class costs it nothing. Some loops
-    leave gradients after the optimizer's step and then throw them away, as a GAN does with those of its other loss: the
-    first such step shows it.
+    A loop that applies the gradients of each step at once carries none and pays nothing for this class. Some loops
+    leave gradients after the optimizer's step and later discard them, as a GAN does with the gradients of its
+    other loss. The first such step reveals this, and such gradients are then not counted as carried.
     """
 
     def __init__(self, context: Run, optimizer: torch.optim.Optimizer) -> None:
@@ -57,7 +64,7 @@ class CarriedGradients:
         return self._local
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
-        """Record a backward pass that adds to ``.grad``; ``local`` if it is not to be reduced."""
+        """Record a backward pass that adds to ``.grad``; ``local`` if its gradients will not be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
         if step is not self._step or not self._steps:
@@ -69,18 +76,18 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """Value that ranks must share when they reduce: 1 if gradients were added to those of the last update.
+        """Value that must be equal on all ranks that reduce: 1 if gradients were added to those of the last update.
 
-        How many passes within ``no_sync`` are in them is each rank's own, as under DDP: shares that are cut by tokens
-        differ. 0 up to the first update in a group: a rank that has joined lacks what the others have done since their
-        last.
+        The value is 0 until the first update in a group, because a joiner does not have the gradients that the other
+        ranks added since their last update. It does not say how many passes within ``no_sync`` are included: as under
+        DDP, ranks may differ in that number, for example if their shares are cut by tokens.
         """
         if not self._alike:
             return 0
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """Check the watched parameter after a pass: were gradients added to those of the last update?"""
+        """Check the watched parameter after a pass: record if gradients were added to those of the last update."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -102,8 +109,8 @@ class CarriedGradients:
     def refuse_own(self) -> None:
         """Refuse an optimizer step without a backward pass that averages gradients.
 
-        Raises RuntimeError: gradients are this rank's own: neither reduced, as what is carried and what lies in slices,
-        nor zero, nor what the last update has left.
+        Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, do not lie in
+            slices, and are not left over from the last update.
         """
         ledger = self._context.ledger
         step = ledger.step
@@ -118,7 +125,7 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def note_applied(self) -> None:
-        """Record that the optimizer applies the gradients in the step in progress."""
+        """Record that the optimizer applied the gradients in the current step."""
         self._applied = True
 
     def taken(self) -> None:
@@ -144,7 +151,7 @@ class CarriedGradients:
         return self._steps, self._local, {} if self._local else self._gradients()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step; one that the optimizer has applied has left nothing to carry."""
+        """Undo a lost step; if the optimizer already applied it, nothing is carried."""
         if remembered is None or self._applied:
             self._take(0, {})
             return
@@ -159,7 +166,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return state for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
+        """Return state for joiners and checkpoints; of gradients that differ between ranks, only how many are lost."""
         if self._local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -173,7 +180,7 @@ class CarriedGradients:
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
-        """Enter a group, in which what only some ranks hold no longer counts."""
+        """Enter a group and drop gradients that only some ranks hold, with a warning."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self._local else self._lost, 0
         if self._local:
@@ -199,3 +206,204 @@ class CarriedGradients:
         self._beneath = False
         for i, p in enumerate(local_groups([self._params()])[0]):
             p.grad = gradients[i].to(p.device) if i in gradients else None
+
+
+_Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Debtor:
+    """Bucket with a residual, and parameter names that stay valid when the layout changes."""
+
+    bucket: GradientBucket
+    names: Sequence[str]
+    residual: Residual
+    compression: Compression | None  # what has left that out; None where a strategy before has
+
+    @property
+    def owes(self) -> bool:
+        """True if the residual has any non-zero value."""
+        owed = self.residual.owed
+        return owed is not None and owed.flat is not None and bool(owed.flat.any())
+
+    @property
+    def knows(self) -> bool:
+        """True if the sum of all ranks' residuals is known, or if there is no residual."""
+        return self.residual.folded is not None or (self.compression is None and not self.owes)
+
+    def owed(self) -> torch.Tensor:
+        """Return a copy of the residual, unscaled by the loss scale; zeros if there is no residual."""
+        owed = self.residual.owed
+        return self.flat({}) if owed is None or owed.flat is None else owed.flat / owed.scale
+
+    def by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Split a flat tensor into tensors of the bucket's parameter shapes, keyed by parameter name."""
+        pieces = torch.split(flat, [real_count(p) for p in self.bucket.params])
+        return {
+            name: piece.view(real_shape(p))
+            for name, piece, p in zip(self.names, pieces, self.bucket.params, strict=True)
+        }
+
+    def flat(self, by_name: _Tensors) -> torch.Tensor:
+        """Join tensors keyed by name into a flat tensor, with zeros for names that are missing."""
+        dtype = torch.promote_types(self.bucket.dtype, torch.float32)
+        device = self.bucket.params[0].device
+        pieces = []
+        for name, param in zip(self.names, self.bucket.params, strict=True):
+            piece = by_name.get(name)
+            if piece is None or piece.shape != real_shape(param):
+                piece = torch.zeros(real_count(param), dtype=dtype)
+            pieces.append(piece.reshape(-1).to(device, dtype))
+        return torch.cat(pieces)
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        """Return the factors of the bucket's compression, keyed by parameter name."""
+        known = self.compression.factors() if self.compression is not None else {}
+        return {self.names[place]: each for place, each in known.items()}
+
+    def is_among(self, tensors: _Tensors) -> bool:
+        """True if `tensors` holds an entry for one of the bucket's parameters."""
+        return not tensors.keys().isdisjoint(self.names)
+
+    def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
+        """Continue with the given residuals, sums of residuals and factors, each keyed by parameter name."""
+        self.residual.become(self.flat(owed) if self.is_among(owed) else None)
+        if self.is_among(folded):
+            self.residual.fold(self.flat(folded))
+        if self.compression is not None:
+            self.compression.take_factors(
+                {place: factors[name] for place, name in enumerate(self.names) if name in factors}
+            )
+
+
+class OwedGradients:
+    """Compression residuals of one model on this rank; see ``Residual``.
+
+    The *sum* of residuals over ranks is preserved, because gradients are weighted by samples and summed. Before a
+    planned change all ranks sum their residuals, and each rank of the next group starts with an equal part. The
+    residual of a rank that dies is lost, and so is that of a rank that was behind and receives another rank's
+    state: both are reported. If the next strategy does not compress, each rank adds its residual to the first step
+    that counts.
+    """
+
+    def __init__(self, context: Run) -> None:
+        self._context = context
+        self._debtors: list[_Debtor] = []
+        self._settling: list[_Debtor] = []  # which owe until a step has sent it, perhaps on some ranks only
+        self._plain: dict[int, _Debtor] = {}  # of buckets that nothing compresses, the ones that could be such
+        self._layout: BucketLayout | None = None
+        self._members = 0  # ranks of the group that owes, or would under another strategy
+        self._holds = True  # not taken over from another rank
+
+    def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
+        """Move residuals and factors to the buckets of a new layout, parameter by parameter.
+
+        Args:
+            places: Indices of each bucket's parameters in ``params``.
+        """
+        owed: dict[str, torch.Tensor] = {}
+        folded: dict[str, torch.Tensor] = {}
+        factors: dict[str, torch.Tensor] = {}
+        for each in self._all:
+            factors |= each.factors()
+            if each.owes:
+                owed |= each.by_name(each.owed())
+            if each.residual.folded is not None:
+                folded |= each.by_name(each.residual.folded)
+        self._debtors, self._settling, self._plain, self._layout = [], [], {}, layout
+        for index, (bucket, mine) in enumerate(zip(layout.buckets, places, strict=True)):
+            operation, names = layout.operations[index], [params[place].name for place in mine]
+            if isinstance(operation, CompressedOperation):
+                self._debtors.append(_Debtor(bucket, names, operation.residual, operation.compression))
+            else:
+                self._plain[index] = _Debtor(bucket, names, Residual(), None)
+        self._take(owed, folded, factors)
+
+    @property
+    def _all(self) -> Sequence[_Debtor]:
+        return (*self._debtors, *self._settling)
+
+    def _take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
+        """Continue with the given residuals, sums of residuals and factors, each keyed by parameter name."""
+        for index, each in list(self._plain.items()):
+            if each.is_among(owed) or each.is_among(folded):
+                self._settle(index)
+        for each in self._all:
+            each.take(owed, folded, factors)
+
+    def _settle(self, index: int) -> None:
+        """Have an uncompressed bucket send the residual that an earlier strategy left."""
+        assert self._layout is not None, "buckets are laid out"
+        residual = self._layout.settle_first(index).residual
+        self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
+
+    def before_change(self) -> None:
+        """Sum the residuals over all ranks.
+
+        Raises CommunicationFailedError: the group broke; each rank keeps its own residual.
+        """
+        communicator, several = self._context.group.communicator, self._context.group.world_size > 1
+        settles = int(any(each.owes for each in self._settling))
+        if several:
+            settles = sum(row[0] for row in communicator.gather_ints([settles], with_gradients=True))
+        if settles:  # on other ranks, perhaps, in other buckets
+            for index in list(self._plain):
+                self._settle(index)
+            self._settling.sort(key=lambda each: each.bucket.index)
+        owing = self._all if settles else self._debtors
+        sums = [each.owed() for each in owing]
+        if several:
+            for work in [communicator.gradients.all_reduce(total) for total in sums]:
+                communicator.wait(work)
+        for each, total in zip(owing, sums, strict=True):
+            each.residual.fold(total)
+
+    def enter_group(self) -> None:
+        """Enter a group: start with an equal part of the summed residuals if the sum is known on all ranks.
+
+        If any rank does not know the sum, each rank continues with its own residual. All ranks report what they know,
+        even ranks without residuals: among ranks that come from another group, only some may have a strategy that
+        compresses.
+
+        Raises CommunicationFailedError: the group broke again.
+        """
+        world_size = self._context.group.world_size
+        owes = any(each.owes for each in self._all)
+        known = all(each.knows for each in self._all)
+        row = [int(known), int(self._holds), int(owes), self._members]
+        rows = self._context.group.communicator.gather_ints(row) if world_size > 1 else [row]
+        if all(row[0] for row in rows):
+            for each in self._all:
+                each.residual.share(world_size)
+        elif any(row[2] for row in rows):
+            self._tell_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
+        self._members, self._holds = world_size, True
+
+    def _tell_lost(self, workers: int) -> None:
+        """Warn that the residuals of some workers are lost."""
+        if workers > 0:
+            whose = "one worker" if workers == 1 else f"{workers} workers"
+            self._context.tell(
+                "warning",
+                f"what compression had left out of the gradients of {whose} is lost with the group: each worker keeps "
+                "its own until a later step sends it. Training continues without",
+                {"workers": workers},
+            )
+
+    def capture(self) -> Any:
+        """Return the state that all ranks share: factors, and the sum of residuals if it was computed."""
+        if not self._members or not self._all:
+            return {}
+        factors: dict[str, torch.Tensor] = {}
+        folded: dict[str, torch.Tensor] = {}
+        for each in self._all:
+            factors |= each.factors()
+            if each.residual.folded is not None:
+                folded |= each.by_name(each.residual.folded)
+        return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
+
+    def restore(self, tree: Any) -> None:
+        """Restore a captured state; this rank's own residual is discarded."""
+        state = tree.get("owed", {})
+        self._members, self._holds = state.get("members", 0), False
+        self._take({}, state.get("folded", {}), state.get("factors", {}))

@@ -1,4 +1,4 @@
-"""The bucket and the operation that a plan asks for (torch)."""
+"""Creation of the buckets and operations that a plan specifies (torch)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, WireForm
 from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
-from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression
+from elastic_ray.sync.operations.owing import CompressedOperation
 from elastic_ray.sync.operations.partitioned_reduce import (
     CastReduceOperation,
     OwnerOperation,
@@ -20,8 +20,7 @@ from elastic_ray.sync.operations.partitioned_reduce import (
 )
 from elastic_ray.sync.operations.topologies import RoutedReduceOperation
 from elastic_ray.sync.plan import BucketPlan
-from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
-from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+from elastic_ray.sync.sliced_gradients.operation import SlicedBucket, SlicedOperation
 from elastic_ray.sync.spec import Owner, Reduce, Rows
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.rows_operation import RowsOperation
@@ -43,7 +42,7 @@ def is_plain(plan: BucketPlan) -> bool:
 
 
 def adds_up_alone(plan: BucketPlan) -> bool:
-    """True if each element's mean is made of that element alone, by one reduction, so that a part has its own."""
+    """True if one reduction averages each element independently, so that any part of a tensor can be averaged alone."""
     sync = plan.sync
     return isinstance(sync, Reduce) and sync.parts == 1 and sync.topology == "native" and not sync.wire.compresses
 
@@ -51,7 +50,7 @@ def adds_up_alone(plan: BucketPlan) -> bool:
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:
-    """Return the bucket of a plan, with ``tail`` extra elements; ``owners`` are those of the optimizer state."""
+    """Return the bucket of a plan, with ``tail`` extra elements; ``owners`` knows which ranks own optimizer state."""
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
@@ -60,7 +59,7 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """Return the operation that carries out a bucket's plan. Raises StrategyError: there is no such operation."""
+    """Return the operation that executes a bucket's plan. Raises StrategyError if no such operation exists."""
     sync = plan.sync
     if isinstance(sync, Reduce):
         if sync.topology != "native" and len(plan.nodes) > 1:

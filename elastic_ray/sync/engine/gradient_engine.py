@@ -1,4 +1,4 @@
-"""Gradients of one model as its strategy says: every rank has the whole mean, and applies it to a whole model."""
+"""Gradient synchronisation of a replicated model: every rank gets the complete mean gradient and applies it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
-from elastic_ray.sync.engine.carried_gradients import CarriedGradients
+from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
 from elastic_ray.sync.engine.factory import adds_up_alone, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
-from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.engine.local_parameters import local_groups
-from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
-from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup
 from elastic_ray.sync.engine.row_steps import RowSteps
-from elastic_ray.sync.engine.summing_group import SummingGroup
-from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
@@ -48,19 +43,17 @@ if TYPE_CHECKING:
 class GradientEngine(Participant):
     """Gradient synchronisation of one replicated model by its strategy; implements ``GradientSync``.
 
-    Its state are the gradients that user code adds up over several steps, the present strategy, and what operations
-    keep from step to step.
+    The engine's state consists of the gradients that user code accumulates over several steps, the current strategy,
+    and the state that operations keep between steps.
 
     Args:
-        optimizer: steps them.
-        grad_scale: AMP's present loss scale, 1 without AMP.
-        number: of the model, in the order in which the loop wraps them.
-        check_finite: whether to find out on which ranks gradients are NaN or infinite.
+        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
+        number: Index of the model, in the order in which the loop wraps models.
+        check_finite: Whether to determine which ranks have NaN or infinite gradients.
         scaler: AMP's ``GradScaler``; None without AMP.
-        tables: the model's sharded tables.
-        divided: the optimizer's state, as far as it lies with several ranks.
+        divided: The optimizer's state, if the strategy divides it among ranks.
 
-    Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
+    Raises StrategyError: the strategy cannot be used with this model and optimizer.
     """
 
     def __init__(
@@ -112,27 +105,27 @@ class GradientEngine(Participant):
 
     @property
     def plan(self) -> SyncPlan:
-        """Synchronisation plan in force."""
+        """Current synchronisation plan."""
         return self._in_force.plan
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in force."""
+        """Current strategy."""
         return self.plan.strategy
 
     @property
     def strategy_name(self) -> str:
-        """Name of the strategy in force."""
+        """Name of the current strategy; ``"by hand"`` if it has none."""
         return self.plan.strategy.name or "by hand"
 
     @property
     def strategy_key(self) -> str | None:
-        """Key of strategies whose step times must not be mixed; None while one is being chosen."""
+        """Key of strategies whose step times must not be mixed; None while a strategy is being chosen."""
         return self._in_force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
-        """Strategies that have won races, by the form of the group."""
+        """Strategies that have won races, keyed by the form of the group."""
         return self._in_force.tuner.found if self._in_force.tuner is not None else {}
 
     @property
@@ -147,7 +140,7 @@ class GradientEngine(Participant):
         return self._trainable.params[0].device
 
     def check(self, plan: SyncPlan) -> None:
-        """Raise StrategyError where a plan cannot be carried out."""
+        """Raise StrategyError if a plan cannot be executed."""
         self._check_statistics(plan.strategy)
         self._check_tables(plan.strategy)
         self._check_tiles(plan)
@@ -157,9 +150,10 @@ class GradientEngine(Participant):
 
     @property
     def nonfinite_ranks(self) -> Sequence[int] | None:
-        """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite.
+        """Ranks whose gradients were NaN or infinite in this step's reduction; None if all were finite.
 
-        Where they are not reduced none was looked at yet: this rank's own may be.
+        While replicas drift, nothing is reduced, so the list contains only this rank, whose gradients are not yet
+        checked.
         """
         if self._drift.average is not None and self._drift.on:
             return [self._context.group.rank]
@@ -176,17 +170,14 @@ class GradientEngine(Participant):
         return self._carried.local
 
     def set_strategy(self, strategy: object) -> None:
-        """Continue with another strategy from the next step on. Every rank must ask for the same in the same step.
+        """Switch to another strategy from the next step on. Every rank must request the same one in the same step.
 
-        Args:
-            strategy: as of ``AdaptiveDataParallel(strategy=...)``.
-
-        Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
+        Raises StrategyError, TypeError: the strategy does not exist, or cannot be used with this model.
         """
         self._in_force.ask(strategy)
 
     def set_topology(self, topology: str) -> None:
-        """Continue by another way through the group from the next step on. Raises StrategyError: there is none."""
+        """Switch to another all-reduce topology from the next step on. Raises StrategyError: it does not exist."""
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
@@ -194,12 +185,9 @@ class GradientEngine(Participant):
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
-        """Refuse strategies that give no gradient statistics, from here on.
+        """Refuse strategies without gradient statistics from now on; errors name the ``user`` that needs them.
 
-        Args:
-            user: what needs them, for the error.
-
-        Raises StrategyError: the present one gives none.
+        Raises StrategyError: the current strategy provides none.
         """
         self._statistics_for.append(user)
         try:
@@ -209,7 +197,7 @@ class GradientEngine(Participant):
             raise
 
     def _check_unit(self, plan: SyncPlan) -> None:
-        """Raise StrategyError where a unit's workers would be divided among the ranks once more."""
+        """Raise StrategyError if the plan divides work among ranks in a way that a job of units does not support."""
         if self._context.unit is None:
             return
         if self._sharded or not all(adds_up_alone(each) for each in plan.buckets):
@@ -221,7 +209,7 @@ class GradientEngine(Participant):
             )
 
     def _check_statistics(self, strategy: Strategy) -> None:
-        """Raise StrategyError where statistics are needed that models which are averaged do not give."""
+        """Raise StrategyError if gradient statistics are required but the strategy averages models."""
         if self._statistics_for and strategy.average is not None:
             raise StrategyError(
                 f"{self._statistics_for[0]} needs the gradient noise scale, but strategy "
@@ -231,7 +219,7 @@ class GradientEngine(Participant):
             )
 
     def _check_tiles(self, plan: SyncPlan) -> None:
-        """Raise StrategyError where an optimizer needs its whole state between its steps, as schedule-free ones do."""
+        """Raise StrategyError if an optimizer needs its complete state between steps, as schedule-free ones do."""
         for each in optimizers_of(self._optimizer) if plan.tiles is not None else ():
             if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
                 raise StrategyError(
@@ -241,7 +229,7 @@ class GradientEngine(Participant):
                 )
 
     def _check_tables(self, strategy: Strategy) -> None:
-        """Raise StrategyError where ranks would drift that share a table's rows."""
+        """Raise StrategyError if ranks that share a table's rows would drift."""
         if self._sharded and strategy.average is not None:
             raise StrategyError(
                 f"strategy {strategy.name or strategy.average.algorithm!r} averages models that ranks train by "
@@ -249,7 +237,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Receive what was unfrozen, and a strategy that was asked for."""
+        """Include unfrozen parameters and apply a requested strategy before the forward pass."""
         if self._in_force.tuner is not None:
             self._in_force.before_forward()
         self._reducer.follow(changed=self._in_force.pending and self._may_switch)
@@ -263,7 +251,7 @@ class GradientEngine(Participant):
             self._expect_examples(self._statistics.examples)
 
     def measure_examples(self, every: int | None, *, wanted: bool) -> bool:
-        """Have the model's layers measure the noise of a single gradient, or stop."""
+        """Start or stop measuring gradient noise in the layers; return True if it is measured."""
         known = self._statistics.examples
         if wanted and known is not None and known.every == every:
             return True
@@ -276,7 +264,7 @@ class GradientEngine(Participant):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _expect_examples(self, examples: ExampleNorms) -> None:
-        """Put hooks on the layers where the step's only gradient is to be measured."""
+        """Put hooks on the layers if this step's single gradient will be measured."""
         step, steps = self._context.ledger.outermost, self._context.states.progress.steps
         if step is None or step is self._expected or not torch.is_grad_enabled():
             return
@@ -290,11 +278,11 @@ class GradientEngine(Participant):
             examples.begin(steps, step.count, buckets, self._statistics.noise.preconditioner)
 
     def let_go(self) -> None:
-        """Leave the model to another run of this process, which wraps it anew."""
+        """Remove all hooks, so that another run in this process can wrap the model again."""
         self._reducer.let_go()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only add to this rank's gradients in backward passes inside."""
+        """Return a context in which backward passes only accumulate into this rank's gradients."""
         if self._sharded:
             raise RuntimeError(
                 "no_sync() is not supported for a model with a ShardedEmbedding, whose owners get gradients in each "
@@ -303,13 +291,13 @@ class GradientEngine(Participant):
         return self._reducer.no_sync()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Reduce what other ranks reduce, after a backward pass has ended with an exception that is caught."""
+        """Reduce with the other ranks after this rank's backward pass has ended with an exception that is caught."""
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
         """Close the pass before the optimizer updates; gradients added later belong to another loss.
 
-        Raises RuntimeError: gradients of parameters in tiles are this rank's own.
+        Raises RuntimeError: gradients of parameters in tiles were not averaged over the ranks.
         """
         if self._in_unit is not None and self._context.wishes is not None:
             self._settle_in_unit(self._in_unit, self._context.wishes)
@@ -341,7 +329,7 @@ class GradientEngine(Participant):
             self._drift.note_update()
 
     def rebuild(self) -> None:
-        """Lay out buckets for other parameters."""
+        """Rebuild the buckets after a change of the trained parameters."""
         self._reducer.rebuild()
 
     @property
@@ -356,17 +344,17 @@ class GradientEngine(Participant):
 
     @property
     def period(self) -> int:
-        """Steps from one average of the model to the next; 1 where its gradients are reduced."""
+        """Number of steps between averages of the model; 1 if its gradients are reduced."""
         return self._drift.average.period if self._drift.average is not None and self._drift.on else 1
 
     @property
     def gives_back(self) -> bool:
-        """True if ranks that are late between two averages give steps to others."""
+        """True if ranks that fall behind between two averages give steps to other ranks."""
         return self._drift.average is not None and self._drift.average.give_back
 
     @property
     def steps_to_average(self) -> int:
-        """Steps up to the next average of the model."""
+        """Number of steps until the next average of the model."""
         return self._drift.steps_to_average
 
     @property
@@ -375,17 +363,17 @@ class GradientEngine(Participant):
         return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
-        """Prepare what comes after the step; a digest of how models are averaged, of what, and of what comes next.
+        """Fix the strategy that applies after this step; return a digest of the plan and the requested change.
 
-        Ranks agree on it before they commit a step. What is asked for later than that waits for the next one, for only
-        some ranks may have come so far when the step ends.
+        Ranks compare the digest before they commit a step. Requests that arrive later wait for the next step, because
+        some ranks may not have received them when this step ends.
         """
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
 
     @property
     def marker(self) -> int:
-        """Marker of the last average that ended on this rank."""
+        """Marker of the last average that this rank completed."""
         return self._drift.marker
 
     @property
@@ -399,7 +387,7 @@ class GradientEngine(Participant):
             self._drift.prepare()
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """Average the replicas if it is due, once all ranks have committed a training step."""
+        """Average the replicas if an average is due, after all ranks have committed a training step."""
         self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
@@ -426,7 +414,7 @@ class GradientEngine(Participant):
         self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Make diverged replicas identical; with `gather`, rank 0 also receives the whole optimizer state."""
+        """Make diverged replicas identical; with `gather`, rank 0 also receives the complete optimizer state."""
         self._make_one()
         if gather:
             self._divided.gather()
@@ -440,20 +428,21 @@ class GradientEngine(Participant):
         self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
-        """Rank 0 holds whole tables, and the whole state of the optimizer, until the next update."""
+        """Gather complete tables and the complete optimizer state on rank 0, until the next update."""
         self._sharded.gather()
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare to change the group: fold residuals, make replicas identical, hand over leavers' shards."""
-        self._sharded.hand_over(stays)
+        """Prepare to change the group: sum residuals, make replicas identical, hand over the state of leavers."""
+        if self._sharded.tables:
+            self._sharded.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
         self._make_one()
 
     def enter_group(self) -> None:
-        """Adopt the new group: rebuild the plan and the buckets, and drop what only some ranks hold."""
+        """Adopt the new group: rebuild the plan and the buckets, and drop state that only some ranks hold."""
         self._reducer.reduction.end_step()
         self.measure_examples(None, wanted=False)  # a loader of one rank asks again
         self._drift.entered()
@@ -464,7 +453,8 @@ class GradientEngine(Participant):
         self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
-        self._sharded.enter_group()
+        if self._sharded.tables:
+            self._sharded.enter_group()
         self._divided.enter_group()
 
     def remember(self) -> Any:
@@ -480,13 +470,13 @@ class GradientEngine(Participant):
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Return carried gradients, the strategy where it is another than at the beginning, and what it keeps."""
+        """Return carried gradients, the strategy if it differs from the initial one, and the strategy's state."""
         drift = self._drift.capture()
         average = {"average": drift} if drift else {}
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state. The strategy of a run that began with another one stays behind with it."""
+        """Restore a captured state; its strategy is discarded if its run started with a different one."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
         for each in self._row_steps:
@@ -497,11 +487,11 @@ class GradientEngine(Participant):
 
     @property
     def _may_switch(self) -> bool:
-        """True if replicas are identical, or will be after the step in progress, so that the strategy may change."""
+        """True if replicas are identical, or will be after the current step, so that the strategy may change."""
         return self._drift.average is None or not self._drift.on or self._drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
-        """Return buckets for the present parameters, strategy and group."""
+        """Return buckets for the current parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
         if (known := self._statistics.examples) is not None:
@@ -520,7 +510,7 @@ class GradientEngine(Participant):
         return layout
 
     def _follow_tables(self, tables: Sequence[TableGradient]) -> None:
-        """Have tables know the layers that use them, in place of those of the layout before."""
+        """Attach table gradients to the layers that use them, replacing those of the previous layout."""
         for table in self._tables:
             table.close()
         self._tables = tables

@@ -1,4 +1,4 @@
-"""Joint optimizer of several optimizers of one model, each with its own parameters, for synchronisation."""
+"""Joint optimizer that presents several optimizers of one model to synchronisation as one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 if TYPE_CHECKING:
@@ -17,12 +16,10 @@ if TYPE_CHECKING:
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """The optimizers of one model: their parameter groups one after the other, and the states of all of them.
+    """View of all optimizers of one model as one optimizer, with all parameter groups and states.
 
-    It is read and written as one optimizer, but it never steps: each of them does by itself.
-
-    Args:
-        optimizers: two or more.
+    The joint optimizer is read and written like a single optimizer, but never steps: each of its optimizers steps
+    separately.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -36,11 +33,11 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """States of all optimizers, by parameter."""
+        """States of all optimizers, keyed by parameter."""
         return JointStates(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: which optimizer it belongs to is not known here."""
+        """Raise RuntimeError, because the optimizer that the group belongs to is unknown."""
         raise RuntimeError(
             "parameter groups of one of several optimizers must be there when the model is wrapped: give the "
             "optimizer all parameters first, and freeze them with requires_grad_(False) until they are to be trained"
@@ -48,7 +45,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 class JointStates(MutableMapping[Any, Any]):
-    """The states of several optimizers; a parameter's is that of the optimizer that steps it."""
+    """Mapping of the states of several optimizers; a parameter's state is held by the optimizer that steps it."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -87,7 +84,7 @@ def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimiz
 
 
 def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
-    """Return places of each optimizer's parameter groups among those of all."""
+    """Return the range of each optimizer's parameter groups in the joint list of groups."""
     found, first = [], 0
     for each in optimizers:
         found.append(slice(first, first + len(each.param_groups)))
@@ -108,29 +105,29 @@ class JointDenominators:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """Denominators of all optimizers, by parameter."""
+        """Denominators of all optimizers, keyed by parameter."""
         return {param: state for each in self._parts for param, state in each.state.items()}
 
     @property
     def adam_like(self) -> bool:
-        """True if one of the optimizers divides gradients by a running estimate of their size."""
+        """True if any optimizer divides gradients by a running estimate of their size."""
         return any(each.adam_like for each in self._parts)
 
     @property
     def outdated(self) -> bool:
-        """True if one of the optimizers cannot be measured at present; the same on all ranks."""
+        """True if the denominators of any optimizer are currently unavailable; the same on all ranks."""
         return any(each.outdated for each in self._parts)
 
 
 class JointTiles:
-    """States of several optimizers of one model in tiles, as its gradients see them; see ``TiledOptimizer``."""
+    """Tiled states of several optimizers of one model, as its gradients see them; see ``TiledOptimizer``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = parts
         self._owners: tuple[object, ...] = ()
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adapt to buckets laid out for another strategy, other parameters or another group."""
+        """Adapt to the buckets of another strategy, other parameters or another group."""
         for each in self._parts:
             each.follow(plan, profile)
 
@@ -143,7 +140,7 @@ class JointTiles:
         return self._owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        """Return the owned parts of each parameter, with the ranks that own them; all parameters must be in tiles."""
         found: dict[int, list[OwnedSpan]] = {}
         for each in self._parts:
             held = {id(p) for p in each.tiled}
@@ -153,7 +150,7 @@ class JointTiles:
 
     @property
     def divided(self) -> bool:
-        """True if some optimizer's state is divided among ranks."""
+        """True if any optimizer's state is divided among ranks."""
         return any(each.divided for each in self._parts)
 
     @property
@@ -163,11 +160,11 @@ class JointTiles:
 
     @property
     def unsettled(self) -> bool:
-        """True if a state is not divided as the strategy wants it in the present group."""
+        """True if any state is not yet divided as the strategy requires in the current group."""
         return any(each.unsettled for each in self._parts)
 
     def settle_between_steps(self) -> None:
-        """Prepare the state after a change of the strategy, on all ranks alike."""
+        """Divide the states as a changed strategy requires; called on every rank."""
         for each in self._parts:
             if each.unsettled:
                 each.settle_between_steps()
@@ -178,16 +175,16 @@ class JointTiles:
         return all(each.settled for each in self._parts)
 
     def gather(self) -> None:
-        """Have rank 0 hold the whole states until the next update; all ranks call it."""
+        """Gather the complete states on rank 0 until the next update; called on every rank."""
         for each in self._parts:
             each.gather()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
+        """Send the state that only leaving ranks own to ranks that stay; called on every rank."""
         for each in self._parts:
             each.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a group."""
+        """Enter a new group with all optimizers."""
         for each in self._parts:
             each.enter_group()

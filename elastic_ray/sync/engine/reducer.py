@@ -1,11 +1,12 @@
-"""The synchronisation engine: gradients of all ranks into their weighted mean, statistics along the way.
+"""Gradient reduction: reduces all ranks' gradients to their weighted mean and measures statistics along the way.
 
-One asynchronous all-reduce per bucket, started as soon as backward has filled it, awaited at the end of backward, so
-that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP. In a model's first pass, where there
-are several models, and where passes are nested, so that gradients come several times, reductions start when the
-outermost pass ends. Gradients are weighted by samples, or as the loop says, so unequal local batches give the gradient
-of the whole batch. Under a plain all-reduce ``.grad`` is a view of the bucket. A reduction that was given up keeps its
-memory, and ``.grad`` gets other: it can never write into what training continues with.
+Each bucket is all-reduced asynchronously. The reduction starts as soon as backward has filled the bucket and
+is awaited at the end of backward, so ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch
+DDP. In a model's first pass, with several models, and in nested passes (which produce a gradient several
+times), reductions start when the outermost pass ends. Gradients are weighted by samples, or as the loop
+specifies, so unequal local batches give the gradient of the whole batch. Under a plain all-reduce ``.grad`` is
+a view of the bucket. An abandoned reduction keeps its memory and ``.grad`` gets new memory, so it can never
+overwrite tensors in use.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
-from elastic_ray.sync.engine.reduction import Reduction
-from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, refuse_weights
-from elastic_ray.sync.engine.summing_group import SummingGroup
+from elastic_ray.sync.engine.reduction import (
+    Announcements,
+    BucketLayout,
+    Reduction,
+    StepWeights,
+    SummingGroup,
+    hooks_on_gradients,
+    refuse_weights,
+)
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.buckets import Bucket
@@ -40,18 +46,15 @@ if TYPE_CHECKING:
 class GradientReducer:
     """Reducer of one model's gradients, driven by hooks on its parameters during backward.
 
-    While gradients are accumulated, a micro-step contributes what ``.grad`` holds after the last backward pass before
-    ``optimizer.step()``, so user code may zero, clip and unscale gradients in each of them as it always does.
+    With gradient accumulation, a micro-step contributes the content of ``.grad`` after the last backward pass before
+    ``optimizer.step()``, so user code may zero, clip and unscale gradients in each micro-step as usual.
 
     Args:
-        trainable: the model's trainable parameters.
-        lay_out: makes buckets for them.
-        carried: what user code adds up over several steps.
-        group: whose gradients are added up.
-        grad_scale: AMP's present loss scale, 1 without AMP.
-        number: of the model, in the order in which the loop wraps them.
-        check_finite: whether to find out on which ranks gradients are NaN or infinite.
-        exchange_rows: sends row gradients of a pass to their owners; None without tables.
+        carried: Gradients that user code accumulates over several steps.
+        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
+        number: Index of the model, in the order in which the loop wraps models.
+        check_finite: Whether to determine which ranks have NaN or infinite gradients.
+        exchange_rows: Function that sends a pass's row gradients to their owners; None without tables.
     """
 
     def __init__(
@@ -99,14 +102,14 @@ class GradientReducer:
         self._early = False  # buckets are reduced while the pass continues
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
-        self._own_sum: Number = 0.0  # of what this rank has put into buckets
+        self._own_sums: list[Number] = []  # of what this rank has put into buckets
         # By bucket: parameters whose gradients lie in memory of their own, and how many elements may still do so.
         self._waiting: list[list[int]] = []
         self._room: list[float] = []
         self._left: list[float] = []
 
     def _build(self) -> None:
-        """Lay out buckets for the parameters that are trainable now."""
+        """Lay out buckets for the parameters that are currently trainable, and hook their gradients."""
         layout = self._layout = self._lay_out(self._trainable)
         self._buckets = layout.buckets
         self.reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
@@ -123,25 +126,25 @@ class GradientReducer:
 
     @property
     def plain_buckets(self) -> list[Bucket] | None:
-        """The buckets, where each holds whole gradients; None where some do not."""
+        """Buckets of the model if each holds complete gradients; None if any bucket does not."""
         found = [bucket for bucket in self._buckets if type(bucket) is Bucket]
         return found if len(found) == len(self._buckets) else None
 
     def let_go(self) -> None:
-        """Have no part in the model's backward passes any more."""
+        """Remove the hooks from the model's parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def enter_group(self) -> None:
-        """Announce the buckets anew in a group or after a new layout: ranks must have the same ones."""
+        """Announce the buckets again in a new group or after a new layout; they must be equal on all ranks."""
         self._announcements = Announcements(self._number, self._layout)
         if self._group.group.world_size == 1:
             self._layout.release()
         self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def follow(self, *, changed: bool) -> None:
-        """Include parameters that were unfrozen, or have otherwise ``changed``, when the model is called."""
+        """Rebuild the buckets before a forward pass if parameters were unfrozen, or if the layout has ``changed``."""
         if self._running and torch._C._current_graph_task_id() == -1:
             self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
@@ -151,7 +154,7 @@ class GradientReducer:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Rebuild the buckets for other trainable parameters."""
+        """Rebuild the buckets for a changed set of trainable parameters."""
         if self._trainable.changed():
             self._trainable.take_in()
         self.reduction.end_step()
@@ -159,7 +162,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add to ``.grad`` of this rank in backward passes inside (as DDP's ``no_sync``)."""
+        """Only accumulate into this rank's ``.grad`` in backward passes within the context (as DDP's ``no_sync``)."""
         self._sync = False
         try:
             yield
@@ -167,12 +170,12 @@ class GradientReducer:
             self._sync = True
 
     def drop_halves(self) -> None:
-        """Release what the first half of a step has left, once it is over."""
+        """Release the buffers of a step that was split in halves, after it has ended."""
         if self._step is not None and self._step.halved:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
     def close(self, *, refuses_own: bool) -> None:
-        """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
+        """Close the step's gradients when the optimizer is asked to step; later ones belong to another loss."""
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False
@@ -180,18 +183,18 @@ class GradientReducer:
         self.reduction.asked()
 
     def _keep_local(self) -> None:
-        """A gradient of a backward pass within ``no_sync`` is there."""
+        """Record a gradient of a backward pass within ``no_sync``."""
         self._carried.add(self._ledger.step, local=True)
         refuse_weights(self._ledger.step)
 
     def _nest(self) -> None:
-        """Record that a backward pass within the pass was seen."""
+        """Record a nested backward pass."""
         self._nests, self._early = True, False
 
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
         """Handle a nested backward pass that adds to a gradient which was complete.
 
-        Raises RuntimeError: it is being reduced without that.
+        Raises RuntimeError: the gradient is already being reduced.
         """
         if index < self._launched:
             raise RuntimeError(
@@ -202,7 +205,7 @@ class GradientReducer:
         self._buckets[index].add_again(param)
 
     def _begin(self) -> None:
-        """Decide what is to become of a backward pass, at its first gradient."""
+        """Decide at a backward pass's first gradient whether the pass is reduced, accumulated and measured."""
         if self._context.faults is not None:
             self._context.moment("backward")
         step = self._ledger.step
@@ -215,11 +218,9 @@ class GradientReducer:
         self._launched = 0
         self._goes_on, self._complete = False, True
         self._pending = list(self._sizes)
-        for bucket in self._buckets:
-            bucket.begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reduces = self._accumulates = self._measures = False
-        self._own_sum = 0.0
+        self._own_sums = []
         if step is None:
             self._step = self.nonfinite_ranks = None
             self.reduction.begin_step(self._context.states.progress.steps)
@@ -227,10 +228,10 @@ class GradientReducer:
             if self._reduces and not self._warned:
                 self._warned = True
                 self._context.tell("warning", OUTSIDE_OF_LOADERS)
-            if self._reduces:
-                self._begin_filling()
+            self._begin_buckets(first=False)
             return
-        if step is not self._step:
+        first = step is not self._step
+        if first:
             self._begin_step(step)
         elif step.micro != self._micro:
             self._carry()
@@ -243,6 +244,7 @@ class GradientReducer:
         self._micro = step.micro
         last = step.is_last_micro
         if not (last or self._open):
+            self._begin_buckets(first=False)
             return
         step.begin_backward()
         if step.weighed:
@@ -254,25 +256,26 @@ class GradientReducer:
         if self._statistics.due:
             self._statistics.begin_pass()
             self._measures = self._open and not self._ledger.failed
-        if self._reduces or self._accumulates:
-            self._begin_filling()
+        self._begin_buckets(first=first)
 
-    def _begin_filling(self) -> None:
-        """Have buckets take the pass in."""
-        alone = self._reduces and not self._accumulates
-        self._waiting = [[] for _ in self._buckets]
-        self._room = [bucket.begin_filling(alone=alone) for bucket in self._buckets]
+    def _begin_buckets(self, *, first: bool) -> None:
+        """Prepare all buckets for the pass; ``first`` if it is the first of its step."""
+        self._waiting, self._room = [], []
+        for bucket in self._buckets:
+            self._waiting.append([])
+            room = bucket.begin_pass(first=first, reduces=self._reduces, accumulates=self._accumulates)
+            self._room.append(room)
         self._left = list(self._room)
         if self._reduces and self._early:
             self._announce()
 
     def _adopt(self, index: int) -> None:
-        """Gradients of many elements wait in memory of their own: have their bucket take them in."""
+        """Move waiting gradients from their own memory into their bucket."""
         waiting, self._waiting[index], self._left[index] = self._waiting[index], [], self._room[index]
         self._buckets[index].adopt(waiting)
 
     def _announce(self) -> None:
-        """Announce to the other ranks that this one reduces gradients: they answer while backward continues."""
+        """Announce this rank's reduction to the other ranks, which answer while backward continues."""
         self._told = True
         weighed = self._step is not None and self._step.weighed
         self._announced = self._announcements.weighed if weighed else self._announcements.plain
@@ -284,14 +287,14 @@ class GradientReducer:
     def _met_before(self) -> bool:
         """True if reductions may start before the other ranks have answered.
 
-        Only reductions use the gradient group, so that nothing else can meet them. Reductions of another layout could,
-        but there are none once all have had this one.
+        Only reductions use the gradient group, so a reduction cannot be paired with any other collective. It could be
+        paired with a reduction of a different layout, but not once all ranks have announced the current layout.
         """
         met = self._met == (self._group.group.generation, self._announced)
         return met and self._context.models == 1
 
     def _meet(self) -> None:
-        """Wait until all ranks have announced the same."""
+        """Wait until all ranks have made the same announcement."""
         self._unanswered = False
         self._consensus.agreed()
         self._met = (self._group.group.generation, self._announced)
@@ -303,8 +306,6 @@ class GradientReducer:
         self._open, self._carries = True, False
         self._drifts = self._group.model.average is not None and self._group.drifts
         steps = self._context.states.progress.steps
-        for bucket in self._buckets:
-            bucket.begin_step(carries=step.micro_steps > 1)
         exact = self.reduction.begin_step(steps)
         self._ledger.mark_training()
         self._in_layers = self._statistics.in_layers
@@ -325,8 +326,8 @@ class GradientReducer:
             bucket.carry()
 
     def _fill(self, bucket: GradientBucket) -> None:
-        """Fill a bucket with the weighted local gradients on top of earlier micro-steps', and measure its norm."""
-        weight, rest, goes_on = self._weight, None, bucket.goes_on
+        """Fill a bucket with the weighted local gradients, add those of earlier micro-steps, and measure its norm."""
+        weight, rest, goes_on = self._weight, None, bucket.written is not None and bucket.goes_on
         if self._accumulates:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
                 rest = bucket.share(1.0 / self._group.world_size - weight)
@@ -334,30 +335,23 @@ class GradientReducer:
                 weighed = self._step is not None and self._step.weighed
                 rest = bucket.carried_share(self._weights.factor if weighed else 1.0)
         self._goes_on = self._goes_on or goes_on
-        bucket.put(weight)
+        own = bucket.put(weight, sums=self._check_finite and self._reduces)
+        if own is not None:
+            self._own_sums.append(own)
         if self._measures:
             self._statistics.add(bucket, weight)
         if self._accumulates:
             bucket.note_used()
         if rest is not None:
             bucket.add(rest)
-        if self._check_finite and self._reduces:
-            own = bucket.sum_up()
-            if own is not None:
-                self._own_sum = added(self._own_sum, own)
 
-    def _launch_ready(self) -> None:
-        """Start reductions in the fixed order, as far as buckets are full."""
+    def _launch(self) -> None:
+        """Start the reductions of full buckets, in the fixed order."""
         if self._ledger.failed:
             return
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
-                self._launch()
-        else:
-            self._launch()
-
-    def _launch(self) -> None:
-        """Launch the reductions of ready buckets, in order; called by :meth:`_launch_ready`."""
+                return self._launch()
         try:
             if self._launched == 0 and not self._pending[0]:
                 if self._unanswered and not self._met_before():
@@ -380,14 +374,14 @@ class GradientReducer:
             self._give_up(str(error))
 
     def _fill_tail(self) -> None:
-        """Write into the last bucket's tail what rides on the reduction."""
+        """Write the values that travel with the reduction into the last bucket's tail."""
         rank = self._group.group.rank
         shared = self._statistics.shared_values() if rank == 0 else self._layout.nothing_to_share
         self._note = self._carried.note
         tag = self._consensus.step_tag(self._note)
         head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *tag]
         norms = self._statistics.local_norms() if self._measures else ()
-        self._layout.write_tail(head, norms, self._own_sum, None if self._complete else self._used())
+        self._layout.write_tail(head, norms, added(self._own_sums), None if self._complete else self._used())
 
     def _used(self) -> list[bool]:
         """Return a flag for each parameter: True if it had a gradient on this rank in any micro-step."""
@@ -395,25 +389,10 @@ class GradientReducer:
         return [used for mine in flags for used in mine]
 
     def _finish(self) -> None:
-        """Finish the backward pass: reduce the rest, and put the mean into ``.grad``."""
+        """End the backward pass: launch the remaining reductions, wait for all, and put the mean into ``.grad``."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
-                self._end_pass()
-        else:
-            self._end_pass()
-
-    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """End a backward pass that raised: the rest of it gives nothing, and the step is lost."""
-        if self._ledger.failed:
-            self._running = False
-        elif self._running:
-            with torch.no_grad():
-                self._end_pass()
-        else:
-            give_zeros(self._trainable.params)
-
-    def _end_pass(self) -> None:
-        """End the backward pass: launch what is left, and wait for the reductions; called by :meth:`_finish`."""
+                return self._finish()
         self._running, self._knows = False, True
         if self._trainable.left_out:
             self._trainable.drop_strangers()
@@ -429,7 +408,7 @@ class GradientReducer:
             if not self._told:
                 self._announce()
             if self._launched < len(self._buckets):
-                self._launch_ready()
+                self._launch()
             self._collect(step)
         elif step is None:
             return
@@ -452,8 +431,17 @@ class GradientReducer:
         if self.reduction.owing and step is not None and step.is_last_micro and not self._ledger.failed:
             self.reduction.settle()
 
+    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """End a backward pass that raised an exception: its missing gradients count as zero, and the step is lost."""
+        if self._ledger.failed:
+            self._running = False
+        elif self._running:
+            self._finish()
+        else:
+            give_zeros(self._trainable.params)
+
     def _collect(self, step: LoaderStep | None) -> None:
-        """Wait for the reductions, conclude what rode on them, and write the mean back."""
+        """Wait for the reductions, evaluate the values that travelled with them, and write the mean back."""
         if self._ledger.failed:
             return
         layout, first = self._layout, self._group.group.rank == 0
@@ -507,17 +495,17 @@ class GradientReducer:
             first = last
 
     def _conclude_statistics(self, step: LoaderStep, norms: Sequence[float]) -> None:
-        """Receive the step's statistics, where they can be told apart from what it had reduced before."""
+        """Collect the step's statistics, unless they are mixed with gradients that the step reduced before."""
         if not (self._goes_on and self._accumulates):
             self._statistics.collect(step, norms, grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
     def _tries(self, step: LoaderStep) -> bool:
-        """Return True for the first pass of one rank alone whose buckets hold nothing of other micro-batches."""
+        """Return True in a lone rank's first pass without gradient accumulation, which checks the gradients once."""
         return not self._tried and self._group.world_size == 1 and step.micro_steps == 1
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
-        """Inspect the gradients of a rank alone."""
+        """Check and measure the gradients of a rank that trains alone."""
         step, statistics = self._step, self._statistics
         in_layers = step is not None and self._measures and statistics.in_layers
         if step is not None and in_layers and not statistics.collect_examples(step, self._grad_scale()):
@@ -536,11 +524,11 @@ class GradientReducer:
 def _gradient_hook(
     reference: weakref.ref[GradientReducer], index: int, place: int, own: torch.Tensor
 ) -> Callable[[torch.Tensor], None]:
-    """Return a hook that takes one gradient of a bucket, as long as their reducer lives; see ``weak_hook``."""
+    """Return a hook for one parameter's gradient that does not keep the reducer alive; see ``weak_hook``."""
     key, elements = id(own), own.numel()
 
     def hook(param: torch.Tensor) -> None:
-        """Handle a parameter's gradient and reduce full buckets. Torch calls it in a thread of each device."""
+        """Record a parameter's gradient and reduce full buckets. Torch calls the hook in one thread per device."""
         reducer = reference()
         if reducer is None:
             return
@@ -566,6 +554,6 @@ def _gradient_hook(
             pending = reducer._pending
             pending[index] -= 1
             if not pending[index] and reducer._reduces and reducer._early:
-                reducer._launch_ready()
+                reducer._launch()
 
     return hook

@@ -1,4 +1,4 @@
-"""The collectives of one backward pass: each bucket's operation, in rounds, and the tail's (torch)."""
+"""Buckets of a model as its plan lays them out, with a tail of control values, and their collectives (torch)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,166 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import read
-from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.operations.bucket_operation import GradientBucket
-from elastic_ray.sync.operations.buckets import AllReduceOperation
-from elastic_ray.sync.operations.compressed import CompressedOperation
-from elastic_ray.sync.operations.owing import OwingOperation
+from elastic_ray.batch.device_numbers import Number, read, read_with
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
+from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
+from elastic_ray.sync.operations.owing import CompressedOperation, OwingOperation, SettlingOperation
+from elastic_ray.sync.plan import SyncPlan
+from elastic_ray.sync.sliced_gradients.operation import SlicedBucket
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:
     from elastic_ray.consensus.consensus import RankConsensus
-    from elastic_ray.sync.engine.summing_group import SummingGroup
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
+    from elastic_ray.sync.averaging.drift import Drift
+    from elastic_ray.sync.engine.joint_optimizer import JointTiles
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+    from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
+
+
+class BucketLayout:
+    """Buckets of one model in memory, with the control values that travel with them.
+
+    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags
+    of used parameters. It travels with the last bucket's reduction if that reduction sums it exactly. Otherwise it
+    is a separate buffer with its own all-reduce.
+
+    Args:
+        groups: Parameters of each parameter group, in the model's order.
+
+    Attributes:
+        sliced: Buckets of which each rank receives only a part of the mean.
+        tail_rides: Whether the last bucket contains the tail.
+        strategy: User-visible name of the plan's strategy.
+        own_sum: Position in the tail of the sum of all ranks' contributions, which shows if they are finite. Flags
+            of used parameters follow this element.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        plan: SyncPlan,
+        control_size: int,
+        sequel: StrategyInForce,
+        statistics: GradientStatistics,
+        owners: TiledOptimizer | JointTiles,
+    ) -> None:
+        params = [p for group in groups for p in group]
+        if not params:
+            raise ValueError("model must have at least one parameter that requires a gradient")
+        self.sequel = sequel
+        self.norms = slice(control_size, control_size + statistics.norms_size)
+        self.shared = slice(self.norms.stop, self.norms.stop + statistics.shared_size)
+        self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
+        self.own_sum = self.step_tag.stop
+        self.no_norms = [0.0] * statistics.norms_size
+        self.nothing_to_share = [0.0] * statistics.shared_size
+        self._count = len(params)
+        size = self.own_sum + 1 + len(params)
+        last = len(plan.buckets) - 1
+        self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
+        self.buckets: list[GradientBucket] = [
+            make_bucket(
+                each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0, owners
+            )
+            for index, each in enumerate(plan.buckets)
+        ]
+        self.sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlicedBucket)]
+        self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
+        self._own_tail = torch.zeros(size, dtype=torch.float32, device=params[0].device)
+        self._sums: list[float] = []
+        self._numbers: Any = None
+        layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
+        self._layout = (layout, size, plan.digest, sequel.agenda)
+        name = plan.strategy.label
+        self.strategy = f"auto, now {name}" if sequel.agenda and name != "auto" else name
+
+    @property
+    def digest(self) -> int:
+        """Digest of the layout, which must be equal on all ranks."""
+        return digest((*self._layout, self.sequel.takes))
+
+    def settle_first(self, index: int) -> SettlingOperation:
+        """Have a bucket's next pass also send the residual that an earlier strategy left."""
+        settling = SettlingOperation(self.operations[index])
+        self.operations[index] = settling
+        return settling
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """Tail of control values, in its current memory."""
+        last = self.buckets[-1]
+        if self.tail_rides and isinstance(last, Bucket):
+            self._numbers = last.tail_numbers
+            return last.tail
+        self._numbers = self._own_tail.numpy() if self._own_tail.device.type == "cpu" else None
+        return self._own_tail
+
+    def release(self) -> None:
+        """Free the reduction buffers until they are needed again."""
+        for bucket in self.buckets:
+            bucket.release()
+
+    def write_tail(
+        self, head: Sequence[float], norms: Sequence[Number], own_sum: Number, used: Sequence[bool] | None
+    ) -> None:
+        """Write the values that travel with the reduction.
+
+        Args:
+            head: Values before ``own_sum``, with zeros in place of norms.
+            norms: Squared norms of local gradients; empty if not measured.
+            own_sum: Sum of this rank's contribution.
+            used: Flag per parameter: whether it has a gradient; None for all.
+        """
+        tail = self.tail
+        if self._numbers is not None:
+            self._numbers[: self.own_sum] = head
+            self._numbers[self.own_sum] = float(own_sum)
+            self._numbers[self.own_sum + 1 :] = 1.0 if used is None else used
+            if norms:
+                self._numbers[self.norms] = read(norms)
+            return
+        # From memory that is pinned a GPU takes them by itself, and nobody waits.
+        flags = [True] * self._count if used is None else used
+        told = torch.tensor([*head, 0.0, *flags], dtype=tail.dtype, pin_memory=tail.is_cuda)
+        tail.copy_(told, non_blocking=True)
+        for at, norm in [*enumerate(norms, self.norms.start), (self.own_sum, own_sum)]:
+            if isinstance(norm, torch.Tensor):  # a frozen group's has none
+                tail[at].copy_(norm)
+
+    def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
+        """Return the tail's sums up to ``own_sum``, and ``numbers`` as floats, with a single wait for the GPU."""
+        if self._numbers is not None:
+            return self._numbers[: self.own_sum + 1].tolist(), read(numbers) if numbers else []
+        self._sums, found = read_with(self.tail, numbers)
+        return self._sums, found
+
+    def used_anywhere(self) -> list[bool]:
+        """Return a flag per parameter: whether any rank had a gradient; valid after :meth:`read_tail`."""
+        sums = self._sums if self._numbers is None else self._numbers.tolist()
+        return [count > 0 for count in sums[self.own_sum + 1 :]]
+
+    def replace_buffers(self) -> None:
+        """Allocate new buffers, because abandoned reductions may still write to the old ones."""
+        for bucket in self.buckets:
+            bucket.replace_buffer()
+        self._own_tail = self._own_tail.clone()
+
+
+def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:
+    """Register ``hook`` to run after each parameter's gradient is accumulated; return the handles."""
+    handles = []
+    for param in params:
+        trained = param.requires_grad
+        param.requires_grad_(True)  # torch takes no hook for one that is frozen for the moment
+        handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        param.requires_grad_(trained)
+    return handles
+
 
 PROBE_EVERY = 32
 """Steps of which one is sent uncompressed, for statistics of gradients."""
@@ -27,17 +177,15 @@ PROBE_EVERY = 32
 class Reduction:
     """Runs the collectives of one backward pass.
 
-    All methods raise CommunicationFailedError if the group breaks. All methods raise CommunicationFailedError where the
-    group breaks.
+    All methods raise CommunicationFailedError if the group breaks.
 
-    What operations keep from step to step counts once the optimizer has applied what they gave, or the step is over
-    and its gradients wait for a later one. A step that is drawn again after the optimizer has applied it changes
-    nothing any more, and neither does a pass whose sum is not finite.
+    State that operations keep between steps is committed once the optimizer has applied their results, or once the
+    step has ended and its gradients wait for a later one. A step that is drawn again after the optimizer has
+    applied it does not change this state, and neither does a pass whose sum is not finite.
 
     Args:
-        group: ranks whose gradients are added up.
-        consensus: waits.
-        grad_scale: AMP's present loss scale, 1 without AMP.
+        group: Ranks whose gradients are summed.
+        grad_scale: Function that returns AMP's current loss scale, 1 without AMP.
     """
 
     def __init__(
@@ -62,9 +210,9 @@ class Reduction:
         """Start a step.
 
         Args:
-            steps: committed ones, the same number on all ranks.
+            steps: Number of committed steps, equal on all ranks.
 
-        Returns whether its gradients travel in a form that gives statistics.
+        Returns True if the step's gradients are sent uncompressed, so that statistics can be measured.
         """
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
@@ -82,35 +230,62 @@ class Reduction:
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
-        """Start the first round of a bucket that is full; of the last one with the tail."""
+        """Start the first round of a full bucket; the last bucket includes the tail."""
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
             self._asked, self._finite, self.written = False, None, set()
             for owing in self.owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
-        self._works[index] += layout.operations[index].launch(layout.buckets[index], gradients)
+        operation, bucket = layout.operations[index], layout.buckets[index]
+        if type(operation) is AllReduceOperation and type(bucket) is Bucket:
+            self._works[index].append(gradients.all_reduce(bucket.memory.flat))
+        else:
+            self._works[index] += operation.launch(bucket, gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
     def finish(self, *, checks: bool) -> None:
-        """Wait, and continue in rounds until every bucket holds the sum; as many rounds on every rank.
+        """Wait for the works and run further rounds until every bucket holds its sum; equally many on all ranks.
 
-        What one bucket takes on the CPU is done while later ones are on their way: its finite sum goes into ``.grad``.
+        While later buckets are in flight, finite sums of finished buckets are written to ``.grad``.
 
         Args:
-            checks: whether :meth:`is_finite` is asked in every pass. Of buckets that are summed up before they are
-                reduced the sum of all ranks' sums tells it.
+            checks: Whether the caller checks in every pass if the gradients are finite. For buckets that were summed
+                before their reduction, the sum of all ranks' sums shows this.
         """
+        communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
         self._took_s = [0.0] * len(self._began_s)
-        told, finished, going = False, 0, self._layout.buckets
+        told, finished, going, last = False, 0, self._layout.buckets, len(operations) - 1
         while going:
             finished, left = finished + 1, list[GradientBucket]()
             for bucket in going:
+                index = bucket.index
                 told = told or (bucket.is_summed_up and not self.owing)
-                if self._goes_on(bucket, finished, looks=looks):
-                    left.append(bucket)
+                works, self._works[index] = self._works[index], []
+                for work in works:
+                    if not communicator.waited_briefly(work):
+                        self._consensus.announcer.wait(work)
+                if type(operations[index]) is not AllReduceOperation:  # whose first round is its last
+                    self._works[index] = list(operations[index].go_on(bucket, communicator.gradients, finished))
+                    if self._works[index]:
+                        left.append(bucket)
+                        continue
+                self._took_s[index] = time.perf_counter() - self._began_s[index]
+                if bucket.sliced:
+                    continue
+                if looks and (self.owing or not bucket.is_summed_up):
+                    total = bucket.total()
+                    if total.is_cuda:  # to look at it is to wait for the GPU
+                        self.totals.append(total)
+                        continue
+                    if not (math.isfinite(total) or bucket.is_finite()):
+                        self._finite = False
+                        continue
+                if bucket.complete and index < last:
+                    bucket.write_back(lambda: ())
+                    self.written.add(index)
             going = left
         if self._layout.sliced and not self._tell_sizes() and looks:
             self._finite = False
@@ -121,35 +296,8 @@ class Reduction:
                 owing.drop()
         self._layout.sequel.reduced(self._took_s)
 
-    def _goes_on(self, bucket: GradientBucket, finished: int, *, looks: bool) -> bool:
-        """Wait for a bucket's round and start its next one; after the last one, have ``.grad`` hold its sum."""
-        index = bucket.index
-        works, self._works[index] = self._works[index], []
-        for work in works:
-            self._consensus.announcer.wait(work)
-        operation = self._layout.operations[index]
-        if type(operation) is not AllReduceOperation:  # whose first round is its last
-            self._works[index] = list(operation.go_on(bucket, self._group.group.communicator.gradients, finished))
-            if self._works[index]:
-                return True
-        self._took_s[index] = time.perf_counter() - self._began_s[index]
-        if bucket.sliced:
-            return False
-        if looks and (self.owing or not bucket.is_summed_up):
-            total = bucket.total()
-            if total.is_cuda:  # to look at it is to wait for the GPU
-                self.totals.append(total)
-                return False
-            if not (math.isfinite(total) or bucket.is_finite()):
-                self._finite = False
-                return False
-        if bucket.complete and index < len(self._layout.buckets) - 1:
-            bucket.write_back(lambda: ())
-            self.written.add(index)
-        return False
-
     def _tell_sizes(self) -> bool:
-        """Exchange what all ranks must know of gradients that none of them holds; whether all are finite."""
+        """Sum the numbers of sliced gradients, which no rank holds completely; return True if all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
@@ -158,7 +306,7 @@ class Reduction:
         return all(bucket.finite for bucket in self._layout.sliced)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Function that sums numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
+        """Return the sums of the given numbers over all ranks; a collective."""
         told = torch.tensor(list(values), dtype=torch.float64)
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
@@ -171,13 +319,13 @@ class Reduction:
         return self._finite is True
 
     def take_totals(self, values: Sequence[float]) -> None:
-        """Evaluate the values of :attr:`totals`: the pass is finite if their sum is, or else all buckets are."""
+        """Evaluate the values of :attr:`totals`: the pass is finite if their sum is, or else if all buckets are."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return ranks whose own gradients in the last pass are not finite; None where its sum is."""
+        """Return the ranks whose gradients in the last pass are not finite; None if the sum of all ranks is finite."""
         if self._finite or self.is_finite():
             return None
         own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
@@ -185,10 +333,10 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
-        """Prepare residuals in a group of one rank, which reduces nothing: they go into its gradients.
+        """Add residuals to the local gradients if this rank reduces with no other.
 
-        Where ranks step by themselves, and their models are averaged, a rank's gradient counts for as little of the
-        mean as there are ranks: what it owes does so, too.
+        While replicas drift and models are averaged, a rank's gradient has a weight of 1 / ranks in the mean, so the
+        residual is multiplied by the number of ranks.
         """
         if self._group.world_size == 1:
             scale = self._grad_scale() * len(self._group.group.nodes)
@@ -201,14 +349,14 @@ class Reduction:
         self._asked = True
 
     def applied(self) -> None:
-        """Commit what the last pass has left in operations; a later loss of the step does not change it."""
+        """Commit the state that the last pass left in operations; losing the step later does not change it."""
         self._asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
-        """End the step before: commit or void its operations."""
+        """End the previous step: commit or void its operations."""
         if self._asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
@@ -217,8 +365,134 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """Discard what the last passes have left in operations."""
+        """Discard the state that the last passes left in operations."""
         self._asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
             operation.void()
+
+
+class StepWeights:
+    """Computes each micro-batch's weight in the mean gradient.
+
+    All ranks exchange their counts once per step, before the step's first bucket is filled.
+
+    Args:
+        statistics: Gradient statistics, which are scaled by the weights of carried gradients.
+    """
+
+    def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
+        self._group, self._consensus, self._statistics = group, consensus, statistics
+        self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
+
+    def begin_pass(self, step: LoaderStep) -> None:
+        """Start a backward pass of a step whose micro-batches the loop weighs.
+
+        Raises RuntimeError: the loop weighed earlier micro-batches of the step, but not this one.
+        """
+        if not step.micro:
+            self.factor = 1.0
+        if len(step.own_counts) <= step.micro:
+            raise RuntimeError(
+                "loader.weigh(n) must be called before backward() in each micro-batch of a step, or in none: it was "
+                f"for {len(step.own_counts)}, and not for the one that follows"
+            )
+
+    def share(self, step: LoaderStep | None, *, reduces: bool) -> float:
+        """Return the weight of the step's last micro-batch on this rank.
+
+        Args:
+            step: Current step; None outside of steps, where all ranks have equal weights.
+            reduces: Whether gradients of several ranks are summed; all of these ranks must then call this method.
+        """
+        if step is None:
+            return 1.0 / self._group.world_size
+        if not step.weighed:
+            return self._group.share(step)
+        if step.counts is None:
+            own = list(step.own_counts)
+            counts = self._of_all(own) if reduces else [own]
+            total = sum(map(sum, counts))
+            self.factor = step.count / total if total > 0 else 0.0
+            self._statistics.scale_carried(self.factor)
+            step.take_counts(counts)
+        return self._group.share(step)
+
+    @torch.no_grad()
+    def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
+        """True if this rank trains alone and the step's only micro-batch has weight 0; ``.grad`` is then set to 0.
+
+        A sum over several ranks would also be 0, whereas the gradient of a mean over no samples may be NaN.
+        """
+        if not step.is_last_micro or any(step.own_counts):
+            return False
+        for bucket in buckets:
+            for param in bucket.params:
+                if param.grad is not None:
+                    param.grad.zero_()
+        return True
+
+    def _of_all(self, own: list[float]) -> list[list[float]]:
+        """Exchange the weights of all ranks' micro-batches and return them by rank."""
+        told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
+        told[self._group.group.rank] = torch.tensor(own, dtype=torch.float64)
+        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        found: list[list[float]] = told.tolist()
+        return found
+
+
+class Announcements:
+    """Announcement values of a pass; they differ with weights, which need one more collective.
+
+    Args:
+        layout: Layout of the model's buckets in the current group.
+
+    Attributes:
+        plain, weighed: Announcement of a pass whose micro-batches are weighted by samples, or by the loop.
+    """
+
+    def __init__(self, number: int, layout: BucketLayout) -> None:
+        plain, strategy = layout.digest, layout.strategy
+        weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
+        self.plain = Announced(Intent.GRADIENTS, number, plain, strategy)
+        self.weighed = Announced(Intent.GRADIENTS, number, *weighed)
+
+
+def refuse_weights(step: LoaderStep | None) -> None:
+    """Refuse weights in a step whose backward pass only adds to this rank's gradients.
+
+    Raises RuntimeError: the loop has set a weight for the step's micro-batch.
+    """
+    if step is not None:
+        step.begin_backward()
+    if step is not None and step.weighed:
+        raise RuntimeError(
+            "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "
+            "several steps are added up as they are. Let the loader accumulate: autoscale_batch_size(..., "
+            "gradient_accumulation=True)"
+        )
+
+
+class SummingGroup:
+    """Ranks whose gradients are summed: the group, or this rank alone while replicas diverge.
+
+    If this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
+    """
+
+    def __init__(self, context: Run, model: Drift) -> None:
+        self.group = context.group  # the present group, whoever is added up
+        self.model = model
+
+    @property
+    def drifts(self) -> bool:
+        """True while ranks update with their local gradients."""
+        return self.model.average is not None and self.model.on
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks whose gradients are summed."""
+        return self.group.world_size if self.model.average is None or not self.model.on else 1
+
+    def share(self, step: LoaderStep) -> float:
+        """Return the weight of this rank's current micro-batch in the sum."""
+        return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

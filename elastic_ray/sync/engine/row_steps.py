@@ -1,4 +1,4 @@
-"""Optimizer steps of tables: of the touched rows alone, where that is the same step (torch)."""
+"""Optimizer steps on only the touched rows of tables, if they equal steps on the complete tables (torch)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class RowSteps:
-    """Steps only the touched rows of tables where the optimizer's update of a zero gradient is zero.
+    """Steps only the touched rows of tables if the optimizer's update for a zero gradient is zero.
 
-    Both give the same step, but not always the same bits. So nothing that may be on one rank only, such as a hook of
-    the user's, decides between them: hooks see the dense gradients, whatever is stepped.
+    Stepping rows gives the same step as stepping the table, but not always bitwise. Nothing that may differ between
+    ranks, such as a user's hook, may therefore choose between the two: hooks always see dense gradients.
 
-    A momentum buffer that torch keeps as a sparse tensor grows with every step by the rows of its gradient, though most
-    of them are there already: rows are put together after each step, so that it is the same on all ranks, and once
-    half of the table's are there, it becomes dense. It also does before the step of a dense gradient, which torch
-    cannot add to it; such a gradient comes where another strategy takes over.
+    A momentum buffer that torch keeps as a sparse tensor grows in each step by the rows of the gradient, even if
+    it already holds most of them. So its duplicate rows are merged after each step, on all ranks alike, and the
+    buffer becomes dense once it holds half of the table's rows. It also becomes dense before a step with a dense
+    gradient, which torch cannot add to a sparse buffer; dense gradients occur after a change of the strategy.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -37,11 +37,11 @@ class RowSteps:
         self.look_again()
 
     def look_again(self) -> None:
-        """Check again: the optimizer's state, or the layout of gradients, may have changed."""
+        """Schedule a new check, because the optimizer's state or the layout of gradients may have changed."""
         self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:
-        """Register the inner hooks, so that the user's come before rows are shown and after the table is."""
+        """Register inner hooks, so that user hooks run before rows replace the table and after it is restored."""
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
         needed = bool(self._tables) or self._looks
         if needed and self._hooks is None:
@@ -97,9 +97,10 @@ def _is_exact(group: Mapping[str, Any]) -> bool:
 
 @torch.no_grad()
 def _suit_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Give SGD's momentum buffers a layout that torch can add to that of their gradients.
+    """Convert SGD's momentum buffers to a layout that torch can add to their gradients.
 
-    Returns whether any is sparse still, so that another layout of its gradient would make it unsuited again.
+    Returns True if any buffer is still sparse, and would have to be converted again if its gradient's layout
+    changes.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False
@@ -119,6 +120,6 @@ def _suit_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _tidy(value: torch.Tensor, *, may_be_dense: bool) -> torch.Tensor:
-    """Return the tensor with each row once."""
+    """Return the sparse tensor with duplicate rows merged; dense if allowed and over half of its rows are present."""
     value = value.coalesce()
     return value.to_dense() if may_be_dense and 2 * value._nnz() > value.shape[0] else value

@@ -1,15 +1,18 @@
-"""Parameters of a model that are synchronised: those that have been trainable since it was wrapped."""
+"""Parameters of a model that are synchronised, as this worker's part, and their profile for a planner (torch)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.batch.device_numbers import local
 from elastic_ray.state.pieces import shared_out
 from elastic_ray.state.tree import OptimizerState, Stateful
-from elastic_ray.sync.engine.local_parameters import as_divided
+from elastic_ray.sync.engine.joint_optimizer import optimizers_of
+from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo
+from elastic_ray.sync.tables.sparse_backward import switch_off
 
 if TYPE_CHECKING:
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
@@ -17,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Trainable:
-    """A model's trainable parameters, by parameter group of its optimizer.
+    """Trainable parameters of a model, by parameter group of its optimizer.
 
-    A parameter that is unfrozen after the model was wrapped is taken in; one that is frozen stays, without gradients of
-    its own, so that code which toggles ``requires_grad`` in every step costs nothing.
+    A parameter that is unfrozen after the model was wrapped is included. A parameter that is frozen later stays
+    included, without local gradients, so that toggling ``requires_grad`` in every step costs nothing.
 
-    Raises ValueError: the optimizer holds other parameters than the module's.
+    Raises ValueError: the optimizer holds parameters that are not the module's, or lacks trainable ones.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -36,9 +39,9 @@ class Trainable:
         self._lay_out(wrapped=False)
 
     def check(self) -> None:
-        """Check that the model has the parameters that it was wrapped with.
+        """Check that the model still has the parameters that it was wrapped with.
 
-        Raises ValueError: others are in their places; the message names them.
+        Raises ValueError: parameters were replaced or tied; the message names them.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         if self._known <= {id(p) for p in now.values()}:
@@ -57,20 +60,20 @@ class Trainable:
         return more or len(self._optimizer.param_groups) != len(self._sizes)
 
     def take_in(self) -> None:
-        """Adapt to what user code has unfrozen, or added to the optimizer.
+        """Include parameters that user code has unfrozen or added to the optimizer.
 
-        Raises ValueError: a parameter was unfrozen that the optimizer does not step; the message names it.
+        Raises ValueError: the optimizer does not step an unfrozen parameter; the message names it.
         """
         self._lay_out(wrapped=True)
 
     def drop_strangers(self) -> None:
-        """Drop gradients of parameters that are not synchronised yet: each rank has its own."""
+        """Drop gradients of parameters that are not synchronised yet, because they differ between ranks."""
         for p in self.left_out:
             if p.requires_grad:
                 p.grad = None
 
     def _lay_out(self, *, wrapped: bool) -> None:
-        """Sort the trainable parameters by group; raises ValueError where the optimizer holds others."""
+        """Sort the trainable parameters by group; raise ValueError if the optimizer holds different ones."""
         order = {id(p): i for i, p in enumerate(self._module.parameters())}
         trained = self._known | {id(p) for p in self._module.parameters() if p.requires_grad}
         groups = [
@@ -105,7 +108,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return by name the trainable parameters, the synchronised ones, and the optimizer's groups."""
+        """Return the names of trainable and of synchronised parameters, and of those in each optimizer group."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -114,7 +117,7 @@ class Trainable:
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Adopt what another rank's user code has unfrozen, frozen, and added, before this one came."""
+        """Adopt what another rank's user code unfroze, froze or added before this rank joined."""
         mine = dict(self._module.named_parameters())
         wanted = set(tree["requires_grad"])
         for name, p in mine.items():
@@ -126,18 +129,18 @@ class Trainable:
 
 
 class TrainedState(OptimizerState):
-    """An optimizer's state, with which of its parameters are trained; ``rebuild`` follows when others are.
+    """Optimizer state with a record of the trained parameters; buckets are rebuilt when the record changes.
 
-    Of states that are divided among the ranks, each sends and saves what all share; see ``SharedOut``.
+    For states that are divided among the ranks, each rank sends and saves only the common part; see ``SharedOut``.
 
     Args:
-        rebuild: lays buckets out anew.
-        carried: gradients that wait for an optimizer step to come; None where another optimizer's state has them.
-        divided: states of which each rank holds a part.
-        in_unit: parameters may be divided within the unit, and with them their states.
+        rebuild: Function that rebuilds the buckets.
+        carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state has them.
+        divided: States of which each rank holds a part.
+        in_unit: Whether parameters, and so their states, may be divided within the unit.
 
     Attributes:
-        takes_unread: whole states in a checkpoint are read as far as ranks need them.
+        takes_unread: Complete states in a checkpoint are read only as far as ranks need them.
     """
 
     takes_unread = True
@@ -169,7 +172,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_to_save(self) -> Any:
-        """Return the whole state, where this rank holds it."""
+        """Return the complete state, if this rank holds it."""
         captured, gathered = self.capture(), self._divided.gathered()
         if "divided" in captured and gathered is not None:
             places = {id(p): i for i, p in enumerate(self._parameters())}
@@ -178,7 +181,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return the part that this rank writes of a joint checkpoint; see ``WrittenInParts``."""
+        """Return the part of a joint checkpoint that this rank writes; see ``WrittenInParts``."""
         written = self._divided.written(rank)
         captured = self.capture_to_save() if written is None else self.capture()
         states = shared_out(captured["state"], rank, world_size)
@@ -215,3 +218,161 @@ class TrainedState(OptimizerState):
         if not whole:
             state.update(own)
         self._divided.restore(divided, whole=whole)
+
+
+class LocalParameter:
+    """Stand-in for a distributed parameter that exposes only its local part to buckets."""
+
+    def __init__(self, param: Any) -> None:
+        self._param = param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._param, name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function with the local part in place of the stand-in."""
+        return function(*(each.part if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+
+    @property
+    def whole(self) -> Any:
+        """Parameter that the stand-in represents."""
+        return self._param
+
+    @property
+    def part(self) -> torch.Tensor:
+        """Part of the tensor that this worker holds."""
+        found: torch.Tensor = local(self._param)
+        return found
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the local part."""
+        return self.part.shape
+
+    def numel(self) -> int:
+        """Return the number of elements in the local part."""
+        return self.part.numel()
+
+    def is_contiguous(self) -> bool:
+        """True if the local part is contiguous."""
+        return self.part.is_contiguous()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Local part of the gradient, which is first redistributed as the parameter is."""
+        grad: Any = self._param.grad
+        if grad is None:
+            return None
+        if grad.placements != self._param.placements:  # partial sums, of what follows a parallel sequence
+            self._param.grad = grad = grad.redistribute(placements=self._param.placements)
+        found: torch.Tensor = local(grad)
+        return found
+
+    @grad.setter
+    def grad(self, part: torch.Tensor | None) -> None:
+        from torch.distributed.tensor import DTensor
+
+        held = None if part is None else DTensor(part, self._param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        self._param.grad = held
+
+
+def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
+    """Return the parameters by group, with stand-ins for parameters that are divided within the unit."""
+    return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
+
+
+def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
+    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
+    part = getattr(param, "_local_tensor", None)
+    if part is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    def divided(value: Any) -> Any:
+        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
+        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
+            return value
+        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    return {key: divided(value) for key, value in values.items()}
+
+
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+# A class derived from one of these may do anything.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+
+def profile_of(
+    module: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> ModelProfile:
+    """Return the model's profile.
+
+    Args:
+        groups: Trainable parameters by parameter group of the optimizer, in the model's order.
+    """
+    for layer in module.modules():
+        if layer._forward_pre_hooks:
+            switch_off(layer)
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    layers = layers_by_parameter(module)
+    params = [
+        ParamInfo(
+            names=tuple(names[id(param)]),
+            shape=tuple(param.shape),
+            dtype=str(param.dtype).removeprefix("torch."),
+            itemsize=param.element_size(),
+            device=param.device.type,
+            group=index,
+            sparse=any(getattr(layer, "sparse", False) for layer in layers[id(param)] if isinstance(layer, _TABLES)),
+            table=all(isinstance(layer, _TABLES) for layer in layers[id(param)]),
+            divisible=param.is_contiguous(),
+        )
+        for index, group in enumerate(groups)
+        for param in group
+    ]
+    trained = {id(param) for group in groups for param in group}
+    frozen = [name for key, all_names in names.items() if key not in trained for name in all_names]
+    first, *others = optimizers = optimizers_of(optimizer)
+    by_group = tuple(_describe(each) for each in optimizers for _ in each.param_groups) if others else ()
+    return ModelProfile(params=tuple(params), optimizer=_describe(first), by_group=by_group, frozen=tuple(frozen))
+
+
+def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """Return the layers that hold each parameter, keyed by the parameter's ``id``."""
+    layers: dict[int, list[torch.nn.Module]] = {}
+    for layer in module.modules():
+        for param in layer.parameters(recurse=False):
+            layers.setdefault(id(param), []).append(layer)
+    return layers
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
+    """Return the kinds of gradients that the optimizer can step; for torch's own, measured with torch 2.13."""
+    decays = any(group.get("weight_decay", 0) for group in optimizer.param_groups)
+    takes = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and not decays
+    return OptimizerInfo(
+        name=type(optimizer).__name__,
+        takes_sparse=takes or isinstance(optimizer, torch.optim.SparseAdam),
+        only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
+        elementwise=is_elementwise(optimizer),
+    )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer is known to update each element independently of the others of its tensor."""
+    return type(optimizer) in _ELEMENTWISE

@@ -1,7 +1,7 @@
-"""The gradient noise scale of a model that the workers of a unit hold parts of, as the sum over the parts (torch).
+"""Gradient noise scale of a model whose parts are held by the workers of a unit (torch).
 
-Estimates are linear in the squared norms, so that each worker makes those of its part, and the unit adds them up. A
-parameter that several workers hold, under one name and with one gradient, counts on the first of them.
+Estimates are linear in the squared norms, so each worker computes them for its part and the unit adds them up. A
+parameter that several workers hold, with the same name and the same gradient, counts only on the first of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnitStatistics:
     """Statistics of one model's backward passes on one worker of a unit.
 
     Args:
-        module: the model, or this worker's part of it.
+        module: The model, or this worker's part of it.
     """
 
     def __init__(self, unit: UnitGroup, module: torch.nn.Module, statistics: GradientStatistics) -> None:
@@ -40,7 +40,7 @@ class UnitStatistics:
         self._left_out: list[str] | None = None
 
     def follow(self, buckets: Sequence[GradientBucket]) -> None:
-        """Measure the gradients of these buckets, less what other workers of the unit count."""
+        """Measure the gradients of these buckets, except those that other workers of the unit count."""
         self._buckets, self._left_out = buckets, self._statistics.noise.counted_elsewhere
         left_out = {id(p) for name, p in self._module.named_parameters() if name in (self._left_out or ())}
         for bucket in buckets:
@@ -48,7 +48,7 @@ class UnitStatistics:
                 bucket.count_elsewhere(left_out)
 
     def before_forward(self) -> None:
-        """Leave out what others count, as was found out or received since the last pass."""
+        """Exclude parameters that other workers count, if that list has changed since the last pass."""
         if self._left_out is not self._statistics.noise.counted_elsewhere:
             self.follow(self._buckets)
 
@@ -57,13 +57,13 @@ class UnitStatistics:
         return float(self._statistics.noise.groups if self._statistics.in_units else 0)
 
     def add_up(self, due: Sequence[float], needed_by: Sequence[str]) -> None:
-        """Add up what the workers of the unit have found, once the gradients of a step are averaged.
+        """Sum the measurements of the unit's workers, after the gradients of a step are averaged.
 
         Args:
-            due: what :meth:`due` has returned on each.
-            needed_by: what cannot do without.
+            due: Result of :meth:`due` on each worker.
+            needed_by: Names of the settings that require the statistics; empty if none does.
 
-        Raises StrategyError: they have different numbers of parameter groups, and something needs the statistics.
+        Raises StrategyError: workers have different numbers of parameter groups, and a setting needs the statistics.
         """
         noise, unlike = self._statistics.noise, len(set(due)) > 1
         if unlike and all(due) and needed_by:
@@ -82,7 +82,7 @@ class UnitStatistics:
             self._look()
 
     def _look(self) -> None:
-        """Find out which of this worker's parameters earlier ones of the unit hold as well."""
+        """Determine which of this worker's parameters are also held by earlier workers of the unit."""
         own = [number for signature in self._signatures() for number in signature]
         most = round(max(row[0] for row in self._unit.gather([float(len(own))])))
         rows = self._unit.gather([*own, *[0.0] * (most - len(own))])
@@ -105,12 +105,12 @@ class UnitStatistics:
         noise.leave_out(elsewhere, looks=looks)
 
     def _held(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the parameters in buckets, by name."""
+        """Yield the parameters in buckets, with their names."""
         held = {id(getattr(p, "whole", p)) for bucket in self._buckets for p in bucket.params}
         return ((name, p) for name, p in self._module.named_parameters() if id(p) in held)
 
     def _signatures(self) -> Iterator[tuple[float, float, float, float]]:
-        """Yield what stands for each parameter: its name, and the size, norm and sum of its mean gradient."""
+        """Yield a signature per parameter: its name's digest, and the size, norm and sum of its mean gradient."""
         held = list(self._held())
         grads = [None if p.grad is None else as_real(local(p.grad).detach()) for _, p in held]
         norms = read([0.0 if grad is None else torch.linalg.vector_norm(grad, dtype=_EXACT) for grad in grads])
@@ -120,7 +120,7 @@ class UnitStatistics:
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    """True if two workers hold the same parameter, as far as size and gradient tell; no gradient tells nothing."""
+    """True if two workers' signatures agree in size and in a non-zero gradient, so the parameter is the same."""
     (_, size, norm, total), (_, other_size, other_norm, other_total) = one, other
     near = _CLOSE * norm * math.sqrt(size)
     return (

@@ -1,4 +1,4 @@
-"""Interfaces of a bucket, of its operation, and of the group's collectives, as the engine uses them."""
+"""Interfaces of buckets and their operations, as the gradient engine uses them."""
 
 from __future__ import annotations
 
@@ -8,70 +8,32 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
     from elastic_ray.sync.operations.buckets import Bucket
-    from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+    from elastic_ray.sync.sliced_gradients.operation import SlicedBucket
     from elastic_ray.sync.tables.row_bucket import RowBucket
 
 
-class GradientCollectives(Protocol):
-    """Collectives of the present group among gradients. All start an operation, and return its work to be waited for.
-
-    The order in which they are started must be the same on all ranks.
-    """
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sum the tensor over all ranks, in place."""
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] = (),
-        input_splits: Sequence[int] = (),
-    ) -> Any:
-        """Send piece ``i`` of ``tensor`` to rank ``i``; what arrives lies in ``output`` in rank order.
-
-        Without splits all pieces are equal; splits count along the first dimension.
-        """
-
-    def reduce(self, tensor: torch.Tensor, root: int) -> Any:
-        """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Rank ``root``'s tensor, in place."""
-
-
 class MeasuredGradient(Protocol):
-    """Gradients of one parameter group, or of rows of one parameter, that statistics are taken of."""
+    """Gradients for which statistics are measured: those of one parameter group, or rows of one parameter."""
 
     @property
     def index(self) -> int:
-        """Index that tells the gradients from others of the model."""
+        """Index that identifies the gradients within the model."""
 
     @property
     def group(self) -> int:
-        """Parameter group."""
+        """Index of the parameter group."""
 
     @property
     def sliced(self) -> bool:
-        """True if other ranks hold the rest of the mean."""
+        """True if this rank holds only a part of the mean and other ranks hold the rest."""
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the optimizer's factors for these gradients, for :meth:`squared_norm`; None is the identity."""
 
     def squared_norm(self, preconditioner: Any) -> torch.Tensor:
-        """Return the squared norm of the gradients, each times the preconditioner's element; a scalar tensor."""
+        """Return the squared norm of the gradients times the preconditioner, element by element; a scalar tensor."""
 
 
 GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
@@ -81,35 +43,36 @@ GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
 class BucketOperation(Protocol):
     """Protocol of an operation that sums one bucket's weighted gradients over all ranks, in rounds of collectives.
 
-    :meth:`launch` is called when backward has filled the bucket, :meth:`go_on` after all works of the round before have
-    ended, on all buckets in order, until it returns none. What an operation keeps from step to step changes in two
-    phases: a step's outcome counts from :meth:`commit` on, and never where :meth:`void` comes first.
+    :meth:`launch` is called when backward has filled the bucket. :meth:`go_on` is called, for all buckets in
+    order, after all works of the previous round have ended, until it returns no works. State that an operation
+    keeps between steps changes in two phases: :meth:`commit` makes a step's outcome final, and :meth:`void`
+    discards it.
     """
 
-    def launch(self, bucket: Any, group: GradientCollectives) -> Sequence[Any]:
-        """Start the first round; returns its works."""
+    def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:
+        """Start the first round and return its works."""
 
-    def go_on(self, bucket: Any, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Start the round after the first ``finished`` ones; none once the bucket holds the sum."""
+    def go_on(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
+        """Start the round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
 
     def commit(self) -> None:
         """Commit the step."""
 
     def void(self) -> None:
-        """Discard the pass: the operation's state stays as it was before."""
+        """Discard the pass; the operation's state from before the pass is kept."""
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class WireForm:
-    """Conversion of a flat buffer into the dtype that travels, and back.
+    """Conversion of a flat buffer to the dtype in which it is sent, and back.
 
-    A value beyond fp16's 65504 becomes infinite, and so does the sum on every rank: AMP's scaler then leaves the step
-    out and lowers its scale, as it does where autocast overflows.
+    A value beyond fp16's maximum of 65504 becomes infinite, and so does the sum on every rank. AMP's scaler then
+    skips the step and lowers its scale, as it does for an overflow under autocast.
 
     Args:
-        dtype: that of ``Wire``: ``"native"``, ``"bf16"`` or ``"fp16"``.
+        dtype: Value of ``Wire.dtype``: ``"native"``, ``"bf16"`` or ``"fp16"``.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -117,11 +80,11 @@ class WireForm:
         self._buffer: torch.Tensor | None = None
 
     def of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the form in which gradients of a dtype travel: never a wider one."""
+        """Return the dtype in which gradients of a dtype are sent, which is never wider."""
         return dtype if self._dtype is None or dtype.itemsize <= self._dtype.itemsize else self._dtype
 
     def pack(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the buffer that travels: `flat` itself if it has the wire's dtype, else this object's own."""
+        """Return the buffer to send: `flat` itself if it has the wire's dtype, else an internal buffer."""
         if self.of(flat.dtype) == flat.dtype:
             return flat
         if self._buffer is None or self._buffer.shape != flat.shape:
@@ -129,10 +92,10 @@ class WireForm:
         return self._buffer.copy_(flat)
 
     def unpack(self, flat: torch.Tensor) -> None:
-        """Copy what has arrived back into `flat`."""
+        """Copy the received values back into `flat`."""
         if self._buffer is not None and self.of(flat.dtype) != flat.dtype:
             flat.copy_(self._buffer)
 
     def drop(self) -> None:
-        """Leave the buffer to a collective that was given up and may still write to it."""
+        """Drop the buffer, because an abandoned collective may still write to it."""
         self._buffer = None

@@ -1,4 +1,4 @@
-"""Layout of parameters in flat buffers for reduction, equal on every rank whatever the order of hooks."""
+"""Layout of parameters in flat buffers for reduction, equal on every rank regardless of the order of hooks."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import FlatPreconditioner, preconditioner, squared_norm
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.gradient_checks import check_gradients
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 _LARGE = 1 << 14
 """Elements of a tensor from which a pass over memory takes longer than a call."""
+_gradient = operator.attrgetter("grad")
 
 
 class Bucket:
-    """A flat buffer that holds the gradients of some parameters of one group, dtype and device, in real numbers.
+    """Flat buffer for the gradients of parameters of one group, dtype and device, as real numbers.
 
-    Where ``shows``, ``.grad`` becomes a view of the buffer when a pass fills it, so that gradients are in memory once.
-    A gradient that user code has put there itself, or holds on to, stays the tensor that it is, and gets the sum copied
-    into it. The memory is there from the first use on, until :meth:`release`: one rank alone needs none.
+    If ``shows``, ``.grad`` becomes a view of the buffer when a pass fills it, so that gradients are in memory only
+    once. A gradient that user code has assigned or still references remains a separate tensor, and the sum is
+    copied into it. Memory is allocated at the first use and kept until :meth:`release`; a lone rank needs none.
 
     Args:
-        index: position in the order of reduction.
-        group: parameter group that the parameters belong to.
-        params: the parameters, in the order of their ``views``.
-        tail: extra elements after them.
-        shows: whether gradients may lie in the buffer, for nothing but a plain all-reduce uses it.
+        index: Position in the order of reduction.
+        group: Parameter group that the parameters belong to.
+        params: Parameters in the order of ``views``.
+        shows: Whether ``.grad`` may be a view of the buffer, because only a plain all-reduce uses the buffer.
 
     Attributes:
-        index, group, params: as given.
-        size: elements of the parameters.
-        complete: whether the pass has reached all parameters, so that all have a gradient.
-        is_summed_up: whether :meth:`sum_up` has told whether what this rank has put in is finite.
-        has_gradient: which parameters had one on this rank when the buffer was filled.
-        grads: gradients that are in memory of their own, and get the sum; None in place of the others.
-        carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
-        used: which parameters had a gradient in any micro-step of an accumulation.
-        written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
-        additions: how often the pass adds to that ``.grad``.
-        counted_elsewhere: elements that statistics leave out.
+        complete: Whether the pass has reached all parameters, so that all have a gradient.
+        is_summed_up: Whether :meth:`put` has computed the sum that shows if this rank's gradients are finite.
+        has_gradient: Flag per parameter: whether it had a gradient on this rank when the buffer was filled.
+        grads: Gradients in separate memory, into which the sum is copied; None for parameters without one.
+        carried: Sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
+        used: Flag per parameter: whether it had a gradient in any micro-step of an accumulation.
+        written: A parameter, the ``.grad`` that the step's reduction wrote to, and its version at that time.
+        additions: How often the pass adds to that ``.grad``.
+        counted_elsewhere: Ranges of elements that statistics exclude.
     """
 
     sliced = False  # each rank receives the whole mean
@@ -60,7 +61,6 @@ class Bucket:
         self.size, self._tail = sum(real_count(p) for p in params), tail
         # A view has the strides of a contiguous tensor, which those of a parameter in another memory format are not.
         self._may_show, self._shows = shows and all(p.is_contiguous() for p in params), False
-        self._memory: _Memory | None = None
         self._there: list[bool] = []  # which parameters had a gradient when the pass began
         self._sum: torch.Tensor | None = None  # of what this rank has put in
         self.complete, self.is_summed_up = True, False
@@ -74,79 +74,78 @@ class Bucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer, with its tail."""
-        return (self._memory or self._allocated()).flat
+        """Flat buffer including its tail."""
+        return self.memory.flat
 
     @property
     def body(self) -> torch.Tensor:
-        """The buffer without its tail."""
-        return (self._memory or self._allocated()).body
+        """Flat buffer without its tail."""
+        return self.memory.body
 
     @property
     def tail(self) -> torch.Tensor:
-        """The extra elements."""
-        return (self._memory or self._allocated()).tail
+        """Extra elements at the end of the buffer."""
+        return self.memory.tail
 
     @property
     def tail_numbers(self) -> Any:
-        """The tail as NumPy's array, which takes a tenth of the time of torch's operations; None on a GPU."""
-        return (self._memory or self._allocated()).tail_numbers
+        """Tail as a NumPy array, which is ten times as fast as torch operations; None on a GPU."""
+        return self.memory.tail_numbers
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Views of ``body``, one for each parameter, in its shape."""
-        return (self._memory or self._allocated()).views
+        """Views of ``body`` in the shape of each parameter."""
+        return self.memory.views
 
-    def _allocated(self) -> _Memory:
-        """Return the memory, which is made at the first use."""
+    @functools.cached_property
+    def memory(self) -> BucketMemory:
+        """Buffer and its views, allocated at the first use."""
         flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
-        self._memory = memory = _Memory(flat, self.size, self.params)
-        return memory
+        return BucketMemory(flat, self.size, self.params)
 
     def release(self) -> None:
-        """Give the memory back until it is needed."""
-        self._memory = self.carried = None
+        """Free the memory until it is needed again."""
+        self.__dict__.pop("memory", None)
+        self.carried = None
         self.grads, self._there = [], []
 
-    def begin_step(self, *, carries: bool) -> None:
-        """Discard what an earlier step has left."""
-        if not carries:
-            self.carried = None
-        self.used = []
-        self.grads = []  # of one rank alone nothing was written back
-        self.written = None
+    def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
+        """Start a backward pass.
 
-    def begin_pass(self) -> None:
-        """Start a backward pass."""
-        self.complete, self.is_summed_up, self.additions = True, False, 1
-        self._shows, self._sum = False, None
+        Args:
+            first: Whether it is the first of its step; state of earlier steps is then discarded.
+            reduces: Whether the pass ends in a reduction.
+            accumulates: Whether its gradients are added to those of other micro-steps.
 
-    def begin_filling(self, *, alone: bool) -> float:
-        """Start to fill the buffer for a reduction; ``alone`` if it holds nothing of other micro-steps.
-
-        Memory that gradients lay in belongs to who holds one of them still.
-
-        Returns elements of the gradients that may be in memory of their own until :meth:`adopt` takes them in.
+        Returns the number of gradient elements that may stay in separate memory until :meth:`adopt` moves them.
         """
-        self._shows = alone and self._may_show
+        self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
+        if first:
+            self.used, self.written = [], None
+            self.grads = []  # of one rank alone nothing was written back
+            if not accumulates:
+                self.carried = None
+        self._shows = reduces and not accumulates and self._may_show
         if not self._shows:
-            self._take_out()
+            if reduces or accumulates:
+                self._take_out()
             return math.inf
-        if self._memory is not None and self._memory.is_shared:
-            self.replace_buffer()
-        self._there = [p.grad is not None for p in self.params]
+        memory: BucketMemory | None = self.__dict__.get("memory")
+        if memory is not None and torch._C._storage_Use_Count(memory.storage) > memory.users:
+            self.replace_buffer()  # user code holds a gradient still, or a view of one: the memory is its own from now
+        self._there = list(map(operator.is_not, map(_gradient, self.params), itertools.repeat(None)))
         return max(self.size >> 5, _LARGE)
 
     def _take_out(self) -> None:
-        """Have gradients that lie in the buffer in memory of their own."""
-        if self._memory is None or not self._may_show:
+        """Move gradients that lie in the buffer to separate memory."""
+        if "memory" not in self.__dict__ or not self._may_show:
             return
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """The pass has given these parameters their gradients: take them in, so that few are in memory twice."""
+        """Move these parameters' new gradients into the buffer, so that few gradients are in memory twice."""
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
@@ -168,11 +167,11 @@ class Bucket:
             self.additions += 1
 
     def mark_incomplete(self) -> None:
-        """Mark that the backward pass has ended without having reached all parameters."""
+        """Record that the backward pass ended without reaching all parameters."""
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step and keep what earlier ones have left in the buffer."""
+        """Start another micro-step and keep the gradients of earlier ones, now in the buffer, as ``carried``."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
@@ -190,7 +189,7 @@ class Bucket:
         return self.body
 
     def add(self, share: torch.Tensor) -> None:
-        """Add a share to what it holds."""
+        """Add a share, from :meth:`share` or :meth:`carried_share`, to the buffer."""
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
@@ -202,15 +201,17 @@ class Bucket:
         return preconditioner(optimizer, [getattr(p, "whole", p) for p in self.params])
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the buffer, each element multiplied by the preconditioner's."""
-        found = squared_norm(self.body, preconditioner)
+        """Return the squared norm of the buffer, each element multiplied by the preconditioner's element."""
+        body = self.memory.body
+        whole = preconditioner is None and self.dtype is torch.float32
+        found = torch.dot(body, body) if whole else squared_norm(body, preconditioner)
         for start, stop in self.counted_elsewhere:
-            part = self.body[start:stop]
+            part = body[start:stop]
             found -= squared_norm(part) if preconditioner is None else preconditioner.squared_norm(part, start)
         return found
 
     def count_elsewhere(self, params: Collection[int]) -> None:
-        """Leave parameters, by id, out of :meth:`squared_norm`: another worker of the unit counts them."""
+        """Exclude parameters, by id, from :meth:`squared_norm`: another worker of the unit counts them."""
         stops = list(itertools.accumulate(real_count(p) for p in self.params))
         starts = [0, *stops]
         self.counted_elsewhere = [
@@ -227,17 +228,8 @@ class Bucket:
         """True if all elements of the buffer are finite."""
         return bool(self.body.isfinite().all())
 
-    def sum_up(self) -> torch.Tensor | None:
-        """Remember the sum of what this rank has put in, where the reduction takes its place.
-
-        Returns A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
-        """
-        if self._shows:
-            self._sum, self.is_summed_up = self.body.sum(dtype=torch.float32), True
-        return self._sum
-
     def own_is_finite(self) -> bool:
-        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
+        """True if this rank's gradients are finite, including those of earlier micro-steps."""
         if self._sum is not None:
             return math.isfinite(self._sum)
         tensors = [grad for grad in self.grads if grad is not None]
@@ -245,66 +237,60 @@ class Bucket:
             tensors.append(self.carried)
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
-    def put(self, weight: float) -> None:
-        """Put weighted gradients into the buffer; zeros where there is none.
+    def put(self, weight: float, *, sums: bool = False) -> torch.Tensor | None:
+        """Copy the weighted gradients into the buffer; zeros for parameters without a gradient.
 
-        Raises RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
+        Args:
+            sums: Whether to keep the sum of this rank's gradients, if the reduction will overwrite them.
+
+        Returns the sum as a scalar tensor, which is not finite if an element is not; None if no sum is kept.
+
+        Raises RuntimeError: a gradient is sparse, or was removed within ``backward()``.
         """
-        self.grads = [p.grad for p in self.params]
-        memory = self._memory or self._allocated()
+        body, views = self.memory.body, self.memory.views
+        self.grads = grads = list(map(_gradient, self.params))
+        whole: Any = grads  # where the pass has reached all
+        self.has_gradient = [True] * len(grads) if self.complete else [grad is not None for grad in grads]
         try:
-            self._put(weight, memory.body, memory.views)
-        except (RuntimeError, TypeError):
-            check_gradients(self.params, self.grads, complete=self.complete)
-            raise
-        if self._shows:
-            self._show_views(memory.views)
-
-    def check(self) -> None:
-        """Raise RuntimeError where :meth:`put` would."""
-        check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
-
-    def _put(self, weight: float, body: torch.Tensor, views: list[torch.Tensor]) -> None:
-        """Fill the buffer with the weighted gradients; :meth:`put` adds explanations to errors."""
-        grads = self.grads
-        if self.complete:
-            self.has_gradient = [True] * len(grads)
-        else:
-            self.has_gradient = [grad is not None for grad in grads]
-        if not weight:  # a mean over nothing is no number
-            body.zero_()
-            return
-        if self.complete and (weight == 1.0 or self.size < _LARGE * len(self.params)):
-            if True in self._there:  # some may be where they are to be
-                elsewhere = [grad is not view for grad, view in zip(grads, views, strict=True)]
-                grads, views = list(itertools.compress(grads, elsewhere)), list(itertools.compress(views, elsewhere))
-            if grads:
-                there: Any = grads  # all are
-                torch._foreach_copy_(views, there)
-            if weight != 1.0:
-                body.mul_(weight)
-            return
-        for grad, view in zip(grads, views, strict=True):
-            if grad is None:
-                view.zero_()
+            if not weight:  # a mean over nothing is no number
+                body.zero_()
+            elif self.complete and (weight == 1.0 or self.size < _LARGE * len(grads)):
+                if True not in self._there:
+                    torch._foreach_copy_(views, whole)
+                elif True in (apart := list(map(operator.is_not, grads, views))):  # the rest is where it is to be
+                    torch._foreach_copy_(list(itertools.compress(views, apart)), list(itertools.compress(whole, apart)))
+                if weight != 1.0:
+                    body.mul_(weight)
             else:
-                torch.mul(grad, weight, out=view)
-
-    def _show_views(self, views: Sequence[torch.Tensor]) -> None:
-        """Have the buffer's views in place of gradients that nobody else holds."""
-        grads, self.grads = self.grads, []
+                for grad, view in zip(grads, views, strict=True):
+                    if grad is None:
+                        view.zero_()
+                    else:
+                        torch.mul(grad, weight, out=view)
+        except (RuntimeError, TypeError):
+            check_gradients(self.params, grads, complete=self.complete)
+            raise
+        if not self._shows:
+            return None
         for index, (param, view, there) in enumerate(zip(self.params, views, self._there, strict=True)):
             grad, grads[index] = grads[index], None
             if grad is None or grad is view:
                 continue
             if grad.requires_grad or (there and any(map(operator.gt, _uses(grad), _uses_of_free_gradients()))):
-                grads[index] = grad
+                grads[index] = grad  # somebody holds it
             else:
                 param.grad = view
-        self.grads, self._there = grads, []
+        self._there = []
+        if sums:
+            self._sum, self.is_summed_up = body.sum(dtype=torch.float32), True
+        return self._sum
+
+    def check(self) -> None:
+        """Raise RuntimeError if :meth:`put` would."""
+        check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
     def note_used(self) -> None:
-        """Remember for the step's later micro-steps which parameters had a gradient."""
+        """Record which parameters had a gradient, for the step's later micro-steps."""
         before = self.used or [False] * len(self.params)
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
@@ -318,9 +304,9 @@ class Bucket:
                         param.grad = self.views[index]
                     elif param.grad is None:
                         self.grads[index] = param.grad = torch.empty_like(param)
-        grads = [grad for grad in self.grads if grad is not None]
-        if grads:
-            own = [grad is not None for grad in self.grads]
+        own = list(map(operator.is_not, self.grads, itertools.repeat(None)))
+        if True in own:
+            grads: Any = list(itertools.compress(self.grads, own))
             torch._foreach_copy_(grads, list(itertools.compress(self.views, own)))
         self.written = None
         for param in self.params:
@@ -331,9 +317,9 @@ class Bucket:
 
     @property
     def goes_on(self) -> bool:
-        """True if ``.grad`` still holds the reduced gradients: this pass has added to them and nothing zeroed them.
+        """True if this pass has added to reduced gradients in ``.grad``, which nothing has zeroed in between.
 
-        ``zero_grad`` drops the tensor, or counts as one more change of it than the pass's own.
+        ``zero_grad`` either drops the tensor, or increases its version beyond the increments of the pass.
         """
         if self.written is None:
             return False
@@ -341,24 +327,23 @@ class Bucket:
         return param.grad is not None and param.grad is grad() and param.grad._version <= version + self.additions
 
     def replace_buffer(self) -> None:
-        """Leave the buffer to a reduction that was given up and may still write to it, or to others that hold it."""
-        before = self._memory
+        """Allocate a new buffer, because an abandoned reduction or user code may still use the old one."""
+        before: BucketMemory | None = self.__dict__.get("memory")
         if before is None:
             return
-        self._memory = _Memory(before.flat.clone(), self.size, self.params)
+        self.memory = BucketMemory(before.flat.clone(), self.size, self.params)
         if self._may_show:
             for param, view, new in zip(self.params, before.views, self.views, strict=True):
                 if param.grad is view:
                     param.grad = new
 
 
-class _Memory:
-    """A buffer, and views of it.
+class BucketMemory:
+    """Flat buffer with views of it.
 
     Attributes:
-        body: its part for gradients.
-        tail, tail_numbers: the rest.
-        views: one for each parameter, each with a count of changes of its own.
+        views: View for each parameter, each with its own version counter.
+        storage, users: Storage of the buffer, and its use count while user code does not reference it.
     """
 
     def __init__(self, flat: torch.Tensor, size: int, params: Sequence[torch.nn.Parameter]) -> None:
@@ -367,18 +352,12 @@ class _Memory:
         pieces = torch.split(self.body, [real_count(p) for p in params])
         self.views = [shaped_like(piece, p).data for piece, p in zip(pieces, params, strict=True)]
         del pieces
-        self._storage = flat.untyped_storage()._cdata
-        self._users = torch._C._storage_Use_Count(self._storage)
-
-    @property
-    def is_shared(self) -> bool:
-        """True if user code still holds a part of the buffer: a gradient, or a view of one."""
-        users: int = torch._C._storage_Use_Count(self._storage)
-        return users > self._users
+        self.storage = flat.untyped_storage()._cdata
+        self.users = torch._C._storage_Use_Count(self.storage)
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the reference counts of the tensor and of its memory."""
+    """Return the reference counts of the tensor and of its storage."""
     return sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -396,12 +375,12 @@ def _uses_of_free_gradients() -> tuple[int, int]:
 class AllReduceOperation:
     """Stateless all-reduce of a flat bucket, together with the control values that travel with it."""
 
-    def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the all-reduce of the whole buffer with its tail."""
         return (group.all_reduce(bucket.flat),)
 
-    def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Launch nothing more: the sum is there."""
+    def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+        """Return no works: after the first round the bucket holds the sum."""
         return ()
 
     def commit(self) -> None:

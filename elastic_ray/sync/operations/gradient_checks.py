@@ -1,4 +1,4 @@
-"""Errors of gradients that cannot be reduced, with the way out (torch)."""
+"""Errors for gradients that cannot be reduced, each with a way to fix it (torch)."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _NOT_REDUCED = (
 
 
 def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
-    """Raise RuntimeError where gradients that no pass has averaged are not zero, as zeroed ones are on all workers."""
+    """Raise RuntimeError if any of the gradients, which no pass has averaged over the workers, is not zero."""
     if any(grad is not None and (grad.layout != torch.strided or bool(grad.any())) for grad in grads):
         raise RuntimeError(_NOT_REDUCED)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """True if all elements are finite; tested by one sum first, which may overflow where no element has."""
+    """True if all elements are finite. A sum is tested first; it may overflow although no element has."""
     return math.isfinite(float(as_real(tensor).sum())) or bool(tensor.isfinite().all())
 
 
 class Finiteness:
-    """Tells whether all tensors of a backward pass are finite, without waiting for a GPU before it is asked.
+    """Deferred check that all tensors of a backward pass are finite, which waits for a GPU only at the end.
 
     Args:
-        is_waited_for: whether to find out at once of a tensor, which of one on a GPU waits for all that the GPU has yet
-            to do.
+        is_waited_for: Predicate that is true for a tensor to check immediately. For a tensor on a GPU this waits for
+            all queued work of the GPU; by default only CPU tensors are checked immediately.
     """
 
     def __init__(
@@ -74,13 +74,12 @@ class Finiteness:
 def check_gradients(
     params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], *, complete: bool
 ) -> None:
-    """Raise the reason why gradients could not be put into a bucket, if it is the user's error.
+    """Raise an error that explains why gradients could not be put into a bucket, if it is the user's mistake.
 
     Args:
-        params: the bucket's parameters.
-        complete: whether backward has reached all of them.
+        complete: Whether backward has reached all parameters.
 
-    Raises RuntimeError: a gradient is sparse, or a hook has taken it away.
+    Raises RuntimeError: a gradient is sparse, or a hook has removed it.
     """
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:

@@ -1,13 +1,15 @@
-"""All-reduce of gradients as 8-bit integers with a scale for each block (torch)."""
+"""All-reduce of gradients as 8-bit integers with one scale per block (torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 BLOCK = 2048
 """Elements that have one scale."""
@@ -21,12 +23,13 @@ _AT_ONCE = 128  # blocks, which with what is made of them stay in a core's cache
 class Int8Compression:
     """All-reduce in 8-bit integers; implements ``Compression``.
 
-    Each rank sends every other its share of the vector as 8-bit numbers (all-to-all), adds up the shares that it gets
-    in float32, rounds the sum again, and all gather these: 2 (W - 1) / W bytes an element and rank at W ranks, against
-    8 (W - 1) / W of float32, and never more than other collectives would move. What a rank's own rounding leaves out
-    is its residual, and so is what its rounding of the sum does: their sum over the ranks is exactly what is missing.
+    The vector is divided into one share per rank. Each rank sends every other rank that rank's share as 8-bit
+    numbers (all-to-all), sums the shares it receives in float32, rounds the sum again, and all ranks gather the
+    sums. With W ranks this sends 2 (W - 1) / W bytes per element and rank, against 8 (W - 1) / W for float32. A
+    rank's residual contains the errors of both of its roundings, so the residuals of all ranks sum to exactly the
+    error of the result.
 
-    Blocks that hold a value which is not finite arrive as such, on all ranks.
+    Blocks that contain a non-finite value arrive as non-finite on all ranks.
     """
 
     def __init__(self) -> None:
@@ -34,8 +37,8 @@ class Int8Compression:
         self._sent = self._received = self._mine = torch.empty(0, dtype=torch.uint8)
         self._rank = 0
 
-    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
-        """Launch the exchange of every rank's share."""
+    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
+        """Launch the exchange of all ranks' shares."""
         world, self._rank = group.world_size, group.rank
         blocks = -(-vector.numel() // (BLOCK * world))
         if self._work.shape != (world, blocks, BLOCK):
@@ -49,9 +52,9 @@ class Int8Compression:
         return (group.all_to_all(self._received, self._sent),)
 
     def go_on(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the sum of this rank's share to all of them; then everything is there."""
+        """Launch the all-gather of the shares' sums; in the second call, write the result to ``vector``."""
         blocks = self._work.shape[1]
         if finished == 1:
             share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)
@@ -72,7 +75,7 @@ class Int8Compression:
         """Do nothing: the compression keeps no state."""
 
     def void(self) -> None:
-        """Leave buffers to collectives that were given up."""
+        """Drop the buffers, because abandoned collectives may still write to them."""
         self._work = torch.empty(0)
 
     def drop(self) -> None:
@@ -87,9 +90,9 @@ class Int8Compression:
 
 
 def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:
-    """Quantise [ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes; ``values`` keeps the residual.
+    """Quantise [ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes.
 
-    The numbers come first, then the blocks' scales.
+    In each row the numbers come first, then the blocks' scales. ``values`` keeps the rounding error.
     """
     blocks = values.shape[1]
     for row, place in zip(values, packed, strict=True):
@@ -107,7 +110,7 @@ def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:
 
 
 def _add_dequantised(packed: torch.Tensor, values: torch.Tensor) -> None:
-    """Add one rank's numbers, times their scales, to [blocks, BLOCK] of zeros or of other ranks'."""
+    """Add one rank's numbers, times their scales, to ``values`` of shape [blocks, BLOCK]."""
     blocks = values.shape[0]
     numbers = packed[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
     scales = packed[blocks * BLOCK :].view(torch.float32).unsqueeze(1)

@@ -1,15 +1,18 @@
-"""Matrices of a bucket as products of two of low rank: PowerSGD (Vogels et al., NeurIPS 2019; torch)."""
+"""Low-rank compression of a bucket's matrices as two factors: PowerSGD (Vogels et al., NeurIPS 2019; torch)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import real_count
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 # Less of a column than this share, after the columns before it, is their rounding errors.
 _SMALLEST = 1e-9
@@ -18,13 +21,7 @@ _AT_ONCE = 1 << 16  # elements, which with what is made of them stay in a core's
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrix:
-    """A parameter that travels as two factors.
-
-    Attributes:
-        place: among the bucket's parameters.
-        first: its first element in the bucket.
-        rows, columns: of it.
-    """
+    """Parameter that is sent as two factors."""
 
     place: int
     first: int
@@ -40,11 +37,11 @@ class _Matrix:
 class LowRankCompression:
     """All-reduce in low-rank factors (PowerSGD); implements ``Compression``.
 
-    One step of subspace iteration on M = sum_r M_r, from the factor Q of the step before, which is the same on all
-    ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. What rank r leaves out is
-    M_r - P Q'^T / W, so that the sum over W ranks is what M lacks. Tensors of one dimension, and matrices of which
-    factors would be more than half, travel whole beside P. Rows of Q^T that come out as zero are not kept: from zero no
-    iteration finds anything.
+    One step of subspace iteration on M = sum_r M_r starts from the previous step's factor Q, which is equal on all
+    ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. Rank r's residual is M_r - P Q'^T
+    / W, so that the residuals of W ranks sum to the error of M. One-dimensional tensors, and matrices whose
+    factors would have more than half of their elements, are sent uncompressed with P. Rows of Q^T that become zero
+    keep their old values, because the iteration cannot recover from zero.
     """
 
     def __init__(self, rank: int) -> None:
@@ -57,8 +54,8 @@ class LowRankCompression:
         self._laid_out = 0
         self._first = self._second = torch.empty(0, dtype=torch.float32)
 
-    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
-        """Launch P of all matrices, and what travels whole."""
+    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
+        """Launch the all-reduce of P of all matrices and of the uncompressed tensors."""
         if self._laid_out != vector.numel():
             self._lay_out(params, vector)
         factors = self._fresh or self._factors
@@ -71,9 +68,9 @@ class LowRankCompression:
         return (group.all_reduce(self._first),)
 
     def go_on(
-        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
+        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch Q of all matrices; then everything is there."""
+        """Launch the all-reduce of Q of all matrices; in the second call, write the result to ``vector``."""
         if finished == 1 and self._matrices:
             self._second = vector.new_empty(sum(m.rank * m.columns for m in self._matrices))
             self._fresh = self._cut_second()
@@ -97,7 +94,7 @@ class LowRankCompression:
         return ()
 
     def commit(self) -> None:
-        """Commit the factors of the last pass as the next one's start."""
+        """Commit the factors of the last pass as the starting point of the next one."""
         if self._fresh:
             self._factors, self._fresh = self._fresh, []
 
@@ -110,18 +107,18 @@ class LowRankCompression:
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return Q^T of each matrix, by its parameter's place in the bucket."""
+        """Return Q^T of each matrix, keyed by its parameter's position in the bucket."""
         if not self._laid_out:
             return dict(self._given)
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Start from those of another rank, or another layout."""
+        """Start the next pass from the factors of another rank or another layout."""
         self._given = factors
         self._laid_out = 0
 
     def _lay_out(self, params: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
-        """Find out what is a matrix, and begin with factors that are the same on all ranks."""
+        """Determine which parameters to compress, and initialise their factors equally on all ranks."""
         self._matrices, self._whole, self._factors, self._fresh = [], [], [], []
         first = 0
         for place, param in enumerate(params):
@@ -137,7 +134,7 @@ class LowRankCompression:
         self._laid_out = vector.numel()
 
     def _beginning(self, place: int, rank: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a factor that was given, or a random one by the matrix's place."""
+        """Return the factor that was given for this matrix, or a random one seeded by the matrix's position."""
         given = self._given.get(place)
         if given is not None and given.shape == (rank, columns):
             return given.to(like)
@@ -145,7 +142,7 @@ class LowRankCompression:
         return torch.randn(rank, columns, generator=generator, dtype=torch.float32).to(like)
 
     def _bases(self) -> list[torch.Tensor]:
-        """Return P of each matrix, in what travels first."""
+        """Return P of each matrix as views of the first round's buffer."""
         sizes = [m.rows * m.rank for m in self._matrices]
         pieces = torch.split(self._first[: sum(sizes)], sizes)
         return [piece.view(m.rows, m.rank) for m, piece in zip(self._matrices, pieces, strict=bool(sizes))]
@@ -155,7 +152,7 @@ class LowRankCompression:
         return [piece.view(m.rank, m.columns) for m, piece in zip(self._matrices, pieces, strict=True)]
 
     def _copy_whole(self, vector: torch.Tensor, *, back: bool) -> None:
-        """Copy what is not compressed into the buffer of the first round, or back from it."""
+        """Copy the uncompressed tensors into the buffer of the first round, or back from it."""
         position = sum(m.rows * m.rank for m in self._matrices)
         for each in self._whole:
             mine, place = vector[each], self._first[position : position + each.stop - each.start]
@@ -168,9 +165,9 @@ class LowRankCompression:
 # IEEE 754 defines each element (products, sums, differences, quotients and roots), one a call, so that none is fused
 # with another.
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return columns that span those of [rows, columns], in float64, by the modified Gram-Schmidt process.
+    """Return an orthonormal basis of the columns of [rows, columns], in float64, by modified Gram-Schmidt.
 
-    A column that depends on those before it becomes zero. What is not finite stays so.
+    A column that depends linearly on earlier columns becomes zero. Non-finite values stay non-finite.
     """
     left = matrix.double().t().contiguous()  # columns as rows
     before = _sums(left * left).sqrt_()
@@ -186,10 +183,11 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield [rows, rank] times [rank, columns] of a small rank, some rows after the other.
+    """Yield the product of [rows, rank] and [rank, columns] in blocks of rows, for a small rank.
 
     Yields:
-        Which rows, and the product's, in memory that the next ones are written to: on CPUs it stays in the cache.
+        The range of rows and their product, in memory that the next block overwrites, so that it stays in the
+        CPU's cache.
     """
     rows, columns = left.shape[0], right.shape[1]
     several = rows if left.is_cuda else min(rows, max(1, _AT_ONCE // max(1, columns)))
@@ -205,7 +203,7 @@ def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice,
 
 
 def _sums(vectors: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row, [..., 1]: halves are added until one element is left. Overwrites `vectors`."""
+    """Return the sum of each row, [..., 1], by adding halves until one element is left. Overwrites `vectors`."""
     size = vectors.shape[-1]
     while size > 1:
         half = size // 2

@@ -1,29 +1,32 @@
-"""Several all-reduces of one bucket at once (AutoDist: PartitionedAR and RandomAxisPartitionAR; torch)."""
+"""Concurrent all-reduces of a bucket's parts (AutoDist: PartitionedAR and RandomAxisPartitionAR; torch)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import real_shape
-from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives, WireForm
+from elastic_ray.sync.operations.bucket_operation import GradientBucket, WireForm
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
 
 
 class PartitionedReduceOperation:
-    """Reduction of one bucket in several parts at once; a stateless ``BucketOperation``.
+    """Reduction of one bucket in several concurrent parts; a stateless ``BucketOperation``.
 
-    Along the first axis the flat buffer is divided as it lies. Along another one each tensor's slices are packed with
-    those of the same number of the others; a tensor with fewer than ``parts`` of them is divided as far as it can be.
+    Along the first axis the flat buffer is divided as it is in memory. Along another axis each tensor is cut into
+    slices, and the i-th slices of all tensors are packed together; a tensor with a shorter axis is divided as far
+    as possible.
 
     Args:
-        parts: collectives that a bucket is divided among.
-        axis: see ``Reduce``.
-        seed: see ``Reduce``.
-        places: the position of each of the bucket's parameters in the model.
-        form: of the gradients on their way.
+        parts: Number of collectives that a bucket is divided among.
+        axis: Axis to divide; see ``Reduce``.
+        seed: Seed for the choice of the axis; see ``Reduce``.
+        places: Positions of the bucket's parameters in the model.
     """
 
     def __init__(self, parts: int, axis: int, seed: int, places: Sequence[int], form: WireForm) -> None:
@@ -34,8 +37,8 @@ class PartitionedReduceOperation:
         self._pieces: list[torch.Tensor] = []
         self._cut_from: torch.Tensor | None = None
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """Launch an all-reduce of each part."""
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
+        """Launch one all-reduce per part."""
         flat = bucket.flat_gradient()
         if self._axis == 0:
             pieces = torch.tensor_split(self._form.pack(flat), self._parts)
@@ -45,8 +48,8 @@ class PartitionedReduceOperation:
             pieces = tuple(self._pieces)
         return [group.all_reduce(piece) for piece in pieces if piece.numel()]
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Copy the sums back to their places."""
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+        """Copy the sums back into the bucket."""
         if self._axis == 0:
             self._form.unpack(bucket.flat_gradient())
         else:
@@ -62,7 +65,7 @@ class PartitionedReduceOperation:
         self._cut_from = None
 
     def _cut(self, flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Cut the bucket into slices and their places, anew if its buffer has changed."""
+        """Cut the bucket into slices and allocate their packed buffers, if the bucket's buffer has changed."""
         if self._cut_from is flat:
             return
         tensors = torch.split(flat, [torch.Size(shape).numel() for shape in shapes])
@@ -85,12 +88,12 @@ class PartitionedReduceOperation:
 
 
 def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> int:
-    """Return the axis along which a tensor is divided, 0 for one that has none.
+    """Return the axis along which to divide a tensor; 0 for a tensor without dimensions.
 
     Args:
-        axis: that of ``Reduce``: the wanted one, the tensor's last where it has fewer, or -1 for a choice of the seed
-            among those that can be divided (AutoDist: RandomAxisPartitionAR).
-        place: the tensor's position in the model; it makes the choice another one for each.
+        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one; -1 makes the seed choose
+            among the axes that can be divided (AutoDist: RandomAxisPartitionAR).
+        place: Position of the tensor in the model, so that the choice differs between tensors.
     """
     if axis >= 0:
         return max(0, min(axis, len(shape) - 1))
@@ -99,24 +102,23 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
 
 
 class OwnerOperation:
-    """Reduction to an owner and broadcast back; a stateless ``BucketOperation``, so that an owner's loss loses nothing.
+    """Reduction to an owner and broadcast back; stateless, so nothing is lost with the owner.
 
     Args:
-        owner: the rank that collects the bucket.
-        form: of the gradients on their way.
+        owner: Rank that collects the bucket.
     """
 
     def __init__(self, owner: int, form: WireForm) -> None:
         self._owner, self._form = owner, form
         self._sent: torch.Tensor | None = None
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the reduction to the owner."""
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Launch the way back to all ranks."""
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+        """Launch the broadcast from the owner to all ranks, or copy its result into the bucket."""
         if finished == 1 and self._sent is not None:
             return (group.broadcast(self._sent, self._owner),)
         self._form.unpack(bucket.flat_gradient())
@@ -133,21 +135,17 @@ class OwnerOperation:
 
 
 class CastReduceOperation:
-    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before the rounding.
-
-    Args:
-        form: of the gradients on their way.
-    """
+    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before the rounding."""
 
     def __init__(self, form: WireForm) -> None:
         self._form = form
 
-    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: GradientBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the reduction of the rounded gradients."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
-    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Copy the sum back in the bucket's own form."""
+    def go_on(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+        """Copy the sum back in the bucket's dtype."""
         self._form.unpack(bucket.flat_gradient())
         return ()
 

@@ -1,9 +1,9 @@
-"""All-reduces whose way through the group is chosen: who sends which part to whom, round by round (torch).
+"""All-reduces with a selectable topology: which rank sends which part to which rank, in rounds (torch).
 
-KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. A topology here is a
-schedule of rounds, the same on all ranks; each round is one ``all_to_all``, which every backend has, and in which ranks
-that have nothing to send or receive take part with nothing. A sum is made once, by one rank, and then copied, so that
-all ranks hold the same bits.
+KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. Here a
+topology is a schedule of rounds, the same on all ranks. Each round is one ``all_to_all``, which every backend
+supports; ranks with nothing to send or receive take part with empty tensors. Each sum is computed by one rank
+and then copied, so that all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.buckets import Bucket
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 Span = tuple[int, int]
 """Part of a vector: its first element, and the one after its last."""
@@ -25,11 +28,11 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Transfers that take place together.
+    """Transfers that happen at the same time.
 
     Attributes:
-        transfers: the part that each pair of source and destination moves; ranks differ within a pair.
-        adds: what comes is added to what the destination holds there, in the order of sources; else it replaces that.
+        transfers: Part of the vector to move, for each pair of source and destination, which are different ranks.
+        adds: Whether the destination adds received parts to its own, in the order of sources, or replaces its own.
     """
 
     transfers: Mapping[tuple[int, int], Span]
@@ -37,16 +40,17 @@ class Round:
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Divide a span into ``parts`` consecutive ones whose lengths differ by one at most."""
+    """Divide a span into ``parts`` consecutive spans whose lengths differ by at most one."""
     begin, end = span
     edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))
 
 
 def ring(nodes: Sequence[int], size: int) -> list[Round]:
-    """Each rank sends to the next one alone: 2 (W - 1) rounds, the fewest bytes a link.
+    """Return the rounds of a ring, in which each rank sends only to the next one; 2 (W - 1) rounds.
 
-    Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009. Ranks of one node are neighbours.
+    The ring sends the fewest bytes per link. Ranks of one node are neighbours. Source: Patarasuk and Yuan, Journal
+    of Parallel and Distributed Computing 69(2), 2009.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     world, pieces = len(order), cut((0, size), len(order))
@@ -59,9 +63,9 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def tree(nodes: Sequence[int], size: int) -> list[Round]:
-    """Up a binomial tree to the first rank, and down again: 2 ceil(log2 W) rounds, for small buckets.
+    """Return the rounds up a binomial tree to the first rank and down again: 2 ceil(log2 W), for small buckets.
 
-    Ranks of one node meet first.
+    Ranks of the same node exchange data first.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     up, stride = [], 1
@@ -77,7 +81,7 @@ def tree(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def star(nodes: Sequence[int], size: int) -> list[Round]:
-    """All send to the first rank, which sends the sum back: two rounds, W buckets through one link."""
+    """Return two rounds: all ranks send to the first one, which returns the sum; W buckets use one link."""
     others = range(1, len(nodes))
     return [
         Round(transfers={(rank, 0): (0, size) for rank in others}, adds=True),
@@ -86,11 +90,11 @@ def star(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def two_level(nodes: Sequence[int], size: int) -> list[Round]:
-    """Inside each node, between nodes, inside again: each bucket crosses the network once for each node.
+    """Return rounds within nodes, between nodes, and within nodes again; a bucket crosses the network once per node.
 
-    Of each node as many ranks carry a slice each as the smallest node has ranks. In four rounds they add up their
-    slice within the node, scatter its sum over their counterparts on other nodes, gather the sums of these, and hand
-    the slice to the ranks of their node.
+    The bucket is cut into as many slices as the smallest node has ranks, and on each node as many ranks carry one
+    slice each. In four rounds they sum their slice within the node, reduce-scatter it among their counterparts on
+    other nodes, gather the results, and send the slice to the ranks of their node.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))
@@ -123,11 +127,10 @@ SCHEDULES: Mapping[str, Callable[[Sequence[int], int], list[Round]]] = MappingPr
 
 
 class RoutedReduceOperation:
-    """The sum of a flat bucket, with what rides on it, by a schedule: a ``BucketOperation`` that keeps nothing.
+    """Sum of a flat bucket and its tail by a schedule of rounds; a stateless ``BucketOperation``.
 
     Args:
-        topology: a name of :data:`SCHEDULES`.
-        nodes: the node of each rank, as a number.
+        topology: Name in :data:`SCHEDULES`.
     """
 
     def __init__(self, topology: str, nodes: Sequence[int]) -> None:
@@ -136,23 +139,23 @@ class RoutedReduceOperation:
         self._size = -1
         self._coming: list[tuple[Span, torch.Tensor]] = []
 
-    def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
-        """The first round."""
+    def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
+        """Start the first round."""
         if self._size != bucket.flat.numel():
             self._size = bucket.flat.numel()
             self._rounds = self._schedule(self._nodes, self._size)
         return self._start(0, bucket, group)
 
-    def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Put what the last round has brought in its place, and start the next round."""
+    def go_on(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
+        """Add or copy the parts that the last round delivered, and start the next round."""
         for (begin, end), part in self._coming:
             mine = bucket.flat[begin:end]
             mine.add_(part) if self._rounds[finished - 1].adds else mine.copy_(part)
         self._coming = []
         return self._start(finished, bucket, group) if finished < len(self._rounds) else ()
 
-    def _start(self, number: int, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
-        """Start a round; returns its only work."""
+    def _start(self, number: int, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
+        """Start a round; return its only work."""
         flat, moved = bucket.flat, self._rounds[number].transfers
         out = [moved.get((group.rank, peer), (0, 0)) for peer in range(group.world_size)]
         into = [moved.get((peer, group.rank), (0, 0)) for peer in range(group.world_size)]
@@ -165,8 +168,8 @@ class RoutedReduceOperation:
         return (group.all_to_all(received, given, sizes, [end - begin for begin, end in out]),)
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but what a reduction that was given up may still write to."""
+        """Drop buffers that an abandoned collective may still write to; the operation keeps no other state."""
         self._coming = []

@@ -1,1 +1,1 @@
-"""Optimizer state in tiles, each of which lies with some of the ranks."""
+"""Optimizer state divided into tiles, whose owners publish the parameters that they update."""

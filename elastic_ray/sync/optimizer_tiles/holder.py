@@ -20,31 +20,30 @@ from elastic_ray.sync.sharded.tiles import from_words, to_words
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 if TYPE_CHECKING:
-    from elastic_ray.run.group import Group
+    from elastic_ray.run.run import Group
 
 Owners = tuple[tuple[int, ...], ...]
 """Ranks by tile; the first one sends parameters, and sums of gradients, to others."""
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves that the next step needs: those to first owners that hold nothing yet."""
+    """Return the moves that the next step needs: those to first owners that hold no tiles yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
 def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int]]:
-    """Return the tiles that each rank holds once the moves are made."""
+    """Return the tiles that each rank holds after the moves."""
     return [
         frozenset(tiles) | {move.tile for move in moves if move.destination == rank} for rank, tiles in enumerate(held)
     ]
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Return owners for the time being.
-
-    Those of the target that hold their tile, and others that do in place of the rest.
+    """Return temporary owners: target owners that hold their tile, and other holders in place of the rest.
 
     Args:
-        held: tiles by rank; each lies with one of them at least.
+        target: Planned owners of each tile.
+        held: Tiles of each rank; at least one rank holds each tile.
     """
     found = []
     for tile, wanted in enumerate(target):
@@ -55,12 +54,11 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the moves after the next step: each rank receives one tile, or more while they are small.
+    """Return the moves after the next step: each rank receives one tile, or several while they are small.
 
     Args:
-        target: owners by tile.
-        present: the same, at present.
-        most: that a rank receives of more than one tile, in the unit of the sizes.
+        most: Limit on the total size that a rank receives, if it receives more than one tile; in the unit of
+            ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
     received, sent = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
@@ -87,17 +85,17 @@ class Everyone:
 
     @property
     def senders(self) -> list[int]:
-        """Rank that holds each tile."""
+        """Rank that holds each tile; the lowest if there are several."""
         count = len(frozenset().union(*self.tiles))
         return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
 
 
 class TileHolder:
-    """Holds this rank's part of the optimizer state: some tiles, the whole state, or nothing.
+    """Holds this rank's part of the optimizer state: some tiles, the complete state, or nothing.
 
-    A rank holds some tiles, or the optimizer the whole state, or the rank nothing.
+    If the rank holds some tiles, they are in :attr:`held`; the complete state is in the optimizer.
 
-    Methods that communicate raise CommunicationFailedError where the group breaks; then all that was held is.
+    Methods that communicate raise CommunicationFailedError if the group breaks; all state held before is then kept.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -118,14 +116,14 @@ class TileHolder:
         self._copies = 1
 
     def adopt(self, tiling: Tiling | None) -> None:
-        """Adopt another tiling, while the whole state is here, or none of it."""
+        """Adopt another tiling (None for none), while this rank holds the complete state or nothing."""
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
         self.stored.follow(self.params.values())
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the spans of each parameter with the ranks that own them in the present group."""
+        """Return the spans of each parameter with the ranks that own them in the current group."""
         found: dict[int, list[OwnedSpan]] = {id(param): [] for param in params}
         for spans, owners in zip(self._tiling.tiles, self.owners, strict=True):
             for span in spans:
@@ -139,7 +137,7 @@ class TileHolder:
     def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
         """Gather what all ranks hold; called on every rank.
 
-        Raises StateLostError: none holds some tiles; raised on every rank.
+        Raises StateLostError: no rank holds some of the tiles; raised on every rank.
         """
         tiling = self._tiling
         own = self.held.tiles if self.held is not None else range(len(tiling)) if self._whole else ()
@@ -154,8 +152,7 @@ class TileHolder:
         """Place each tile on ``copies`` ranks.
 
         Args:
-            everyone: what its ranks hold.
-            gradually: only what the next step needs moves now, and the rest by :meth:`restore_some`.
+            gradually: Whether to move only the tiles that the next step needs, and the rest by :meth:`restore_some`.
         """
         communicator, world = group.communicator, group.world_size
         nodes = [member.node for member in group.members] or [""]
@@ -177,14 +174,14 @@ class TileHolder:
 
     @property
     def restores(self) -> bool:
-        """True if some tiles have other owners than the target gives."""
+        """True if the owners of some tiles are still temporary."""
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
         """Move some tiles to their planned owners; all ranks call it between the same two updates.
 
         Args:
-            most: bytes of parameters whose state a rank receives, if that is more than one tile.
+            most: Maximum parameter bytes whose state a rank receives, if that is more than one tile.
         """
         communicator = group.communicator
         sizes = [self._nbytes(tile) for tile in range(len(self._tiling))]
@@ -201,12 +198,12 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
+        """Send the tiles that only leaving ranks own to ranks that stay; called on every rank."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """Return the state of whole parameters, by name, in CPU memory on rank 0; None elsewhere. All ranks call it."""
+        """Return the state of all parameters in tiles by name, on the CPU of rank 0; None on other ranks. A collective."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
@@ -217,7 +214,7 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes into a joint checkpoint; None if it holds the whole state."""
+        """Return the states that this rank writes to a joint checkpoint; None if it does not hold tiles."""
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property
@@ -226,7 +223,7 @@ class TileHolder:
         return self.tiling
 
     def _lost_text(self, gone: Sequence[int]) -> str:
-        """Name the workers whose loss it was, and say if second copies had not been restored yet."""
+        """Return an error text that names the lost workers, and says if second copies had not been restored yet."""
         whose = sorted({self._workers[rank] for tile in gone if self.owners for rank in self.owners[tile]})
         named = f" ({', '.join(whose)})" if whose else ""
         early = any(len(self.owners[tile]) < self._copies for tile in gone) if self.owners else False
@@ -243,7 +240,7 @@ class TileHolder:
         return cut_tile(self._tiling, tile, self.params, self.stored.states())
 
     def _receive(self, communicator: Communicator, sent: Sequence[Move]) -> None:
-        """Hold what others send, besides what is held."""
+        """Run the moves and add the tiles that this rank receives to those that it holds."""
         if self.held is None and not self._whole:
             self.held = HeldTiles(self._tiling, self.params)
         for tile, states in carry_out(communicator, sent, self._states_of):
@@ -253,7 +250,7 @@ class TileHolder:
     # -- what is held --------------------------------------------------------------------------------------------------
 
     def _keep(self, tiles: Sequence[int]) -> None:
-        """Hold these tiles, and no others."""
+        """Keep only these tiles."""
         if self.held is None:
             held = HeldTiles(self._tiling, self.params)
             for tile in tiles:
@@ -264,7 +261,7 @@ class TileHolder:
             self.held.drop(tile)
 
     def become_whole(self) -> None:
-        """Put all tiles together into the optimizer's whole state."""
+        """Join all tiles into the optimizer's complete state."""
         held = self.held
         if held is not None:
             states = {tile: held.states_of(tile) for tile in held.tiles}
@@ -275,7 +272,7 @@ class TileHolder:
         self.held, self._whole = None, True
 
     def take_whole(self) -> None:
-        """Receive the whole state that the optimizer was given, read or not."""
+        """Hold the complete state that was loaded into the optimizer, which may still be unread."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
 
@@ -296,7 +293,7 @@ class TileHolder:
             self.stored.forget()
 
     def reload(self) -> None:
-        """Reload the tiles of this rank from the whole state given to the optimizer, on all ranks alike."""
+        """Reload this rank's tiles from the complete state that was loaded into the optimizer, on all ranks alike."""
         held = self.held
         self.stored.forget()
         if held is None:
@@ -307,14 +304,14 @@ class TileHolder:
         self._clear()
 
     def to_keep(self) -> dict[str, Any]:
-        """Return the tiles that this rank holds, for a rerun in this process; nothing where the optimizer holds all."""
+        """Return this rank's tiles for a rerun in this process; empty if it does not hold tiles."""
         held = self.held
         if held is None:
             return {}
         return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
 
     def take_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold what :meth:`to_keep` gave in a run before."""
+        """Hold the tiles that :meth:`to_keep` returned in a previous run."""
         self.adopt(Tiling.from_json(kept["tiling"]))
         self.drop()
         self.held = HeldTiles(self._tiling, self.params)
@@ -336,15 +333,13 @@ def writers(tiling: Tiling, owners: Sequence[Sequence[int]]) -> list[int]:
 def written_states(
     held: HeldTiles, params: Mapping[str, Parameter], owners: Sequence[Sequence[int]], rank: int
 ) -> dict[Parameter, State]:
-    """Return states by parameter, with `Pieces` for what this rank writes of tensors of the parameter's shape.
+    """Return the states that this rank writes, by parameter, with `Pieces` for tensors of the parameter's shape.
 
-    What else an optimizer keeps of a parameter, such as a count of steps, is written with its first elements. A rank
-    that writes others names it as well, so that the names keep their order.
+    Other state of a parameter, such as a step count, is written with the parameter's first elements. A rank that
+    writes only later elements still includes its keys, so that keys keep their order.
 
     Args:
-        held: the tiles that this rank holds.
-        owners: ranks that own each tile.
-        rank: of this worker.
+        held: Tiles that this rank holds.
     """
     found: dict[Parameter, State] = {}
     for tile, writer in enumerate(writers(held.tiling, owners)):
@@ -356,7 +351,7 @@ def written_states(
 
 
 def _add(found: State, param: Tensor, span: Span, state: Mapping[str, Any]) -> None:
-    """Add the state of a span to that of its parameter."""
+    """Add the state of a span to the state of its parameter."""
     for key, value in state.items():
         if isinstance(value, Tensor) and (span.whole or value.shape == (span.length,)):
             shape = tuple(value.shape) if span.whole else tuple(param.shape)

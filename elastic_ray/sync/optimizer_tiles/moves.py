@@ -1,4 +1,4 @@
-"""Tiles of optimizer state between ranks (torch)."""
+"""Transfer of optimizer state tiles between ranks (torch)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class StateLostError(LostGroupError):
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], give: Callable[[int], list[State]]
 ) -> Iterator[tuple[int, list[State]]]:
-    """Send tiles to ranks that lack them; all ranks call it with the same moves, and go through to its end.
+    """Send tiles to ranks that lack them; all ranks call it with the same moves and exhaust the iterator.
 
-    Pairs of ranks talk to each other in turn, so that no two wait for each other.
+    Pairs of ranks communicate in a fixed order, so that no two ranks wait for each other.
 
     Args:
-        give: states of the spans of a tile that this rank holds.
+        give: Function that returns the states of the spans of a tile that this rank holds.
 
     Yields:
         The tiles that this rank receives, with the states of their spans.
 
-    Raises CommunicationFailedError: the group broke; what was received by then is whole.
+    Raises CommunicationFailedError: the group broke; all tiles yielded before are complete.
     """
     rank = communicator.rank
     for peer in peers(rank, communicator.world_size):

@@ -1,4 +1,4 @@
-"""Pending update: a rank has voted for it and does not know whether it is decided (torch)."""
+"""Pending update: this rank has voted for it but does not know whether it was decided (torch)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_SCALER = ("grad_scale", "found_inf")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """An update that was made: its number, the group that made it, and the learning rates."""
+    """Identity of an update that was made: its number, the group that made it, and the learning rates."""
 
     number: int = 0
     generation: int = 0
@@ -29,18 +29,18 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key that tells updates apart."""
+        """Key that distinguishes updates."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
-        """Return the update that this optimizer makes next, in the group of this generation."""
+        """Return the next update of this optimizer, in the group of the given generation."""
         return Update(self.number + 1, generation, rates_of(optimizer))
 
 
 class PendingUpdate:
-    """Copies of what is needed to make the update once it is known to be decided.
+    """Copies of everything needed to make the update once it is known to be decided.
 
-    By then the model has other ranks' new parameters, and the optimizer the options of a later step.
+    By that time the model may have other ranks' new parameters, and the optimizer the options of a later step.
     """
 
     def __init__(
@@ -64,12 +64,7 @@ class PendingUpdate:
         self._by_scaler = {name: getattr(optimizer, name) for name in _BY_SCALER if hasattr(optimizer, name)}
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
-        """Make the update.
-
-        Args:
-            apply: the optimizer's own step.
-            rates: learning rates that others have made it with.
-        """
+        """Make the update with ``apply`` (the optimizer's step) and the learning rates of the other ranks."""
         states: dict[Parameter, State] = {}
         shown: list[tuple[str, Parameter]] = []
         made: list[tuple[Parameter, Parameter]] = []
@@ -93,7 +88,7 @@ class PendingUpdate:
 
     @contextmanager
     def _scaled(self) -> Iterator[None]:
-        """Give the optimizer what AMP's scaler has told it of the update; gradients have its scale in them."""
+        """Restore, within the context, what AMP's scaler set on the optimizer; gradients include its scale."""
         present = {name: getattr(self._optimizer, name) for name in self._by_scaler if hasattr(self._optimizer, name)}
         for name, value in self._by_scaler.items():
             setattr(self._optimizer, name, value)
@@ -107,7 +102,7 @@ class PendingUpdate:
 
     @contextmanager
     def _without_others(self) -> Iterator[None]:
-        """Hide gradients of parameters that were taken over already from the optimizer, within the block."""
+        """Hide gradients of parameters outside of tiles from the optimizer, within the context."""
         mine = {id(param) for param in self._params.values()}
         others = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if id(p) not in mine]
         try:
@@ -128,11 +123,11 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def as_then(
     optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], rates: Sequence[float]
 ) -> Iterator[None]:
-    """Have the optimizer its options of an earlier step within.
+    """Give the optimizer the options of an earlier step, within the context.
 
     Args:
-        options: of each group, as :func:`options_of` gave them.
-        rates: learning rates that other ranks have made the update with.
+        options: Options of each group, from :func:`options_of`.
+        rates: Learning rates with which other ranks made the update.
     """
     groups, before = optimizer.param_groups, options_of(optimizer)
     try:
@@ -151,11 +146,11 @@ def tiles_shown(
     shown: Sequence[tuple[str, Parameter]],
     states: dict[Parameter, State],
 ) -> Any:
-    """Return a context in which the optimizer has parts of parameters in place of these.
+    """Return a context in which the optimizer holds parts of parameters in place of the parameters.
 
     Args:
-        shown: name of a parameter, and a part of it.
-        states: of the parts; brought up to date.
+        shown: Parts of parameters, each with its parameter's name.
+        states: Optimizer states of the parts; updated when the context ends.
     """
     groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     hidden = {id(param) for param in params.values()}
@@ -167,7 +162,7 @@ _SCALED = ("lr", "betas", "eps", "weight_decay")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return the learning rates of its groups."""
+    """Return the learning rates and the other numeric options that depend on the batch, of all groups."""
     return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
 
 
@@ -178,7 +173,7 @@ def _in(group: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 
 
 def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
-    """The inverse of :func:`rates_of`."""
+    """Set the options that :func:`rates_of` returned."""
     given = iter(rates)
     for group in groups:
         for name in _SCALED:
@@ -190,9 +185,9 @@ def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None
 
 
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Return 32 bits that tell apart which parameters have a gradient, and learning rates.
+    """Return a 32-bit digest of the learning rates and of which parameters have a gradient.
 
-    All ranks must have the same.
+    The digest must be equal on all ranks.
     """
     return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))
 
@@ -204,12 +199,12 @@ def swapped(
     shown: Sequence[tuple[Parameter, int]],
     states: dict[Parameter, State],
 ) -> Iterator[None]:
-    """Have the optimizer hold other parameters within; its groups' options are the same objects.
+    """Replace the optimizer's parameters within the context; the option dictionaries of its groups stay the same.
 
     Args:
-        hidden: ``id`` of the parameters that it does not hold.
-        shown: what it holds in their place, each with the position of its group.
-        states: of these; brought up to date.
+        hidden: ``id`` of the parameters to hide.
+        shown: Parameters to show in their place, each with the position of its group.
+        states: Optimizer states of the shown parameters; updated when the context ends.
     """
     groups, state = optimizer.param_groups, optimizer.state
     kept = [group["params"] for group in groups]

@@ -1,4 +1,4 @@
-"""Tensors of which each rank has some tiles, whole on every rank: all-gathers in rounds (torch)."""
+"""All-gathers, in rounds, that make tensors complete on every rank, from tiles on different ranks (torch)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class _Round:
 class Publisher:
     """Publishes tiles to all ranks in rounds of all-gathers.
 
-    What fails may still write into its buffers: use another one from then on.
+    After a failed round, create a new publisher, because the round may still write to its buffers.
 
     Args:
-        senders: the rank that has what is right, by tile.
-        tensors: by the names in the tiling.
+        senders: Rank that has the valid values, for each tile.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Publisher:
             self._rounds.append(_Round(sent, received, packed, packed_from, given, given_to))
 
     def _pairs(self, tiling: Tiling, tiles: Sequence[int], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return pieces of a flat buffer, and the parts of tensors that belong there."""
+        """Return pieces of a flat buffer, and the parts of tensors that they correspond to."""
         pieces, places, position = [], [], 0
         for tile in tiles:
             for span in tiling.tiles[tile]:
@@ -95,12 +94,12 @@ class Publisher:
 
     @property
     def is_outdated(self) -> bool:
-        """True if tensors have other memory than before."""
+        """True if any tensor has moved to other memory."""
         return self._where() != self._addresses
 
     @torch.no_grad()
     def run(self, communicator: Communicator) -> None:
-        """Have all tensors whole here; all ranks call it."""
+        """Publish all tiles, so that this rank's tensors are complete; all ranks call it."""
         before: tuple[_Round, object] | None = None
         for each in self._rounds:
             if each.packed:

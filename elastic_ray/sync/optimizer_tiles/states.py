@@ -1,4 +1,4 @@
-"""Optimizer state of tiles: cut from that of whole parameters, and put together again (torch)."""
+"""Optimizer state of tiles: cut from the state of whole parameters, and joined again (torch)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def part_of(param: Tensor, span: Span) -> Tensor:
 def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
     """Return a span's part of a parameter's state.
 
-    Tensors of the parameter's shape share memory with it, or are read.
+    Parts of tensors with the parameter's shape share memory with them; parts of unread tensors are read.
     """
     if span.whole:
         return {key: read_all(value) for key, value in state.items()}
@@ -45,10 +45,10 @@ def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
 
 
 def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: torch.device | None = None) -> State:
-    """Join a whole parameter's state of its own memory from all its spans; empty where it has none yet.
+    """Return a parameter's state, joined from all its spans in new memory; empty if it has none yet.
 
     Args:
-        device: where large tensors go; by default where they are.
+        device: Device of large tensors in the result; by default they stay on their current device.
     """
     first_span, first = parts[0]
     if first_span.whole:
@@ -72,7 +72,7 @@ def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: tor
 
 
 class HeldTiles:
-    """The tiles that this rank holds: a view of the parameter for each of their spans, with the optimizer's state."""
+    """Tiles that this rank holds: for each of their spans, a view of the parameter and the optimizer's state."""
 
     def __init__(self, tiling: Tiling, params: Mapping[str, Parameter]) -> None:
         self.tiling, self._params = tiling, params
@@ -98,7 +98,8 @@ class HeldTiles:
         """Hold a tile.
 
         Args:
-            borrowed: whether their tensors are parts of larger ones.
+            states: Optimizer state of each of the tile's spans.
+            borrowed: Whether tensors in ``states`` are parts of larger tensors.
         """
         views = []
         for span, state in zip(self.tiling.tiles[tile], states, strict=True):
@@ -111,12 +112,12 @@ class HeldTiles:
         self._views[tile] = views
 
     def drop(self, tile: int) -> None:
-        """Hold it no more."""
+        """Stop holding a tile."""
         for view in self._views.pop(tile):
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy states of spans out of larger tensors, so that these can be freed."""
+        """Copy the states of up to ``count`` spans out of larger tensors, so that these can be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:
@@ -133,16 +134,16 @@ class HeldTiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
     def follow_params(self) -> None:
-        """Move the views to parameters that have other memory than before."""
+        """Update the views of parameters that have moved to other memory."""
         for span, view in self.spans():
             param = self._params[span.name]
             if not span.whole and view.data_ptr() != param.data_ptr() + span.start * param.element_size():
                 view.data = part_of(param, span)
 
     def put_gradients(self) -> None:
-        """Put the parameter's gradient parts into the views.
+        """Set the views' gradients to parts of the parameters' gradients.
 
-        Raises RuntimeError: gradients were reduced for other owners than there are now.
+        Raises RuntimeError: gradients were reduced for a previous assignment of owners.
         """
         for span, view in self.spans():
             grad = self._params[span.name].grad
@@ -155,7 +156,7 @@ class HeldTiles:
                 view.grad = None if grad is None else grad.reshape(-1)[span.start : span.start + span.length]
 
     def drop_gradients(self) -> None:
-        """Restore ``.grad`` to user code and drop the gradients of the views."""
+        """Restore the user-visible ``.grad`` and drop the gradients of the views."""
         for span, view in self.spans():
             if not span.whole:
                 view.grad = None
@@ -165,7 +166,7 @@ class HeldTiles:
 
 
 def _owned(value: Any) -> Any:
-    """Return a tensor that keeps no larger one in memory; what was read of a checkpoint never did."""
+    """Return the value, cloned if it is a view that keeps a larger tensor in memory."""
     larger = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if larger else value
 
@@ -173,7 +174,7 @@ def _owned(value: Any) -> Any:
 def cut_tile(
     tiling: Tiling, tile: int, params: Mapping[str, Parameter], whole: Mapping[Any, Mapping[str, Any]]
 ) -> list[State]:
-    """Return states of a tile's spans from those of whole parameters."""
+    """Return the states of a tile's spans, cut from the states of whole parameters."""
     return [cut_state(whole.get(params[s.name], {}), params[s.name], s) for s in tiling.tiles[tile]]
 
 
@@ -183,11 +184,10 @@ def assemble(
     states: Mapping[int, list[State]],
     device: torch.device | None = None,
 ) -> dict[str, State]:
-    """Return the state of all parameters, by name, from that of all tiles; without those that have none yet.
+    """Return the states of all parameters by name, joined from all tiles; parameters without state are omitted.
 
     Args:
-        states: of each tile's spans.
-        device: where large tensors go; by default where they are.
+        device: Device of large tensors in the result; by default they stay on their current device.
     """
     parts: dict[str, list[tuple[Span, State]]] = {}
     for tile, spans in enumerate(tiling.tiles):
@@ -198,14 +198,14 @@ def assemble(
 
 
 class StoredStates:
-    """Optimizer states that were loaded and are not cut into tiles yet.
+    """Optimizer states that were loaded and are not yet cut into tiles.
 
-    They are kept until they count no more, so that rank 0 can be asked for all of them.
+    They are kept until an update makes them outdated, so that rank 0 can return all of them on request.
 
     Errors of reading are those of `UnreadTensor`.
 
     Args:
-        optimizer: is given whole states, in which `UnreadTensor` may stand for tensors.
+        optimizer: Optimizer that receives loaded states, in which `UnreadTensor` may stand for tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -216,10 +216,10 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """Receive the states given to the optimizer, and leave it none that is unread or on another device.
+        """Receive the states loaded into the optimizer, and leave it none that is unread or on another device.
 
         Args:
-            tiled: parameters in tiles, whose states are kept here.
+            tiled: Parameters in tiles, whose states are stored in this object instead of the optimizer.
         """
         state, known, kept = self._optimizer.state, self.states(), {id(param) for param in tiled}
         self._states = {}
@@ -253,9 +253,9 @@ class StoredStates:
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
-        """Return whole states of parameters by name, of memory of their own on the CPU.
+        """Return copies of the parameters' states on the CPU, keyed by name.
 
-        Without those that have none.
+        Parameters without a state are omitted.
         """
         known = self.states()
         return {
@@ -270,12 +270,13 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
 
 
 def placed_state(state: Mapping[str, Any], device: torch.device, options: Mapping[str, Any]) -> State:
-    """Return a state whose tensors are where torch has them, or will be once they are read.
+    """Return a state whose tensors are on the devices that torch uses, or will be once they are read.
 
-    A checkpoint's are on the CPU.
+    Tensors of a checkpoint are on the CPU.
 
     Args:
-        options: of its group. Torch counts steps on the CPU unless it is told to be fused or capturable.
+        options: Options of the parameter's group. Torch keeps step counts on the CPU unless the group is fused or
+            capturable.
     """
     on_cpu = () if options.get("fused") or options.get("capturable") else ("step",)
     return {
@@ -285,7 +286,7 @@ def placed_state(state: Mapping[str, Any], device: torch.device, options: Mappin
 
 
 def _to(device: torch.device, value: Tensor | UnreadTensor) -> Tensor | UnreadTensor:
-    """Move a tensor to the device; a large one becomes unread, so that only its tiles take memory there."""
+    """Move a tensor to the device; if it has to move, it becomes unread, so that only its tiles use memory there."""
     if isinstance(value, UnreadTensor) or value.device == device or value.layout != torch.strided:
         return value.to(device)
     flat = value.reshape(-1)

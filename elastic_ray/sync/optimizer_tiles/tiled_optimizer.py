@@ -1,30 +1,32 @@
 """Optimizer state of one model in tiles: updates, and changes of the group (torch).
 
-A tile has several owners, which make the same update from the same gradient; the first one sends the new parameters to
-all ranks. A rank votes before each update. What one rank has heard decided can be done on every rank that lives: one
-that has voted and not heard the end keeps its tiles' gradients, and makes the update when it hears of it from another
-one in the next group. There owners that are left send parameters again that did not come through.
+A tile has several owners, which make the same update from the same gradient; the first owner sends the new
+parameters to all ranks. Ranks vote before each update. If any rank knows that an update was decided, every
+surviving rank can make it: a rank that voted but did not learn the outcome keeps its tiles' gradients, and
+makes the update when another rank reports it in the next group. In that group the remaining owners resend
+parameters that did not arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import collections
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.batch.device_numbers import read, with_steps_read
+from elastic_ray.batch.statistics import DENOMINATOR, REFRESHED_EVERY, SETTLED_STEPS, denominators, is_adam_like
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.sync.optimizer_tiles.denominators import Denominators
 from elastic_ray.sync.optimizer_tiles.holder import TileHolder
 from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown, update_digest
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
-from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
+from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, part_of
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 from elastic_ray.sync.step_hooks import StepHooks
 
@@ -39,20 +41,19 @@ RESTORED_IN_A_STEP = 8 << 20
 
 
 class TiledOptimizer:
-    """Optimizer of one model with its state in tiles.
+    """Optimizer of one model whose state is kept in tiles.
 
-    Methods that communicate raise CommunicationFailedError where the group breaks.
+    Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        run: that the model is trained in.
-        optimizer: steps its parameters.
-        number: of the model, in the order in which the loop wraps them.
-        groups: places of its parameter groups among those of the model's optimizers; None where it is the only one.
+        number: Index of the model, in the order in which the loop wraps models.
+        groups: Range of this optimizer's parameter groups among those of all the model's optimizers; None if it is
+            the model's only optimizer.
 
     Attributes:
-        denominators: the optimizer as statistics see it.
-        idle: whether there are no tiles, nor any wanted: updates are the optimizer's own, until one of
-            :meth:`follow`, :meth:`enter_group`, :meth:`gather` and :meth:`restore` is called.
+        denominators: View of the optimizer for gradient statistics.
+        idle: Whether there are no tiles, now or planned, so that updates are entirely the optimizer's. It is reset
+            by :meth:`follow`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class TiledOptimizer:
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adapt to another layout of buckets; a change of tiles follows."""
+        """Adopt the tiles of a new bucket layout; state moves to them later."""
         self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -104,7 +105,7 @@ class TiledOptimizer:
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        """Return the parts of each parameter, with the ranks that own them; all parameters must be in tiles."""
         return self._holder.owned_spans(params)
 
     @property
@@ -114,13 +115,13 @@ class TiledOptimizer:
 
     @property
     def unsettled(self) -> bool:
-        """True if the state is not yet divided as the strategy requires in the present group."""
+        """True if the state is not yet divided as the strategy requires in the current group."""
         several = self._run.group.world_size > self._copies
         held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
 
     def settle_between_steps(self) -> None:
-        """Divide or gather the state after a change of the strategy, on all ranks alike."""
+        """Divide or gather the state after a change of the strategy; called on every rank."""
         run = self._run
         if not self._begun or run.ledger.failed or run.group.world_size == 1:
             return
@@ -136,11 +137,11 @@ class TiledOptimizer:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's hooks that come before a step called with ``kwargs``; returns what they make of these."""
+        """Call the user's pre-step hooks with the step's ``kwargs``; return the arguments that the hooks give."""
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
-        """Vote on the update that is about to be made; False where the step is lost."""
+        """Vote on the next update; return False if the step is lost."""
         held = self._holder.held
         if held is not None or self._open or self._stored or self._gathered is not None:
             self._close()
@@ -162,18 +163,18 @@ class TiledOptimizer:
         return True
 
     def _close(self) -> None:
-        """Rank 0 has the whole state no more."""
+        """Discard the complete state that rank 0 gathered or stored."""
         self._open, self._gathered, self._stored = False, None, False
         self._holder.forget_stored()
 
     def _keep_pending(self) -> None:
-        """Keep what the update needs, because it may have been decided."""
+        """Keep everything that the update needs, because it may have been decided."""
         held, generation = self._holder.held, self._run.group.generation
         assert held is not None, "a vote is about tiles"
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update that is decided."""
+        """Make an update that was decided, with ``apply`` (the optimizer's step), and publish the parameters."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)
@@ -195,7 +196,7 @@ class TiledOptimizer:
         return result
 
     def _call_hooks(self, kwargs: Mapping[str, Any]) -> None:
-        """Call the user's step hooks, once all parameters hold the update."""
+        """Call the user's post-step hooks, once all parameters hold the update."""
         owes, self._owes_hooks = self._owes_hooks, False
         if owes:
             self._hooks.after(kwargs)
@@ -204,7 +205,7 @@ class TiledOptimizer:
         self._last = self._last.next(self._run.group.generation, self._optimizer)
 
     def _publish(self, held: HeldTiles) -> None:
-        """Publish new parameters from their owners to all; what fails is repeated in the next group."""
+        """Publish new parameters from their owners to all ranks; after a failure this is repeated in the next group."""
         run, holder = self._run, self._holder
         run.moment("publish")
         senders = [mine[0] for mine in holder.owners]
@@ -232,9 +233,9 @@ class TiledOptimizer:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Enter a group, whose ranks hold parameters and tiles of the same update, or none.
+        """Enter a group whose ranks hold parameters and tiles of the same update, or none.
 
-        Raises StateLostError: no rank holds some tiles; raised on every rank.
+        Raises StateLostError: no rank holds some of the tiles; raised on every rank.
         """
         self.idle, self._gathered = False, None
         self._settle()
@@ -243,7 +244,7 @@ class TiledOptimizer:
             self._gathered = self._holder.collect(self._run.group)
 
     def _settle(self) -> None:
-        """Hold what this rank is to hold in the present group under the present strategy."""
+        """Move state so that this rank holds what the current group and strategy require."""
         held = self._holder.held
         if held is not None and held.everything:
             self._holder.become_whole()
@@ -252,7 +253,7 @@ class TiledOptimizer:
             self._arrange(self._copies)
 
     def _cut_anew(self) -> None:
-        """Make every rank hold the whole state if ranks hold tiles of another tiling than is wanted."""
+        """Give every rank the complete state if any rank holds tiles of a different tiling than the wanted one."""
         group, held = self._run.group, self._holder.held
         wanted = self._wanted.digest if self._wanted is not None else 0
         own = held.tiling.digest if held is not None else 0
@@ -279,7 +280,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
+        """Send the tiles that only leaving ranks own to ranks that stay; called on every rank."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -287,35 +288,35 @@ class TiledOptimizer:
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save the whole state."""
+        """True if this rank can save the complete state."""
         return not self.divided or self._gathered is not None or self._reads
 
     @property
     def _reads(self) -> bool:
-        """True if this rank continues from the whole stored state, and reads it on demand."""
+        """True if this rank continues from the complete stored state, and reads it on demand."""
         return self._stored and self._run.group.rank == 0
 
     def _at_hand(self) -> dict[str, State] | None:
-        """Return the whole state by name where this rank has it, though it is divided."""
+        """Return the complete state by name if this rank has it although the state is divided; else None."""
         if self._gathered is None and self._reads:
             self._gathered = self._holder.stored.copies(self._holder.params)
         return self._gathered
 
     def gather(self) -> None:
-        """Have rank 0 hold the whole state until the next update; all ranks call it.
+        """Gather the complete state on rank 0 until the next update; all ranks call it.
 
-        At the end of a pass as well, so that code which saves a checkpoint after a loop may do so on rank 0 alone.
+        It is also called at the end of a pass, so that code after the loop can save a checkpoint on rank 0 alone.
         """
         if self.divided and not self._open:
             self._gathered = self._holder.collect(self._run.group)
         self.idle, self._open = False, True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Return the whole states on rank 0 by parameter, empty on other ranks; None if nothing is divided.
+        """Return the complete states by parameter, empty except on rank 0; None if the state is not divided.
 
-        Between an update and the end of a pass all ranks call it.
+        Between an update and the end of a pass, all ranks must call it.
 
-        Raises RanksDisagreeError: another rank does not.
+        Raises RanksDisagreeError: another rank does not call it.
         """
         if not self.divided:
             self._holder.stored.read()
@@ -326,7 +327,7 @@ class TiledOptimizer:
         return {self._holder.params[name]: state for name, state in (self._at_hand() or {}).items()}
 
     def loaded(self) -> None:
-        """Keep this rank's part of the whole state given to the optimizer, on all ranks alike."""
+        """Keep this rank's part of the complete state that was loaded into the optimizer, on all ranks alike."""
         if self.divided:
             self._close()
         self._holder.reload()
@@ -346,7 +347,7 @@ class TiledOptimizer:
         return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun, **owes}
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """Return the whole state where this rank has it."""
+        """Return the complete state by parameter if this rank has it; else None."""
         if self._holder.held is None:
             known = self._holder.stored.states()
             return {param: known[param] for param in self.tiled if param in known}
@@ -354,7 +355,7 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes into a joint checkpoint; None if the optimizer holds all of it."""
+        """Return the states that this rank writes to a joint checkpoint; None if the optimizer holds all states."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
@@ -362,11 +363,11 @@ class TiledOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt what :meth:`capture` gave: tiles of its last update stay, those of the one before are updated.
+        """Adopt the result of :meth:`capture`: tiles of its last update are kept, older ones updated or dropped.
 
         Args:
-            tree: it; None where that rank had no tiles.
-            whole: whether the optimizer holds the whole state of that update.
+            tree: Captured state; None if the capturing rank had no tiles.
+            whole: Whether the optimizer holds the complete state of that update.
         """
         self.idle, pending, before = False, self._pending, self._last
         number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
@@ -385,3 +386,84 @@ class TiledOptimizer:
         elif before.key != self._last.key or not self._begun:
             self._holder.drop()
         self._begun = self._begun or bool(tree and tree["begun"])
+
+
+_NONE = -1.0
+"""Stands for a denominator that an optimizer does not have yet."""
+
+
+class Denominators:
+    """Denominators of an optimizer for statistics: from its own state, or gathered from the owners of its tiles."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, divided: Callable[[], bool]) -> None:
+        self._optimizer, self._divided = optimizer, divided
+        self._gathered: dict[Parameter, dict[str, Tensor]] = {}
+        self._outdated = False  # nothing is divided before all ranks call :meth:`invalidate`
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the optimizer."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """Optimizer state by parameter, in which gathered denominators take precedence."""
+        if not self._divided():
+            return self._optimizer.state
+        return collections.ChainMap(dict(self._gathered), self._optimizer.state)
+
+    @property
+    def adam_like(self) -> bool:
+        """True if the optimizer divides gradients by a running estimate of their size."""
+        return is_adam_like(self._optimizer) or any(self._gathered)
+
+    @property
+    def outdated(self) -> bool:
+        """True if nothing can be measured until all ranks have received the denominators; the same on all ranks."""
+        return self._outdated and is_adam_like(self._optimizer) and self._divided()
+
+    def invalidate(self, *, fresh: bool) -> None:
+        """Invalidate the denominators after a change of the group or of the state's division.
+
+        Args:
+            fresh: Whether no update has been made yet, so that there are no denominators to receive.
+        """
+        self._outdated = not fresh
+        self._gathered = {}
+
+    def due(self, step: int) -> bool:
+        """True if all ranks receive the denominators before this step."""
+        early = step <= SETTLED_STEPS or step % REFRESHED_EVERY == 0
+        return is_adam_like(self._optimizer) and (self._outdated or early)
+
+    @torch.no_grad()
+    def gather(
+        self, communicator: Communicator, held: HeldTiles, params: Mapping[str, Parameter], senders: Sequence[int]
+    ) -> None:
+        """Send the denominators from their first owners to all ranks; called on every rank.
+
+        Args:
+            senders: First owner of each tile.
+        """
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        # Parameters keep their memory format where they are whole, and so do these.
+        found = {name: torch.empty_like(params[name], dtype=torch.bfloat16) for name in held.tiling.names}
+        spans = list(held.spans())
+        states = with_steps_read([held.states[view] for _, view in spans])
+        for (span, _), state in zip(spans, states, strict=True):
+            param = params[span.name]
+            size = denominators(state, groups[id(param)], param.dtype)
+            place = part_of(found[span.name], span)
+            if size is None:
+                place.fill_(_NONE)
+            else:
+                place.copy_(size)
+        rank, world = communicator.rank, communicator.world_size
+        Publisher(held.tiling, senders, found, rank, world).run(communicator)
+        firsts = read([size.view(-1)[0] for size in found.values()])
+        self._gathered = {
+            params[name]: {DENOMINATOR: size}
+            for (name, size), first in zip(found.items(), firsts, strict=True)
+            if first != _NONE
+        }
+        self._outdated = False

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 
-from elastic_ray.sync.profile import ModelProfile, ParamInfo
+from elastic_ray.sync.plan import ModelProfile, ParamInfo
 from elastic_ray.sync.spec import Owner
 
 # Enough to balance a group of 8 within some percent. A small model has fewer: a call takes longer than its memory.
@@ -22,7 +22,7 @@ _ALIGNED = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a parameter."""
+    """Consecutive elements of a parameter."""
 
     name: str  # of the parameter, the first of its names
     start: int  # first element, of the parameter as a vector
@@ -34,7 +34,7 @@ class Span:
 class Tiling:
     """Tiles of a model's parameters, each a tuple of spans.
 
-    All spans of a tile are of one dtype and one kind of device.
+    All spans of a tile have the same dtype and kind of device.
     """
 
     tiles: tuple[tuple[Span, ...], ...]
@@ -44,7 +44,7 @@ class Tiling:
 
     @functools.cached_property
     def digest(self) -> int:
-        """40 bits that tell tilings apart."""
+        """40-bit digest that distinguishes tilings."""
         return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=5).digest(), "big")
 
     @functools.cached_property
@@ -62,7 +62,7 @@ class Tiling:
 
     @classmethod
     def from_json(cls, text: str) -> Tiling:
-        """Invert :meth:`to_json`."""
+        """Return the tiling from the text of :meth:`to_json`."""
         return cls(tuple(tuple(Span(*each) for each in tile) for tile in json.loads(text)))
 
 
@@ -70,9 +70,7 @@ def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
     """Cut parameters into tiles; equal on every rank that calls it with equal arguments.
 
     Args:
-        profile: of the model; whole tensors stay together where its optimizer is not element-wise.
-        params: positions of the parameters in it.
-        owner: says how.
+        profile: Profile of the model; tensors whose optimizer is not element-wise are not cut.
     """
     tiles: list[tuple[Span, ...]] = []
     chosen = [profile.params[i] for i in params]
@@ -95,7 +93,7 @@ def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
 
 
 def _equal(params: Sequence[ParamInfo], most: int) -> list[tuple[Span, ...]]:
-    """Return tiles of as many elements each, over the borders of tensors."""
+    """Return tiles with about equally many elements, which may span several tensors."""
     total = sum(param.numel for param in params)
     count = max(1, min(most, total // _FEWEST_ELEMENTS))
     ends = [total * (i + 1) // count for i in range(count)]
@@ -117,7 +115,7 @@ def _equal(params: Sequence[ParamInfo], most: int) -> list[tuple[Span, ...]]:
 
 
 def _parts(param: ParamInfo, *, even: bool) -> list[Span]:
-    """Return parts of a tensor along its first dimension, as AutoDist counts them."""
+    """Return parts of a tensor along its first dimension, as many as AutoDist cuts."""
     rows = param.shape[0] if param.shape else 1
     if rows < 2 or not param.numel:
         return [Span(param.name, 0, param.numel, True)]
@@ -133,7 +131,7 @@ def _parts(param: ParamInfo, *, even: bool) -> list[Span]:
 
 
 def _binned(pieces: Sequence[Span], most: int) -> list[tuple[Span, ...]]:
-    """Return pieces in tiles that are about equally large: the largest first, each into the smallest tile so far."""
+    """Return pieces in tiles of about equal size: the largest first, each into the smallest tile so far."""
     pieces = [piece for piece in pieces if piece.length]
     count = min(len(pieces), most)
     heap = [(0, number) for number in range(count)]

@@ -21,7 +21,6 @@ class ModelTables:
     """All sharded tables of one wrapped model. A model without any costs nothing.
 
     Args:
-        run: that the model is trained in.
         optimizer: steps its parameters; tables follow its learning rates.
         number: of the model, in the order in which the loop wraps them.
         scaler: AMP's ``GradScaler``; None without AMP.

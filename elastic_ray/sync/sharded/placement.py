@@ -29,7 +29,6 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
     Args:
         tiles: how many there are; 1 or more.
         held: the tiles that each rank holds, by rank.
-        nodes: the node of each rank.
         copies: owners of a tile; 1 or more.
 
     Returns by tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.

@@ -141,10 +141,6 @@ def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
 def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
     """Return the rule that does what a torch optimizer would.
 
-    Args:
-        optimizer: name of its class.
-        group: its first parameter group.
-
     Raises StrategyError: none does.
     """
     found: RowRule | None = None

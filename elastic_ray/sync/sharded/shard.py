@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,67 @@ from torch import Tensor
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
-from elastic_ray.sync.sharded.row_updates import summed
+from elastic_ray.sync.sharded.rules import RowAdagrad, RowAdam, RowRule, RowSGD
 from elastic_ray.sync.sharded.store import InitialRows, TileStore, whole_of
 from elastic_ray.sync.sharded.tiles import RowTiling, from_words, to_words
+
+_Rows = Mapping[str, Tensor]
+
+
+def update_rows(
+    rule: RowRule, tensors: Mapping[str, Tensor], places: Tensor, gradient: Tensor, *, lr: float, step: int
+) -> None:
+    """Update some rows in place.
+
+    Args:
+        tensors: the table's ``weight`` and the rule's state, each [places, width].
+        gradient: theirs, [len(places), width].
+        step: number of the update, from 1.
+    """
+    rows = {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
+    _RULES[type(rule)](rule, rows, gradient, lr, step)
+    for name, tensor in tensors.items():
+        tensor.index_copy_(0, places, rows[name])
+
+
+def _sgd(rule: RowSGD, rows: _Rows, gradient: Tensor, lr: float, step: int) -> None:
+    rows["weight"].sub_(gradient * lr)
+
+
+def _adagrad(rule: RowAdagrad, rows: _Rows, gradient: Tensor, lr: float, step: int) -> None:
+    rows["sum"].add_(gradient * gradient)
+    rows["weight"].sub_((gradient * lr).div_(rows["sum"].sqrt().add_(rule.eps)))
+
+
+def _adam(rule: RowAdam, rows: _Rows, gradient: Tensor, lr: float, step: int) -> None:
+    first, second = rule.betas
+    rows["exp_avg"].mul_(first).add_(gradient * (1.0 - first))
+    rows["exp_avg_sq"].mul_(second).add_((gradient * gradient).mul_(1.0 - second))
+    rate = lr * math.sqrt(1.0 - second**step) / (1.0 - first**step)
+    rows["weight"].sub_((rows["exp_avg"] * rate).div_(rows["exp_avg_sq"].sqrt().add_(rule.eps)))
+
+
+_RULES: dict[type[RowRule], Callable[[Any, _Rows, Tensor, float, int], None]] = {
+    RowSGD: _sgd,
+    RowAdagrad: _adagrad,
+    RowAdam: _adam,
+}
+
+
+def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Tensor]:
+    """Return row gradients with each id once, in rising order; pieces are added one after the other.
+
+    Args:
+        pieces: ids [n] and gradients [n, width]; in one piece each id occurs once. At least one piece.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    ids, where = torch.unique(torch.cat([each for each, _ in pieces]), return_inverse=True)
+    total = torch.zeros(len(ids), width, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+    for at, (_, gradient) in zip(torch.split(where, [len(each) for each, _ in pieces]), pieces, strict=True):
+        total.index_add_(0, at, gradient)
+    return ids, total
+
 
 _Matrix = Sequence[Sequence[int]]
 
@@ -31,7 +90,6 @@ class TableShard:
     Args:
         copies: owners of each tile, in a group of so many ranks or more.
         like: ``weight`` and the rule's state as empty tensors, [0, width].
-        name: of the table, for errors.
     """
 
     def __init__(self, tiling: RowTiling, copies: int, like: Mapping[str, Tensor], name: str) -> None:
@@ -122,11 +180,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank.
-
-        Args:
-            stays: whether each of its ranks does.
-        """
+        """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -154,7 +208,6 @@ class TableShard:
         """Sum all ranks' gradients of the rows that this rank owns, in rank order; called on every rank.
 
         Args:
-            ids: of this rank's rows, each once.
             gradient: theirs, weighted by samples.
         """
         if communicator.world_size == 1:
@@ -166,7 +219,6 @@ class TableShard:
 
         Args:
             communicator: the group; None before the first.
-            names: which of its tensors.
         """
         store = self.store
         assert store is not None
@@ -183,7 +235,6 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
     """Fetch rows of a table from those that answer for them; all ranks call it, also with no ids.
 
     Args:
-        store: what this rank holds.
         readers: the rank to ask, by tile.
         ids: of the rows, [n].
 
@@ -227,13 +278,7 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Move tiles between ranks; all ranks call it with the same moves.
-
-    Args:
-        stores: what this rank holds.
-        into: what it receives is written there.
-        height: places of a tile.
-    """
+    """Move tiles between ranks; all ranks call it with the same moves."""
     rank, world = communicator.rank, communicator.world_size
     matrix = [[0] * world for _ in range(world)]
     for move in moves:

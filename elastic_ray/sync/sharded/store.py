@@ -15,7 +15,6 @@ class TileStore:
     """Rows of some tiles of a table, with the state of their update rule.
 
     Args:
-        tiles: those that are here.
         tensors: ``weight`` and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
     """
 

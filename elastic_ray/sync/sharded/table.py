@@ -11,9 +11,8 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.sync.sharded.row_updates import summed, update_rows
 from elastic_ray.sync.sharded.rules import RowRule
-from elastic_ray.sync.sharded.shard import TableShard
+from elastic_ray.sync.sharded.shard import TableShard, summed, update_rows
 from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
 from elastic_ray.sync.sharded.tiles import RowTiling
 
@@ -62,11 +61,6 @@ class ShardedTable:
     made on each rank that lives: a rank that has voted and not updated takes over the others' state, in which is what
     its own update still lacks, the learning rate. So no rank needs rows of another one's after a loss but its second
     owner's.
-
-    Args:
-        seed: of the rows at the beginning.
-        number: of the model, and of the table in it.
-        run: that it is trained in.
     """
 
     def __init__(

@@ -37,9 +37,7 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
     """Find the initialiser of each module of a unit on the meta device; allocate its buffers.
 
     Args:
-        module: the unit, before it is sharded.
         function: initialises what one module holds itself; None for the modules' own ``reset_parameters``.
-        device: where parameters and buffers are to be.
 
     Raises ValueError: a module has no ``reset_parameters``, and there is no function.
     """
@@ -77,7 +75,6 @@ def initialise(
     So it is where its constructor makes modules in the order of ``modules()``, and draws in ``reset_parameters`` alone.
 
     Args:
-        module: the model, all sharded.
         seed: of torch's generators, which are as before afterwards.
         keep: takes a parameter's position, and the whole of it, which is kept no longer than the call lasts.
 

@@ -280,7 +280,6 @@ def hollow_out(module: nn.Module, device: torch.device) -> None:
 
     Args:
         module: it; torch has sharded it on a mesh of one.
-        device: where its parameters are to be.
     """
     for group in groups_of(module):
         for field in group.fsdp_params:

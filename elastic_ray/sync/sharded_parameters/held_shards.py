@@ -229,7 +229,6 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
     writes others names it as well, so that the names keep their order.
 
     Args:
-        shapes: of the whole parameters.
         share: which of its owners, of how many, writes here.
     """
     found: Written = {}
@@ -259,9 +258,6 @@ def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> Sta
     """Return a parameter's state that was given whole, as by a checkpoint: what is no rows is where torch has it.
 
     Rows that are not there yet are read, or copied there, once they are taken.
-
-    Args:
-        options: of its group in the optimizer.
     """
     return {
         key: value.whole() if isinstance(value, UnreadTensor) and tuple(value.shape) != param.shape else value

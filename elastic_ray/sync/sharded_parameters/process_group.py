@@ -102,7 +102,6 @@ def make_mesh(
     """Make a mesh that no other equals: torch remembers what it worked out for a mesh, and takes an equal one for it.
 
     Args:
-        device_type: as ``"cpu"``.
         collectives: among them; None for a group of one.
         name: of it, another than all others'; one is made up where none is given.
     """

@@ -176,10 +176,6 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
 
     So that a new group need not wait for second copies before it trains. Each shard lies with two ranks in it as well.
 
-    Args:
-        held: the shards of each rank.
-        target: in which each rank follows one other.
-
     Returns the target, with others in the place of those followers that lack some rows, where there are others that
     lack none: those in turn that follow the fewest.
     """

@@ -59,7 +59,6 @@ class ShardCollectives:
     with nothing for those of other groups: one group of connections serves all of them, and is called off at once.
 
     Args:
-        run: that the model is trained in.
         number: of the model, in the order in which the loop wraps them.
         shard_size: ranks of a shard group; None for one of all ranks.
 
@@ -166,7 +165,6 @@ class ShardCollectives:
         """Gather ``tensor`` of each rank in the shard group into ``output``, in rank order; this rank's if that fails.
 
         Args:
-            output, tensor: as above.
             unit: number of the sharded module whose parameters they are; -1 for none.
         """
         self._entered()

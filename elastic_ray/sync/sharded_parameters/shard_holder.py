@@ -58,7 +58,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 
 if TYPE_CHECKING:
-    from elastic_ray.run.group import Group
+    from elastic_ray.run.run import Group
 
 Whole = dict[int, tuple[Tensor, State]]
 """Whole parameters and the optimizer's state of each, by the parameter's position, in CPU memory."""
@@ -73,11 +73,9 @@ class ShardHolder:
 
     Args:
         module: the model, sharded on a mesh of one.
-        optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
 
     Attributes:
-        params: of the model, in its order.
         built_on_meta: whether the model was built without memory: by this rank, or, once a group was entered, by one of
             its ranks.
     """
@@ -195,11 +193,7 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
-        """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
-
-        Args:
-            everyone: the shards of each of its ranks.
-        """
+        """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold."""
         held, target = self._held, self._collectives.layout
         layout = meanwhile(held.counts, everyone, target)
         received = self._received(group, everyone, layout)

@@ -45,10 +45,6 @@ class RowDenominators:
 
     Each rank measures the rows that it owns, in units of what its optimizer keeps of them. So nothing has to travel but
     one number for each parameter: what denominators are floored at follows from the whole of it.
-
-    Args:
-        optimizer: the user's.
-        shards: the rows, with what it keeps of them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
@@ -116,8 +112,6 @@ class MovedRows:
     """Norms of the update, measured on the rows that each rank owns and summed over ranks.
 
     Args:
-        optimizer: the user's.
-        shards: the rows that it steps.
         meter: knows which updates are to be measured, the same on all ranks, and receives them.
     """
 
@@ -137,7 +131,6 @@ class MovedRows:
         """Carry out an update whose gradient was measured; returns what it returns.
 
         Args:
-            update: makes it.
             alone: in a group of one, which has nobody to ask.
             counts: whether this rank's rows are to be counted here, and not with another owner's.
         """
@@ -180,9 +173,7 @@ class ShardStatistics:
     """Gradient statistics of one sharded model, taken while torch scatters its gradients.
 
     Args:
-        run: that the model is trained in.
         optimizer: its shards, and the state of the user's optimizer.
-        denominators: of the user's optimizer.
         moved: how far it moves rows.
     """
 
@@ -284,6 +275,7 @@ class ShardStatistics:
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.states.progress.steps, self._collectives.add_up, counts=first)
+            self._statistics.noise.learn_kind()
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:
@@ -379,16 +371,7 @@ class ShardStatistics:
 
 
 class _Rows:
-    """Rows of one parameter.
-
-    Args:
-        place: of the parameter in the model.
-        group: of the parameter in the optimizer.
-
-    Attributes:
-        index, group: the same.
-        sliced: other ranks have the other rows.
-    """
+    """Rows of one parameter."""
 
     sliced = True
 
@@ -422,7 +405,6 @@ class ScatteredRows(_Rows):
     """Rows of all ranks' gradients, before they are summed.
 
     Args:
-        place, group: see above.
         parts: [ranks, elements], each rank's gradient times its share in the mean.
         shares: these, [ranks, 1], in single precision at least.
         before: what an earlier backward pass of the step has left in ``.grad``, [elements]; None for nothing.

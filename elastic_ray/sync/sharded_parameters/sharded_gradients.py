@@ -48,7 +48,6 @@ class ShardedGradients(Participant):
     """Gradient synchronisation of one sharded model around torch's own gathers and scatters; a ``GradientSync``.
 
     Args:
-        run: that the model is trained in.
         optimizer: its parameters, and the state of the user's optimizer.
         number: of the model, in the order in which the loop wraps them.
     """

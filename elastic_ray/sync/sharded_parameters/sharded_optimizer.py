@@ -48,9 +48,7 @@ class ShardedOptimizer:
     """Optimizer of one sharded model. Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
-        run: that the model is trained in.
         module: the model, sharded on a mesh of one.
-        optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
     """
 
@@ -390,7 +388,6 @@ class ShardUpdate:
     """Update of shards: the parameters they are parts of, and the gradients.
 
     Args:
-        optimizer: makes it.
         hidden: ``id`` of the user's parameters, in whose place the optimizer steps rows of shards.
         groups: position of each parameter's group in the optimizer.
         by_hand: changes of parameters that are no update.
@@ -406,7 +403,6 @@ class ShardUpdate:
 
         Args:
             shards: each with the gradients of its rows, by the parameter's position; without those that have none.
-            apply: the optimizer's own step.
         """
         shown: list[tuple[Parameter, int]] = []
         states: dict[Parameter, State] = {}
@@ -436,8 +432,6 @@ class PendingShards:
     By then the optimizer may have the options of a later step, and the gradients are gone.
 
     Args:
-        optimizer: makes it.
-        update: how.
         shards: as of ``ShardUpdate.make``; gradients are copied.
     """
 
@@ -454,11 +448,6 @@ class PendingShards:
         self._options = options_of(optimizer)
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
-        """Make the update, as other ranks have.
-
-        Args:
-            apply: the optimizer's own step.
-            rates: learning rates that they have made it with.
-        """
+        """Make the update, as other ranks have."""
         with as_then(self._optimizer, self._options, rates):
             self._update.make(self._shards, apply)

@@ -3,15 +3,156 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives, WireForm
-from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, routes
-from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+from elastic_ray.batch.statistics import FlatPreconditioner, squared_norm
+from elastic_ray.sync.operations.bucket_operation import WireForm
+from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, pieces_of, routes
+from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+    from elastic_ray.sync.engine.joint_optimizer import JointTiles
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+
+NUMBERS = 3
+"""What ranks tell each other of each parameter: the squared norm of what a rank adds up, its NaNs, its infinities."""
+
+
+class SlicedBucket(Bucket):
+    """Bucket whose sums go only to the ranks that own their optimizer state.
+
+    Until it is launched it is an ordinary bucket. From then on ``.grad`` is a ``SlicedGradient``, and the bucket knows
+    the sum of what this rank owns.
+
+    Args:
+        index: position in the order of reduction.
+    """
+
+    sliced = True
+
+    def __init__(
+        self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: TiledOptimizer | JointTiles
+    ) -> None:
+        super().__init__(index, group, params)
+        self._owners = owners
+        self._pieces: tuple[object, tuple[BucketPiece, ...]] | None = None
+        self._contents: dict[int, Content] = {}  # of gradients that are being reduced, or were
+        self._own: Tensor | None = None  # this rank's weighted gradients, as they were sent
+        self._kept: list[tuple[BucketPiece, Tensor]] | None = None  # what this rank has added up; None before
+        self._received: list[tuple[BucketPiece, Tensor]] = []
+        self._numbers: list[list[float]] = []
+
+    @property
+    def pieces(self) -> tuple[BucketPiece, ...]:
+        """Pieces of the present owners; a new tuple whenever the owners change."""
+        owners = self._owners.owners
+        if self._pieces is None or self._pieces[0] is not owners:
+            spans = self._owners.owned_spans(self.params)
+            self._pieces = owners, pieces_of([p.numel() for p in self.params], spans)
+        return self._pieces[1]
+
+    def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
+        """Start a backward pass; gradients that were zeroed in place become ordinary ones."""
+        for param in self.params:
+            if isinstance(param.grad, SlicedGradient):
+                param.grad = plain_or_sliced(param.grad)
+        return super().begin_pass(first=first, reduces=reduces, accumulates=accumulates)
+
+    def put(self, weight: float, *, sums: bool = False) -> Tensor | None:
+        """Put weighted gradients into the bucket; raises RuntimeError for gradients that are sliced already.
+
+        Raises RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
+        """
+        if any(isinstance(param.grad, SlicedGradient) for param in self.params):
+            raise RuntimeError(ADDS_UP)
+        self._kept = None
+        return super().put(weight, sums=sums)
+
+    def give(self, own: Tensor) -> None:
+        """Give the bucket's memory, and that of its gradients, to what arrives."""
+        self._own = own
+        self.grads = []
+        self._contents = {}
+        for index, (param, had) in enumerate(zip(self.params, self.has_gradient, strict=True)):
+            if had:
+                self._show(index, param)
+
+    def _show(self, index: int, param: torch.nn.Parameter) -> None:
+        content = self._contents[index] = Content()
+        param.grad = SlicedGradient(param, content)
+
+    def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
+        """Receive the sums of pieces that this rank adds up, and of those that it follows."""
+        self._kept, self._received = list(kept), list(received)
+
+    def numbers(self) -> Tensor:
+        """Return [parameters, :data:`NUMBERS`] in float64 on the CPU: this rank's part of what all are to know."""
+        found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
+        kept = self._kept or []
+        if not kept:
+            return found
+        norms = torch.stack(torch._foreach_norm([part for _, part in kept])).double().cpu()
+        places = torch.tensor([piece.param for piece, _ in kept])
+        found[:, 0].index_add_(0, places, norms.square())
+        for (piece, part), norm in zip(kept, norms.tolist(), strict=True):
+            if not norm < float("inf"):  # it may have overflown
+                found[piece.param, 1] += float(part.isnan().sum())
+                found[piece.param, 2] += float(part.isinf().sum())
+        return found
+
+    def know(self, numbers: Tensor) -> None:
+        """Store the numbers that were summed over all ranks."""
+        self._numbers = numbers.tolist()
+
+    @property
+    def finite(self) -> bool:
+        """True if the whole mean is finite, by the numbers that all ranks share."""
+        return not any(nans or infinities for _, nans, infinities in self._numbers)
+
+    def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
+        """Have ``.grad`` stand for the mean; ``used`` tells which parameters had a gradient on any rank."""
+        for index, (param, flag) in enumerate(zip(self.params, used(), strict=True)):
+            if flag and index not in self._contents:
+                self._show(index, param)
+        for index, content in self._contents.items():
+            content.know(*self._numbers[index])
+        for piece, part in [*(self._kept or []), *self._received]:
+            if piece.param in self._contents:
+                self._contents[piece.param].parts[piece.start] = part
+        self._contents = {}
+
+    def squared_norm(self, preconditioner: FlatPreconditioner | None) -> Tensor:
+        """Return the squared norm of the bucket; once it is reduced, of the part that this rank sums."""
+        if self._kept is None:
+            return super().squared_norm(preconditioner)
+        found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.params[0].device)
+        for piece, part in self._kept:
+            if preconditioner is not None:
+                found += preconditioner.squared_norm(part, piece.at).to(found.dtype)
+            else:
+                found += squared_norm(part).to(found.dtype)
+        return found
+
+    def own_is_finite(self) -> bool:
+        if self._own is None:
+            return super().own_is_finite()
+        tensors = [self._own, *([self.carried] if self.carried is not None else [])]
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+    def replace_buffer(self) -> None:
+        """Leave all memory to a reduction that was given up; gradients that it was to reduce are zero."""
+        super().replace_buffer()
+        for index in self._contents:
+            grad = self.params[index].grad
+            if isinstance(grad, SlicedGradient):
+                grad.clear()
+        self._contents, self._own, self._kept, self._received = {}, None, None, []
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,7 +177,6 @@ class SlicedOperation:
     have the same bits: the first one adds up, in rank order, and sends the sum to the others.
 
     Args:
-        copies: owners of each piece.
         form: of the gradients on their way to the first owner.
     """
 
@@ -47,7 +187,7 @@ class SlicedOperation:
         self._buffers: _Buffers | None = None
         self._arrived: Tensor | None = None
 
-    def launch(self, bucket: SlicedBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: SlicedBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the exchange that sends all pieces to their first owners."""
         self._follow(bucket, group)
         made, buffers = self._known
@@ -60,7 +200,7 @@ class SlicedOperation:
         bucket.give(buffers.sent)
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
-    def go_on(self, bucket: SlicedBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch the sums to the other owners; then they are all there."""
         made, buffers = self._known
         if finished == 1:
@@ -81,7 +221,7 @@ class SlicedOperation:
         assert self._routes is not None and self._buffers is not None, "it was launched"
         return self._routes, self._buffers
 
-    def _follow(self, bucket: SlicedBucket, group: GradientCollectives) -> None:
+    def _follow(self, bucket: SlicedBucket, group: GradientGroup) -> None:
         """Adapt to the present owners with routes and memory."""
         pieces = bucket.pieces
         if self._for is not pieces:

@@ -53,7 +53,6 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
 
     Args:
         sizes: elements of each of its parameters, as they follow each other.
-        spans: of each parameter, all of it once.
 
     Raises ValueError: some elements of a parameter have no owner.
     """

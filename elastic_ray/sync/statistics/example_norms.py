@@ -59,6 +59,12 @@ Cut = Callable[[Tensor], Tensor]
 Scaled = Callable[[nn.Parameter, Cut], "Tensor | None"]
 """Returns the optimizer's factors for the measured part of a parameter; None for 1."""
 
+BATCHED = 1 << 13
+"""Most elements of a measured part whose factors are computed together with others': calls cost more than numbers."""
+
+ATTENTION_NODES = 100
+"""Nodes of autograd's graph among which that of an attention's projection is searched."""
+
 
 class _Layer(abc.ABC):
     """Layer whose parameters' gradients are known sample by sample.
@@ -71,10 +77,11 @@ class _Layer(abc.ABC):
     """
 
     forwards: ClassVar[tuple[Any, ...]]  # classes with this very forward pass have such layers
+    names: ClassVar[tuple[str, str]] = ("weight", "bias")
 
     def __init__(self, module: Any, params: set[int]) -> None:
         self.module = module
-        own = (getattr(module, "weight", None), getattr(module, "bias", None))
+        own = (getattr(module, name, None) for name in self.names)
         self.weight, self.bias = (p if isinstance(p, nn.Parameter) and id(p) in params else None for p in own)
         self._is_first = False  # whether samples are known to be the first dimension
 
@@ -87,9 +94,24 @@ class _Layer(abc.ABC):
     def leading(self, x: Tensor) -> Sequence[int]:
         """Sizes of the input's dimensions that are no features."""
 
+    def cut(self, weight: Tensor, columns: slice) -> Tensor:
+        """Return some columns of the weight, or of what the optimizer keeps of it."""
+        return weight[:, columns]
+
+    def watch(self, output: Any, see: Callable[[Tensor], None]) -> bool:
+        """Call `see` with the output's gradient in the backward pass; False where there will be none."""
+        if type(output) is not Tensor or not output.requires_grad:
+            return False
+        output.register_hook(see)  # type: ignore[no-untyped-call]
+        return True
+
     @abc.abstractmethod
     def keep(self, x: Tensor, columns: slice) -> Tensor:
         """Return what backward needs of the input."""
+
+    def ordered(self, kept: Tensor, g: Tensor) -> Tensor:
+        """Return the gradient with samples first."""
+        return g
 
     @abc.abstractmethod
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
@@ -100,7 +122,7 @@ class _Layer(abc.ABC):
         """True if the layer has parameters to measure."""
         return self.weight is not None or self.bias is not None
 
-    def parts(self, x: Tensor, *, preconditioned: bool) -> int:
+    def parts(self, x: Tensor | None, *, preconditioned: bool) -> int:
         """Return the number of parts into which columns are cut; one is measured at a time."""
         return max(1, min(MOST_PARTS, self.features // LEAST_COLUMNS))
 
@@ -128,7 +150,7 @@ def _wide(numbers: Tensor) -> Tensor:
 
 
 class _LinearLayer(_Layer):
-    forwards = (nn.Linear.forward,)
+    forwards: ClassVar[tuple[Any, ...]] = (nn.Linear.forward,)
 
     @property
     def features(self) -> int:
@@ -137,8 +159,8 @@ class _LinearLayer(_Layer):
     def leading(self, x: Tensor) -> Sequence[int]:
         return x.shape[:-1]
 
-    def parts(self, x: Tensor, *, preconditioned: bool) -> int:
-        whole = x.dim() == 2 and not preconditioned  # which costs two norms a sample
+    def parts(self, x: Tensor | None, *, preconditioned: bool) -> int:
+        whole = x is not None and x.dim() == 2 and not preconditioned  # which costs two norms a sample
         return 1 if whole else super().parts(x, preconditioned=preconditioned)
 
     def keep(self, x: Tensor, columns: slice) -> Tensor:
@@ -146,13 +168,42 @@ class _LinearLayer(_Layer):
 
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
         assert self.weight is not None, "it is measured"
-        factors = scaled(self.weight, lambda p: p[:, columns])
+        factors = scaled(self.weight, lambda p: self.cut(p, columns))
         if g.dim() == 2:  # the gradient is an outer product
             wide = _wide(g) if factors is None else g.to(factors.dtype)
             squares = wide.square().sum(1, True) if factors is None else wide.square() @ factors.square()
             return squares.sqrt() * kept
         found = kept.flatten(1, -2).to(g.dtype).transpose(1, 2) @ g.flatten(1, -2)
         return found if factors is None else found * factors.t()
+
+
+class _AttentionLayer(_LinearLayer):
+    """Projection of the input to queries, keys and values, where one tensor is all of them."""
+
+    forwards = (nn.MultiheadAttention.forward,)
+    names = ("in_proj_weight", "in_proj_bias")
+
+    @property
+    def features(self) -> int:
+        return int(self.module.embed_dim)
+
+    def leading(self, x: Tensor) -> Sequence[int]:
+        return self._by_sample(x).shape[:2] if x.dim() == 3 else ()
+
+    def _by_sample(self, x: Tensor) -> Tensor:
+        return x if self.module.batch_first else x.transpose(0, 1)
+
+    def keep(self, x: Tensor, columns: slice) -> Tensor:
+        return self._by_sample(x)[..., columns].clone()
+
+    def watch(self, output: Any, see: Callable[[Tensor], None]) -> bool:
+        node = _node_with(self.weight, output[0].grad_fn) if self.weight is not None else None
+        if node is not None:
+            node.register_prehook(lambda grads: see(grads[0]) if grads[0] is not None else None)
+        return node is not None
+
+    def ordered(self, kept: Tensor, g: Tensor) -> Tensor:
+        return g.reshape(kept.shape[1], len(kept), -1).transpose(0, 1)  # positions come first inside
 
 
 class _NormLayer(_Layer):
@@ -168,6 +219,9 @@ class _NormLayer(_Layer):
     @property
     def features(self) -> int:
         return 1 if self.weight is None else self.weight.numel()
+
+    def cut(self, weight: Tensor, columns: slice) -> Tensor:
+        return weight.reshape(-1)[columns]
 
     @property
     def _is_last(self) -> bool:
@@ -191,7 +245,7 @@ class _NormLayer(_Layer):
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
         assert self.weight is not None, "it is measured"
         found = (self._by_position(g)[..., columns] * kept).sum(1)
-        factors = scaled(self.weight, lambda p: p.reshape(-1)[columns])
+        factors = scaled(self.weight, lambda p: self.cut(p, columns))
         return found if factors is None else found * factors
 
     def bias_rows(self, g: Tensor) -> Tensor:
@@ -233,7 +287,7 @@ class _ConvLayer(_Layer):
         m = self.module
         windows = functional.unfold(_wide(kept), m.kernel_size, dilation=m.dilation, padding=m.padding, stride=m.stride)
         found = _wide(g).flatten(2) @ windows.transpose(1, 2)
-        factors = scaled(self.weight, lambda p: p[:, columns])
+        factors = scaled(self.weight, lambda p: self.cut(p, columns))
         return found if factors is None else found * factors.flatten(1)
 
     def bias_rows(self, g: Tensor) -> Tensor:
@@ -252,7 +306,7 @@ class _EmbeddingLayer(_Layer):
     def features(self) -> int:
         return int(self.module.embedding_dim)
 
-    def parts(self, x: Tensor, *, preconditioned: bool) -> int:
+    def parts(self, x: Tensor | None, *, preconditioned: bool) -> int:
         return 1  # rare words are too different for a part to stand for all
 
     def leading(self, x: Tensor) -> Sequence[int]:
@@ -265,7 +319,7 @@ class _EmbeddingLayer(_Layer):
         assert self.weight is not None, "it is measured"
         words, each = kept.flatten(1), self.module.num_embeddings
         gradients = g[..., columns].flatten(0, -2)
-        factors = scaled(self.weight, lambda p: p[:, columns])
+        factors = scaled(self.weight, lambda p: self.cut(p, columns))
         if factors is not None:
             gradients = gradients * factors[words.flatten()]
         if self.module.padding_idx is not None:
@@ -276,7 +330,7 @@ class _EmbeddingLayer(_Layer):
         return torch.zeros_like(gradients).index_add_(0, numbers, gradients[places])
 
 
-_KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _NormLayer, _ConvLayer, _EmbeddingLayer)
+_KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _AttentionLayer, _NormLayer, _ConvLayer, _EmbeddingLayer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,6 +396,7 @@ class ExampleNorms:
         self._number = self._samples = 0
         self._buckets: list[tuple[Bucket, FlatPreconditioner | None]] = []
         self._factors: dict[int, FlatPreconditioner] = {}
+        self._ready: dict[int, Tensor | None] = {}  # factors of small parts
         self._found: dict[int, Tensor | None] = {}
         self._next = self._changed_at = 0
         self._scale = 1.0
@@ -392,6 +447,8 @@ class ExampleNorms:
         self._samples, self._number, self._next = samples, self._number + 1, step + self._spacing
         self._buckets = [(bucket, preconditioner(bucket)) for bucket in buckets]
         self._factors = {id(p): found for bucket, found in self._buckets if found is not None for p in bucket.params}
+        if self._factors:
+            self._prepare()
         self._handles = [
             each.module.register_forward_hook(_LayerHook(self._forward, each), prepend=True) for each in self._layers
         ]
@@ -409,7 +466,7 @@ class ExampleNorms:
         for handle in self._handles:
             handle.remove()
         self._handles, self._samples, self._buckets = [], 0, []
-        self._factors, self._found = {}, {}
+        self._factors, self._found, self._ready = {}, {}, {}
 
     @torch.no_grad()
     def end(self) -> list[LayerNorms] | None:
@@ -440,14 +497,12 @@ class ExampleNorms:
     def _forward(self, layer: _Layer, args: tuple[Any, ...], output: Any) -> None:
         """Keep what backward needs of a layer's input."""
         since_s, x = self._clock(), args[0] if args else None
-        if type(x) is not Tensor or type(output) is not Tensor or not output.requires_grad:
-            return
-        if layer.has_samples_first(x, self._samples):
+        if type(x) is Tensor and layer.has_samples_first(x, self._samples):
             parts = layer.parts(x, preconditioned=self.preconditioned)
             columns = layer.columns(self._number, parts)
-            kept = layer.keep(x.detach(), columns)
-            backward = functools.partial(self._backward, layer, self._number, parts, columns, kept)
-            output.register_hook(backward)  # type: ignore[no-untyped-call]
+            backward = functools.partial(self._backward, layer, self._number, parts, columns)
+            if layer.watch(output, lambda g: backward(kept, g)):
+                kept = layer.keep(x.detach(), columns)
         self._spent_s += self._clock() - since_s
 
     def _backward(self, layer: _Layer, number: int, parts: int, columns: slice, kept: Tensor, g: Tensor) -> None:
@@ -456,7 +511,7 @@ class ExampleNorms:
             return
         since_s = self._clock()
         with torch.no_grad():
-            g = g.detach()
+            g = layer.ordered(kept, g.detach())
             if layer.weight is not None and layer.weight.requires_grad:
                 self._add(layer.weight, layer.rows(kept, g, columns, self._scaled), parts)
             if layer.bias is not None and layer.bias.requires_grad:
@@ -465,13 +520,47 @@ class ExampleNorms:
         self._spent_s += self._clock() - since_s
 
     def _scaled(self, param: nn.Parameter, cut: Cut) -> Tensor | None:
+        if id(param) in self._ready:
+            return self._ready[id(param)]
         factors = self._factors.get(id(param))
-        return None if factors is None else factors.factors_of(param, cut)
+        return None if factors is None else factors.factors_of([(param, cut)])[0]
+
+    def _prepare(self) -> None:
+        """Compute the factors of small parts together."""
+        parts: dict[int, list[tuple[nn.Parameter, Cut]]] = {}
+        for layer in self._layers:
+            columns = layer.columns(self._number, layer.parts(None, preconditioned=True))
+            for param, cut in (
+                (layer.weight, functools.partial(layer.cut, columns=columns)),
+                (layer.bias, torch.ravel),
+            ):
+                if param is None or (factors := self._factors.get(id(param))) is None:
+                    continue
+                if cut(param.detach()).numel() <= BATCHED:
+                    parts.setdefault(id(factors), []).append((param, cut))
+        for found in parts.values():
+            factors = self._factors[id(found[0][0])]
+            self._ready |= zip((id(param) for param, _ in found), factors.factors_of(found), strict=True)
 
     def _add(self, param: nn.Parameter, rows: Tensor, times: int) -> None:
         flat = _wide(rows).reshape(-1)
         # A layer that is used twice has gradients of which only the sum is a sample's.
         self._found[id(param)] = None if id(param) in self._found else torch.dot(flat, flat) * times
+
+
+def _node_with(weight: Tensor, last: Any) -> Any:
+    """Return the node before ``last`` in autograd's graph that multiplies by this very weight; None for none."""
+    nodes = collections.deque([last])
+    for _ in range(ATTENTION_NODES):
+        node = nodes.popleft() if nodes else None
+        for found, _ in node.next_functions if node is not None else ():
+            inner = found
+            while inner is not None and inner.name() in ("TBackward0", "ToCopyBackward0"):
+                inner = inner.next_functions[0][0]
+            if inner is not found and getattr(inner, "variable", None) is weight:
+                return node
+            nodes.append(found)
+    return None
 
 
 def _squared_norms(params: Sequence[Any], grads: list[Any], factors: FlatPreconditioner | None) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.batch.noise_scale import TINY
@@ -42,7 +42,7 @@ class GradientStatistics:
         self._initial_batch_size = 0
         self.due = self._noise_due = self._variance_due = self._norms_due = False
         self._carried: list[Number] = []  # of the micro-steps before
-        self._local: list[Number] = []
+        self._local: list[list[Number]] = []  # of the pass, by bucket
         self._first = self._preconditioned = False
         self._mean: list[float] | None = None  # squared norms of the mean gradient, in the noise scale's units
         self._plain_mean: list[float] | None = None  # without preconditioning
@@ -139,7 +139,7 @@ class GradientStatistics:
 
     def begin_pass(self) -> None:
         """Start a backward pass."""
-        self._local = [0.0] * self.norms_size
+        self._local = [[] for _ in range(self.norms_size)]
 
     def carry(self) -> None:
         """Keep the norms of this micro-step for the next one."""
@@ -155,18 +155,17 @@ class GradientStatistics:
             return
         norm = None
         if self._noise_due:
-            preconditioner = self.noise.preconditioner(bucket)
+            preconditioner = self.noise.preconditioner(bucket) if self.noise.adam_like else None
             norm = bucket.squared_norm(preconditioner) / weight
-            self._local[bucket.group] = added(self._local[bucket.group], norm)
+            self._local[bucket.group].append(norm)
             norm = norm if preconditioner is None else None
         if self._variance_due:
             norm = bucket.squared_norm(None) / weight if norm is None else norm
-            place = self._groups + bucket.group
-            self._local[place] = added(self._local[place], norm)
+            self._local[self._groups + bucket.group].append(norm)
 
     def local_norms(self) -> list[Number]:
         """Return the squared norms of this rank's gradients, summed over the micro-steps so far."""
-        return [added(carried, local) for carried, local in zip(self._carried, self._local, strict=True)]
+        return [added([carried, *local]) for carried, local in zip(self._carried, self._local, strict=True)]
 
     def mean_norms(self, buckets: Sequence[MeasuredGradient], *, first: bool, everywhere: bool) -> list[Number]:
         """Return the norms of the step's mean gradient, for :meth:`take_mean_norms`.
@@ -299,13 +298,12 @@ class GradientStatistics:
 
     def _squared_norms(self, buckets: Sequence[MeasuredGradient], preconditioned: bool) -> list[Number]:
         """Return the squared norms of buckets that hold the whole mean, then of those that hold a part of it."""
-        sums: list[Any] = [0.0] * self._groups
-        parts: list[Any] = [0.0] * self._groups
+        found: list[list[Number]] = [[] for _ in range(2 * self._groups)]
         for bucket in buckets:
             preconditioner = self.noise.preconditioner(bucket) if preconditioned else None
-            found = parts if bucket.sliced else sums
-            found[bucket.group] = added(found[bucket.group], bucket.squared_norm(preconditioner))
-        return [*sums, *parts]
+            place = bucket.group + (self._groups if bucket.sliced else 0)
+            found[place].append(bucket.squared_norm(preconditioner))
+        return [added(each) for each in found]
 
     def _whole(self, known: Sequence[float], add_up: _AddUp | None) -> list[float]:
         """Return the norms of the whole mean: whole sums plus the parts that `add_up` sums over ranks."""

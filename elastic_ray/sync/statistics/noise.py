@@ -66,7 +66,8 @@ class NoiseTracker:
         held_factors: of the latest step's learning rates, by parameter group of each of the model's optimizers; empty
             where they do not follow the noise.
         adam_steps: steps that each optimizer has made, and as many at the initial batch, where its second moments
-            follow the batch.
+            follow the batch; and what these remember of the noise, see ``remembered``.
+        adam_like: whether the optimizer is of Adam's kind; None before it has a state that shows it.
         counted_elsewhere: names of parameters that other workers of the unit count; None before that is known.
         looks: whether that is to be found out, once more where a parameter had no gradient yet.
     """
@@ -85,12 +86,12 @@ class NoiseTracker:
         self._scale = 1.0  # of the latest step that was measured
         self._received: list[float] = []
         self._sent: tuple[SmoothedNoise, list[float]] | None = None
-        self._adam_like: bool | None = None
+        self.adam_like: bool | None = None
         self._last_step = -1
         self._step = 0
         self.progress = 0.0
         self.held_factors: list[list[float]] = [[] for _ in range(optimizers)]
-        self.adam_steps: list[list[float]] = [[0.0, 0.0] for _ in range(optimizers)]
+        self.adam_steps: list[list[float]] = [[0.0, 0.0, 1.0] for _ in range(optimizers)]
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
 
@@ -124,20 +125,25 @@ class NoiseTracker:
         self._step = step
         self._pending = None
         due = halved or step % (self._every or _EVERY) == 0 or (self._every is None and step < _DENSE_STEPS)
-        return due and gradients > 1 and not (self._source is not None and self._source.outdated)
+        return due and gradients > 1 and self.looks_at(step)
 
     def looks_at(self, step: int) -> bool:
         """Return True if single samples' gradients may be measured after ``step`` committed steps."""
         self._step = step
+        if self.adam_like is None:
+            self.learn_kind()
         return self._source is None or not self._source.outdated
+
+    def learn_kind(self) -> None:
+        """Find out the optimizer's kind, once it has a state."""
+        if (self._source or self._optimizer).state:
+            self.adam_like = is_adam_like(self._optimizer) if self._source is None else self._source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
-        source: Any = self._source or self._optimizer
-        if self._adam_like is None and source.state:
-            self._adam_like = self._source.adam_like if self._source is not None else is_adam_like(self._optimizer)
-        if not self._adam_like:
+        if not self.adam_like:
             return None
+        source: Any = self._source or self._optimizer
         if bucket.index not in self._preconditioners:
             self._preconditioners[bucket.index] = BucketPreconditioner()
         return self._preconditioners[bucket.index].at(self._step, lambda: bucket.preconditioner(source))
@@ -210,7 +216,7 @@ class NoiseTracker:
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """True if norms of these buckets are in the optimizer's units."""
-        return any(self.preconditioner(bucket) is not None for bucket in buckets)
+        return bool(self.adam_like) and any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
         """Commit the estimates of the latest backward pass, whose gradients were applied."""

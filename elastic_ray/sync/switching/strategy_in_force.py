@@ -24,12 +24,10 @@ from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.candidates import consider, with_rows
-from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, watch_rows
+from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, most_candidates, watch_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
-from elastic_ray.sync.choosing.race import most_candidates
 from elastic_ray.sync.naming import resolve_strategy
-from elastic_ray.sync.plan import SyncPlan, lower
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import ModelProfile, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Strategy
 from placement.cluster.jobs import FoundStrategy
 
@@ -48,8 +46,6 @@ class StrategyTuner:
 
     Args:
         auto: how the choice is made.
-        model: whose strategy is chosen.
-        strategy: that training begins with.
         number: of the model, in the order in which the loop wraps them.
     """
 
@@ -217,8 +213,6 @@ class StrategyInForce:
     """Strategy of one model with its plan, and the change to another strategy or tuner.
 
     Args:
-        model: what it is planned for.
-        builder: of the first strategy.
         number: of the model, in the order in which the loop wraps them.
 
     Raises StrategyError: the strategy cannot be carried out for this model and optimizer.

@@ -26,16 +26,16 @@ class RowBucket:
 
     Args:
         index: position in the order of reduction.
-        group: parameter group of the table.
         table: the table's ``.grad``.
 
     Attributes:
-        index, group: as given.
         complete: whether the pass has reached it.
-        held: what the bucket holds.
         is_sparse: whether ``.grad`` is to be sparse; None while no rank and no micro-step had a gradient.
         touched: rows that this rank's gradient had when it was taken in last.
     """
+
+    sliced = False  # each rank receives the whole mean
+    is_summed_up = False  # the table's gradient does not change while it is reduced
 
     def __init__(self, index: int, group: int, table: TableGradient) -> None:
         self.index, self.group, self.table = index, group, table
@@ -47,25 +47,18 @@ class RowBucket:
         self._carried: TouchedRows | None = None
         self._has_gradient = False
         self._used: list[bool] = []
-        self._written: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self.written: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._additions = 1  # of the pass to ``.grad``
         self._flat: torch.Tensor | None = None
         self._preconditioner: RowPreconditioner | None = None
 
-    def begin_step(self, *, carries: bool) -> None:
-        """Discard what an earlier step has left."""
-        if not carries:
-            self._carried = None
-        self._used = []
-        self._written = None
-        self.is_sparse = None
-
-    def begin_pass(self) -> None:
-        """Start a backward pass."""
+    def begin_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
+        """Start a backward pass, ``first`` of a step; the table's gradient stays where it is."""
         self.complete, self._additions = True, 1
-
-    def begin_filling(self, *, alone: bool) -> float:
-        """Do nothing: the table's gradient stays where it is."""
+        if first:
+            self._used, self.written, self.is_sparse = [], None, None
+            if not accumulates:
+                self._carried = None
         return math.inf
 
     def adopt(self, places: Sequence[int]) -> None:
@@ -82,11 +75,6 @@ class RowBucket:
     def carry(self) -> None:
         """Start another micro-step and keep what earlier ones have left in the bucket."""
         self._carried = self._kept()
-
-    @property
-    def sliced(self) -> bool:
-        """False: every rank receives the whole mean."""
-        return False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,14 +128,6 @@ class RowBucket:
         """True if all held values are finite."""
         return bool(self.held.values.isfinite().all())
 
-    def sum_up(self) -> None:
-        """Do nothing: the table's gradient does not change while it is reduced."""
-
-    @property
-    def is_summed_up(self) -> bool:
-        """False: rows are not summed while they are put into the bucket; see :meth:`sum_up`."""
-        return False
-
     def own_is_finite(self) -> bool:
         """True if this rank's own gradients are finite, those of earlier micro-steps included."""
         grad = self.table.param.grad
@@ -156,7 +136,7 @@ class RowBucket:
             tensors.append(self._carried.values)
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
-    def put(self, weight: float) -> None:
+    def put(self, weight: float, *, sums: bool = False) -> None:
         """Put the gradient's weighted rows into the bucket; none where there is no gradient.
 
         Raises RuntimeError: a hook has taken the gradient away.
@@ -213,15 +193,15 @@ class RowBucket:
         self.table.write(self.held, sparse=bool(self.is_sparse))
         grad = param.grad
         if grad is not None:
-            self._written = weakref.ref(grad), grad._version
+            self.written = weakref.ref(grad), grad._version
 
     @property
     def goes_on(self) -> bool:
         """True if ``.grad`` still holds the reduced gradient: this pass has added to it and nothing zeroed it."""
         grad = self.table.param.grad
-        if self._written is None or grad is None:
+        if self.written is None or grad is None:
             return False
-        written, version = self._written
+        written, version = self.written
         return grad is written() and grad._version <= version + self._additions
 
     def replace_buffer(self) -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import GradientGroup
+
 
 # What a rank says of its gradient's layout; the largest counts.
 _NONE, _SPARSE, _DENSE = 0, 1, 2
@@ -33,20 +36,20 @@ class RowsOperation:
     """
 
     def __init__(self) -> None:
-        self._group: weakref.ref[GradientCollectives] | None = None
+        self._group: weakref.ref[GradientGroup] | None = None
         self._room = 0
         self._gathered: torch.Tensor | None = None
         self._marks: torch.Tensor | None = None
         self._counts: list[int] = []
         self._sparse: bool | None = None
 
-    def launch(self, bucket: RowBucket, group: GradientCollectives) -> Sequence[Any]:
+    def launch(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
         """Launch the gather of each rank's row count and layout, with the rows that fit."""
         if self._group is None or self._group() is not group:
             self._group, self._room = weakref.ref(group), 0
         return self._gather(bucket, group, self._room)
 
-    def go_on(self, bucket: RowBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+    def go_on(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
         """Launch the rows for which there was no room, or the whole table; then their sum."""
         if finished == 1:
             return self._look(bucket, group)
@@ -58,7 +61,7 @@ class RowsOperation:
             self._add_up(bucket, group)
         return ()
 
-    def _look(self, bucket: RowBucket, group: GradientCollectives) -> Sequence[Any]:
+    def _look(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
         """Decide the next round from the counts and layouts of all ranks; the same on each of them."""
         assert self._gathered is not None
         heads = self._gathered.view(group.world_size, -1)[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
@@ -81,7 +84,7 @@ class RowsOperation:
             self._add_up(bucket, group)
         return ()
 
-    def _gather(self, bucket: RowBucket, group: GradientCollectives, room: int) -> Sequence[Any]:
+    def _gather(self, bucket: RowBucket, group: GradientGroup, room: int) -> Sequence[Any]:
         """Start a round of heads, with rows where there is room for them."""
         rows = bucket.held
         layout = _NONE if bucket.is_sparse is None else _SPARSE if bucket.is_sparse else _DENSE
@@ -95,7 +98,7 @@ class RowsOperation:
         self._gathered = torch.empty(group.world_size * packed.numel(), dtype=torch.uint8, device=device)
         return (group.all_gather(self._gathered, packed),)
 
-    def _add_up(self, bucket: RowBucket, group: GradientCollectives) -> None:
+    def _add_up(self, bucket: RowBucket, group: GradientGroup) -> None:
         assert self._gathered is not None
         parts = []
         for piece, count in zip(self._gathered.view(group.world_size, -1), self._counts, strict=True):

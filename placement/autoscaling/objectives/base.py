@@ -1,4 +1,4 @@
-"""Base of objectives, and their input: each job's speed and cost on each node type by size."""
+"""Base of objectives, and their input: each job's speed and cost on each node type at every size."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class NodeTypeOption:
     """Speed and cost of one job on one node type, at every size.
 
     Attributes:
-        kind: the node type.
-        rate: useful samples per second on 1..n workers at their best batch, expected losses by preemption included;
-            linear in the workers where nothing is known of the job, 0 where it does not run.
-        known: whether that is known.
-        part_usd: price of 1..n workers that share their nodes with other jobs [USD/h].
-        whole_usd: price of the whole nodes that 1..n workers need [USD/h].
-        limit: the most workers that exploration allows now; the rates beyond are extrapolated.
+        kind: The node type.
+        rate: Useful samples per second on 1..n workers at their best batch, less expected losses by preemption;
+            linear in the workers if the job is unknown, 0 if it does not run.
+        known: True if the job's speed is known.
+        part_usd: Price of 1..n workers that share their nodes with other jobs [USD/h].
+        whole_usd: Price of the whole nodes that 1..n workers need [USD/h].
+        limit: Most workers that exploration allows now; rates beyond are extrapolated.
     """
 
     kind: NodeType
@@ -50,14 +50,14 @@ class WantedSize:
     """Number of workers that a job should have, if the nodes are available.
 
     Attributes:
-        job: name.
-        workers: 0 if none.
-        gpu: type of GPU; all workers of a job are of one.
-        reason: its cause, and what it costs.
-        note: what must be said at once: a deadline or a budget that cannot be met; None if there is nothing.
+        job: Name of the job.
+        workers: Number of workers, 0 if none.
+        gpu: GPU type of all of the job's workers.
+        reason: Reason for this size, with its cost.
+        note: Message for the user, such as a deadline or budget that cannot be met; None if there is none.
 
     Raises:
-        TypeError: the reason is of another type.
+        TypeError: The reason has another type.
     """
 
     job: str
@@ -73,7 +73,7 @@ class WantedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Jobs, and the options of each on the node types on offer."""
+    """Jobs, with the options of each on the available node types."""
 
     jobs: tuple[JobView, ...]  # in the order of arrival
     # by job: every node type that its workers fit onto, cheapest per worker first
@@ -84,37 +84,37 @@ class Demand:
 
     @property
     def alone(self) -> bool:
-        """True if there is only one job, which pays for whole nodes."""
+        """True if there is only one job, which then pays for whole nodes."""
         return len(self.jobs) == 1
 
 
 class Objective(Protocol):
-    """Objective of the cluster's size: the workers of each job. ``placement.autoscaling.fleet`` chooses the nodes.
+    """Objective for the cluster's size: the workers of each job. ``placement.autoscaling.fleet`` chooses the nodes.
 
-    Pure, like a policy: no clock, no dice.
+    Pure, like a policy: no clock and no randomness.
     """
 
     @property
     def name(self) -> str:
-        """Name of the objective in reasons."""
+        """Name of the objective, as used in reasons."""
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the size that each job should have; jobs left out have no use for an available node."""
+        """Return the size that each job should have; a job that is left out has no use for an available node."""
         ...
 
 
 def offers(
     view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], cache: GoodputCache
 ) -> tuple[NodeTypeOption, ...]:
-    """Return the job's options on all node types; the cheapest per useful sample at its smallest size is first.
+    """Return the job's options on all node types, the cheapest per useful sample at its smallest size first.
 
     A mixed job on spot nodes has its minimum on the cheapest on-demand nodes of the same GPU type.
 
     Args:
-        types: node types of which some node may be there.
-        lasts_h: mean time until a node is taken away, by type [h].
-        cache: of what was computed before.
+        types: Node types of which at least one node may exist.
+        lasts_h: Mean time until a node is reclaimed, by type [h].
+        cache: Cache of earlier computations.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
@@ -132,7 +132,7 @@ def offers(
 
 
 def within_utilities(demand: Demand, now_s: float) -> Demand:
-    """Return the demand without sizes that cost more than a job's own utility gains; a deadline outranks it."""
+    """Return the demand without sizes that cost more than a job's own utility gains; deadlines take precedence."""
     found = dict(demand.offers)
     for view in demand.jobs:
         work = work_left(view) if view.utility is not None and view.deadline_s is None else None
@@ -153,7 +153,7 @@ def _usd(kind: NodeType, view: JobView) -> float:
 
 
 def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> NodeTypeOption | None:
-    """Return the job on nodes of one type; its minimum on those of ``base``, where that is another one."""
+    """Return the job's option on nodes of one type, with its minimum on ``base`` if that is another type."""
     per_node = kind.slots(view)
     on_demand = 0 if base is kind else view.min_workers
     free = dataclasses.replace(view, growth_limit=None)
@@ -186,11 +186,11 @@ def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache:
 
 
 def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCache) -> Floats:
-    """Return goodput [samples/s], beyond the largest measured size as if synchronisation took no longer than there.
+    """Return goodput [samples/s], assuming that synchronisation is no slower beyond the largest measured size.
 
-    A ring moves the same number of bytes through every link whatever its length. The fitted model, which lets the time
-    grow by as much for each replica as between the sizes seen, would keep a job from sizes that it has not tried; one
-    change of size, which costs a second, shows what is true.
+    A ring moves the same number of bytes through every link whatever its length. The fitted model extrapolates the
+    increase per replica between measured sizes, which would keep a job from larger sizes that it has not tried. One
+    resize, which costs a second, shows the truth.
     """
     rate: Floats = table([view], gpu, nodes[np.newaxis], sizes[np.newaxis], cache)[0]
     seen = max((each.replicas for each in view.observations.get(gpu, ())), default=0)
@@ -216,12 +216,12 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
-    """Return the share of a job's work that it keeps when it loses some of its nodes.
+    """Return the fraction of a job's work that it keeps when it loses some of its nodes.
 
         1 / (1 + (n x resize cost + start-up) / lasts)
 
-    n nodes are taken away n / lasts times an hour. Each time the job pauses for a change of size and is one n-th
-    smaller until another node has started.
+    With n nodes, n / lasts nodes are reclaimed per hour. Each time the job pauses for a resize, and runs with one
+    n-th less until another node has started.
     """
     lost_s = nodes * view.resize_cost_s + np.where(nodes > 0, kind.startup_s, 0.0)
     part: Floats = 1.0 / (1.0 + lost_s / (lasts_h * 3600.0))
@@ -229,9 +229,9 @@ def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Flo
 
 
 def work_left(view: JobView) -> float | None:
-    """Return samples (at the initial batch) to the end.
+    """Return the remaining work, in samples at the initial batch.
 
-    None if the job does not say how long it is, or cannot know yet.
+    None if the job has not declared its length, or it cannot be known yet.
     """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not (view.progress.epoch_ends or view.progress.usual_epoch):
@@ -240,7 +240,7 @@ def work_left(view: JobView) -> float | None:
 
 
 def _price(offer: NodeTypeOption) -> tuple[float, str]:
-    """Return USD per useful sample on the smallest size that runs."""
+    """Return the cost per useful sample at the smallest size that runs [USD]."""
     runs = np.flatnonzero(offer.rate > 0)
     if not len(runs):
         return float("inf"), offer.kind.name

@@ -1,4 +1,4 @@
-"""``budget``: shortest completion times for a budget per hour, averaged over time."""
+"""``budget``: shortest completion times for an hourly budget, averaged over time."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been sav
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Objective that gives each job its size at one value of an hour; that value follows the money.
+    """Objective that sizes each job by a common value of an hour; that value rises and falls with the money saved.
 
-    Minimising the mean completion time under a bound on the mean spending is, by Lagrange, minimising
+    By Lagrange, minimising the mean completion time under a bound on the mean spending is the same as minimising
 
         sum over jobs of (value + price(k)) x T(k)
 
-    with one ``value`` for all jobs and all times, so that a job's size depends on its own speed-up curve only and the
-    cluster follows the number of jobs (the boundary of optimal allocations in "BOA Constrictor", 2026). The value is
-    not known in advance. It is
+    with one ``value`` for all jobs and all times. A job's size then depends only on its own speed-up curve, and the
+    cluster scales with the number of jobs (the boundary of optimal allocations in "BOA Constrictor", 2026). The value
+    is not known in advance. It is
 
         B / n x exp(saved / (B x patience))
 
     with B the budget, n the mean number of jobs and saved = B x hours - spent: an integral controller, whose steady
-    state is spending B. Near it jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. Money is
-    counted fading (``AutoscalerConfig.account_h``): what was saved long ago is not spent at once.
+    state is spending B. Near it, jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. The
+    account fades over a day, so that what was saved long ago is not spent at once.
 
-    Deadlines and budgets of jobs are kept as under ``cost_per_progress``.
+    Deadlines and budgets of jobs are respected as under ``cost_per_progress``.
     """
 
     usd_per_h: float  # B, for all nodes together, on average [USD/h]; above 0
@@ -50,7 +50,7 @@ class Budget:
         return "budget"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Decide on the wanted sizes; see ``Objective``."""
+        """Return the wanted sizes; see ``Objective``."""
         value = self.value_usd_per_h(demand.account, len(demand.jobs))
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0
@@ -58,11 +58,11 @@ class Budget:
         return {job: dataclasses.replace(want, reason=want.reason.with_figures(said)) for job, want in wants.items()}
 
     def value_usd_per_h(self, account: Account, jobs: int) -> float:
-        """Return what saving one hour is worth now, for each job [USD/h].
+        """Return the current value of saving one hour, for each job [USD/h].
 
         Args:
-            account: what was spent, and for how many jobs.
-            jobs: present number of jobs, which counts while there is no account.
+            account: Past spending and number of jobs.
+            jobs: Current number of jobs, which counts like one more hour of the account.
         """
         # The present jobs count like an hour's: a mean over the first minutes says nothing.
         mean = (account.job_hours + jobs) / (account.hours + 1.0)

@@ -1,4 +1,4 @@
-"""Cluster sizes by Or, Zhang and Freedman's rules: what a frugal policy would use of all nodes on offer."""
+"""Cluster sizes by Or, Zhang and Freedman's rules: the nodes that a frugal policy would use of all on offer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from placement.reasons import Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BySize:
-    """The sizes that a frugal policy gives the jobs where every node on offer is there ("Resource Elasticity in
-    Distributed Deep Learning", MLSys 2020, section 4.1: each job by itself, until one more worker is not worth it).
+    """Objective with the sizes that a frugal policy would choose if every available node existed.
 
-    ``throughput_efficiency``: one more worker does ``threshold`` of a present one's work or more. ``utility_cost``: the
-    time that it saves is worth more than it costs.
+    Source: "Resource Elasticity in Distributed Deep Learning", MLSys 2020, section 4.1; each job grows by itself
+    until one more worker is not worth it. ``throughput_efficiency``: it must add at least ``threshold`` of a current
+    worker's throughput. ``utility_cost``: the time it saves must be worth more than its cost.
     """
 
     policy: Policy
@@ -28,7 +28,7 @@ class BySize:
         return self.policy.name
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Decide on the wanted sizes; see ``Objective``."""
+        """Return the wanted sizes; see ``Objective``."""
         views, nodes = [], {}
         prices: dict[str, float] = {}
         for view in demand.jobs:

@@ -1,4 +1,4 @@
-"""``cost_per_progress``: lowest cost, with time at a price, within a deadline or a budget."""
+"""``cost_per_progress``: lowest cost, counting time as money, subject to a deadline or a budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionForecast:
-    """A job on one node type until its end, at every size from 1."""
+    """Forecast of a job's completion on one node type, for every size from 1."""
 
     offer: NodeTypeOption
     time_s: Floats  # until its end [s], infinity where it does not run
@@ -28,30 +28,31 @@ class CompletionForecast:
     score: Floats  # what is minimised [USD]
 
     def cost(self, workers: int) -> str:
-        """Return the price and time of this size in words."""
+        """Return the cost and time of this size as text."""
         return f"{self.usd[workers - 1]:.3g} USD in {self.time_s[workers - 1] / 3600.0:.3g} h"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostPerProgress:
-    """Objective that gives each job the size at which the rest of it costs least, time counted as money.
+    """Objective that gives each job the size with the least remaining cost, counting time as money.
 
-        score(k) = (price(k) + value) x T(k),    T(k) = (W - g s) / G(k) + s    where nodes have to start first
+        score(k) = (price(k) + value) x T(k),    T(k) = (W - g s) / G(k) + s    if nodes have to start first
 
-    with W the work that is left, G(k) goodput on k workers, g the present one and s the start-up time. Per unit of
-    progress that is (price + value) / G: with ``value`` 0 the least money, which is nearly always the smallest size;
-    the larger ``value``, the more a faster end may cost. Of all ways to spend a sum over a training whose G changes,
-    a constant ``value`` takes the least time: spending where the same money saves most time (Lagrange).
+    with W the remaining work, G(k) the goodput on k workers, g the current goodput and s the start-up time. Per unit
+    of progress that is (price + value) / G. With ``value`` 0 it is the least money, nearly always at the smallest
+    size; the larger ``value``, the more an earlier completion may cost. Of all ways to spend a sum over a training
+    whose G changes, a constant ``value`` gives the shortest time, since money is spent where it saves most time
+    (Lagrange).
 
-    A job that says what its end is worth (``JobView.utility``) counts by that in place of ``value`` once its length is
-    known: it has the size of the largest surplus (``placement.cluster.utility``).
+    For a job that declares the value of its completion (``JobView.utility``), that replaces ``value`` once its length
+    is known: the job gets the size with the largest surplus (``placement.cluster.utility``).
 
-    A job with a deadline has the cheapest size that meets it, one with a budget the fastest that the rest of its budget
-    pays for. Where there is none, it is said at once what is the best that can be had. Both need to know how long the
-    job is; until then ``value`` counts.
+    A job with a deadline gets the cheapest size that meets it; a job with a budget gets the fastest size that the
+    rest of its budget pays for. If no size qualifies, the best possible one is reported at once. Both require the
+    job's length; until that is known, ``value`` is used.
 
-    A size is left only for one whose score is better by ``hysteresis``; prices are those of whole nodes for a job that
-    is alone, of its part of them otherwise.
+    A job changes its size only if the score improves by ``hysteresis``. Prices are those of whole nodes for a single
+    job, and of its share of them otherwise.
     """
 
     value_usd_per_h: float = 0.0  # what an hour less is worth, for each job [USD/h]
@@ -67,7 +68,7 @@ class CostPerProgress:
         return "cost_per_progress"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Decide on the wanted sizes; see ``Objective``."""
+        """Return the wanted sizes; see ``Objective``."""
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
@@ -91,7 +92,7 @@ class CostPerProgress:
         return WantedSize(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
     def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand, now_s: float) -> CompletionForecast:
-        """Forecast the end at every size; unknown work is ``UNKNOWN_S`` at the present or smallest goodput."""
+        """Forecast the completion at every size; unknown work is ``UNKNOWN_S`` at the current or smallest goodput."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
         here = demand.gpus[view.job] == offer.kind.gpu_type
@@ -118,7 +119,7 @@ class CostPerProgress:
     def _best(
         self, forecasts: list[CompletionForecast], view: JobView, gpu: str | None
     ) -> tuple[CompletionForecast, int]:
-        """Return the explored forecast and size of lowest score; the present type if it is hardly worse."""
+        """Return the forecast and explored size with the lowest score; the current type if it is hardly worse."""
         ranked: list[tuple[float, int, int]] = []
         for i, forecast in enumerate(forecasts):
             score = forecast.score[: forecast.offer.limit]
@@ -143,10 +144,10 @@ class CostPerProgress:
 def _within(
     forecasts: list[CompletionForecast], left_s: float | None, left_usd: float | None
 ) -> tuple[list[CompletionForecast], Reason | None]:
-    """Return the forecasts with what misses a deadline or a budget put last, and what to say if all do.
+    """Return the forecasts with options that miss a deadline or budget ranked last, and a reason if all do.
 
-    With a deadline the cheapest counts, with a budget alone the fastest. Where none meets both, the fastest of those
-    within the budget, else the cheapest.
+    With a deadline the cheapest option ranks first, with only a budget the fastest. If no option meets both, the
+    fastest within the budget ranks first, else the cheapest.
     """
     met = [_meets(p, left_s, left_usd) for p in forecasts]
     if any(fits.any() for fits in met):
@@ -182,9 +183,9 @@ def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float |
 
 
 def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
-    """Return scores with those that miss the target after all others, the fastest first.
+    """Return scores with options that miss the target after all others, the fastest first.
 
-    Exploration may allow no other.
+    They stay finite since exploration may allow no other option.
     """
     behind = 1e12 * (1.0 + forecast.time_s)
     finite: Floats = np.where(np.isfinite(score), score, behind)
@@ -196,7 +197,7 @@ def _on(options: tuple[NodeTypeOption, ...], gpu: str) -> NodeTypeOption:
 
 
 def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> float:
-    """Present goodput [samples/s]; 0 while it waits."""
+    """Return the current goodput [samples/s]; 0 while the job waits."""
     for offer in options:
         if offer.kind.gpu_type == gpu and 0 < workers <= len(offer.rate):
             return float(offer.rate[workers - 1])
@@ -204,7 +205,7 @@ def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> f
 
 
 def _blind(view: JobView, offer: NodeTypeOption, now_s: float) -> WantedSize:
-    """Return the size of a job that nothing is known of, or whose user has decided."""
+    """Return the size of a job without known speed, or whose user has fixed the size."""
     k = offer.limit if view.held_at is None else len(offer.rate)
     k = max(min(k, len(offer.rate)), view.min_workers)
     held = view.held_at is not None
@@ -218,6 +219,6 @@ def _blind(view: JobView, offer: NodeTypeOption, now_s: float) -> WantedSize:
 
 
 def _limits(view: JobView) -> str:
-    """Return what the user has set of a deadline and a budget."""
+    """Return the limits that the user has set: deadline, budget, or both."""
     limits = {"deadline": view.deadline_s, "budget": view.budget_usd}
     return " and ".join(name for name, limit in limits.items() if limit is not None)

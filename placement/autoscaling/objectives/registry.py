@@ -1,4 +1,4 @@
-"""Objectives by name."""
+"""Objectives, by name."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OBJECTIVES: Mapping[str, Callable[[], Objective]] = MappingProxyType(
 
 
 def make_objective(objective: str | Objective, budget_usd_per_h: float | None = None) -> Objective:
-    """Return the objective of that name, or the objective itself.
+    """Return the objective of this name, or the given objective.
 
     Args:
-        objective: name of one, or one.
-        budget_usd_per_h: with "budget": what all nodes together may cost, on average [USD/h].
+        objective: Name of an objective, or an objective.
+        budget_usd_per_h: For "budget": limit on the average cost of all nodes together [USD/h].
 
     Raises:
-        ValueError: no objective has that name, or there is a budget without that objective, or the other way around.
+        ValueError: The name is unknown, or "budget" and a budget were not given together.
     """
     if isinstance(objective, str) and objective not in OBJECTIVES:
         raise ValueError(f"objective must be one of {', '.join(sorted(OBJECTIVES))}, but got {objective!r}")

@@ -1,4 +1,4 @@
-"""``utility_band``: as many workers as keep the cluster's utility inside a band."""
+"""``utility_band``: as many workers as keep the cluster's utility within a band."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class UtilityBand:
 
         utility(n) = sum over jobs of speed-up_j / n
 
-    on n workers shared out so that the sum is largest, a speed-up of k on k workers being perfect. While the utility of
-    the present size lies in [low, high], it is kept; otherwise it becomes the one whose utility is nearest to their
-    middle. Goodput counts statistical efficiency, so that a job gets more workers as larger batches become effective.
+    with n workers distributed so that the sum is largest; perfect scaling is a speed-up of k on k workers. While the
+    utility at the current size is within [low, high], the size is kept; otherwise the new size is the one with utility
+    nearest to their middle. Goodput includes statistical efficiency, so jobs grow as larger batches become effective.
     """
 
     low: float = 0.35  # utility below which the cluster shrinks
@@ -37,7 +37,7 @@ class UtilityBand:
         return "utility_band"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Decide on the wanted sizes; see ``Objective``."""
+        """Return the wanted sizes; see ``Objective``."""
         jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
         chosen = {job: _chosen(demand.offers[job], demand.gpus[job]) for job in jobs}
         speeds = {job: _speeds(offer, jobs[job].min_workers) for job, offer in chosen.items()}
@@ -69,21 +69,21 @@ class UtilityBand:
 
 
 def _chosen(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
-    """Return the cheapest, of the GPU type that the job runs on."""
+    """Return the cheapest option with the job's current GPU type, or the cheapest of all if it has none."""
     return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
 def _speeds(offer: NodeTypeOption, least: int) -> Floats:
-    """Return speed-up on 0..n workers: ``least`` on so many, within what exploration allows."""
+    """Return the speed-up on 0..n workers within exploration limits, normalised to ``least`` on ``least`` workers."""
     rate = offer.rate[: max(offer.limit, least)]
     speed: Floats = np.concatenate([[0.0], rate * (least / rate[least - 1] if rate[least - 1] > 0 else 1.0)])
     return speed
 
 
 def _climb(speeds: Mapping[str, Floats], least: Mapping[str, int]) -> tuple[list[tuple[str, int]], Floats]:
-    """Add one worker at a time where speed rises most, skipping sizes at which it dips.
+    """Add one worker at a time to the job with the largest gain, skipping sizes at which speed dips.
 
-    Returns (job, its workers then) for each worker beyond the minimums, and the sum of speed-ups from the minimums on.
+    Returns (job, its new number of workers) for each worker beyond the minimums, and the sum of speed-ups after each.
     """
     hulls = {job: _hull(speed[least[job] :]) for job, speed in speeds.items()}
     heap = [(-float(hull[1] - hull[0]), job, 1) for job, hull in hulls.items() if len(hull) > 1]
@@ -100,7 +100,7 @@ def _climb(speeds: Mapping[str, Floats], least: Mapping[str, int]) -> tuple[list
 
 
 def _hull(values: Floats) -> Floats:
-    """Return the least concave curve that is nowhere below these values at 0, 1, 2...; ends where they are largest."""
+    """Return the least concave curve above these values at 0, 1, 2..., which ends at their maximum."""
     values = values[: int(np.argmax(values)) + 1]
     points = [0]
     for i in range(1, len(values)):

@@ -26,6 +26,7 @@ from placement.text import ago, short_name
 
 _MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
 _ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more than two are rare
+_RECENT_S = 1800.0  # arrivals within this time say how soon the next one comes
 _MOST_TOLD = 3  # jobs whose gains `explain` lists
 _LEAST_SHARE = 2  # samples: of a worker with one, no speed can be told by its share
 _Places = dict[str, int]
@@ -43,11 +44,13 @@ class GoodputPolicy:
       progress per epoch; jobs that declare nothing weigh as much as the middle one. A job that would end later than
       ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most ten times, so that no job
       starves.
-    * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
-      remaining time); another 1 / (1 + hysteresis) for taking workers away or moving. What it takes is charged at a
-      weight of ``charge`` at least: while a job pauses its GPUs serve nobody, whosever they are, and a long job would
-      else pause for every short one that comes and goes. Where there is one GPU type, those that are idle in the
-      outcome are given without that charge, to jobs that gain by them more than the pause costs and ``hysteresis``.
+    * discount = H' / (H' + n d) for anything but staying as it is, d = ``resize_cost_s``, H' = min(horizon, remaining
+      time) and n = 1 + the chance that a job arrives before this one ends, at the rate of the last half hour: an
+      arrival undoes a change, with another pause. Another 1 / (1 + hysteresis) for taking workers away or moving. What
+      it takes is charged at a weight of ``charge`` at least: while a job pauses its GPUs serve nobody, whosever they
+      are, and a long job would else pause for every short one that comes and goes. Where there is one GPU type, those
+      that are idle in the outcome are given without that charge, and with n = 1, to jobs that gain by them more than
+      the pause costs and ``hysteresis``.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
       ``fair_power`` where no length is known. Where all are, p = ``power``; where some are, p is between the two by
       their part, and the others count as long as these are on average. On a crowded cluster (more than ``crowd`` jobs
@@ -177,6 +180,7 @@ class GoodputPolicy:
             hysteresis=self.hysteresis,
             charge=self.charge * max((view.weight for view in views), default=1.0),
             crowded=crowd > 1.0,
+            arrivals_per_s=max(sum(now_s - view.submitted_s < _RECENT_S for view in views) - 1, 0) / _RECENT_S,
         )
 
 
@@ -372,7 +376,7 @@ class MixedTypes:
             open_nodes.sort(key=lambda n: (-present.get(n, 0), -free[n], n))
             most = min(useful(view, gpu), useful(view, other)) - sum(own.values())
             total = min(sum(free[n] for n in open_nodes), most)
-            sizes = {1 << bit for bit in range(max(total, 0).bit_length()) if 1 << bit <= total} | {max(total, 0)}
+            sizes = {1 << bit for bit in range(max(total, 0).bit_length())} | {max(total, 0)}
             alone = sum(own.values())
             for size in sorted({view.sizes.at_most(alone + size) - alone for size in sizes}):
                 if size > 0:

@@ -25,11 +25,12 @@ class SpeedValue:
     hysteresis: float  # relative gain that is worth taking a worker away for
     charge: float  # least weight of what a change costs
     crowded: bool  # whether long jobs may wait although their minimum fits, so that short ones run
+    arrivals_per_s: float = 0.0  # jobs that arrive [1/s]; each may undo a change
     growth_hysteresis: float = 0.0  # relative gain that is worth giving a running job more workers for
 
     def where_gpus_idle(self) -> SpeedValue:
         """Return the value where no other job has use for the GPUs: a pause counts for the job alone, and must pay."""
-        return dataclasses.replace(self, charge=0.0, growth_hysteresis=self.hysteresis)
+        return dataclasses.replace(self, charge=0.0, arrivals_per_s=0.0, growth_hysteresis=self.hysteresis)
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
         """Return the value for some of the jobs."""
@@ -44,7 +45,7 @@ class SpeedValue:
             fewer: where a running job would not have more workers than now.
             same: where it would stay just as it is: no discount.
         """
-        part = discount(speed, self.left_s, self.cost_s, self.horizon_s)
+        part = discount(speed, self.left_s, self.cost_s, self.horizon_s, self.arrivals_per_s)
         part = part / (1.0 + np.where(fewer, self.hysteresis, self.growth_hysteresis))
         worth = concave_value(speed, self.power)
         lost = worth - concave_value(speed * np.where(same, 1.0, part), self.power)

@@ -1,1 +1,1 @@
-"""Nodes of simulated clusters, and what happens to them."""
+"""Nodes of simulated clusters, and the events that affect them."""

@@ -12,11 +12,10 @@ _EXAMPLES = "'aws:16x4' or 'aws:6x4,rtx:3x8,dgx-ext:2x8'"
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
+    """Return the nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
 
-    Node ids are ``<gpu type>-<three digits>``, so that their order is the order of the string within a type.
-
-    Raises InputError: the string does not parse, names a type twice, or holds a zero.
+    Node ids are ``<gpu type>-<three digits>``, so that within a type they sort in the order of the string.
+    Raises InputError: the string does not parse, names a type twice, or contains a zero.
     """
     nodes: list[Node] = []
     seen: set[str] = set()
@@ -40,5 +39,5 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def gpu_types(cluster: Cluster) -> tuple[str, ...]:
-    """Return the GPU types of the nodes, sorted."""
+    """Return the distinct GPU types of the nodes, sorted."""
     return tuple(sorted({node.gpu_type for node in cluster.nodes}))

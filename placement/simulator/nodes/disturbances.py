@@ -1,4 +1,4 @@
-"""Disturbances of a simulated cluster: failures, spot nodes, slow nodes, shared links, noise; all from one seed."""
+"""Disturbances of a simulated cluster: failures, spot nodes, slow nodes, shared links, noise; from one seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["down", "up", "slow", "well"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
-    """Rates of disturbances; none by default. Only live rules know of more than noise."""
+    """Rates of disturbances; none by default. Rules other than live ones support only noise."""
 
     node_mtbf_h: float = 0.0  # mean hours between failures of one node; 0 for none
     repair_s: float = 600.0  # time until a lost node is back [s]
@@ -45,7 +45,7 @@ class Disturbances:
             raise InputError("spot must be one trace for all nodes, or one a GPU type, but got both")
 
     def check(self, rules: Rules, cluster: Cluster) -> None:
-        """Check that these rules and this cluster support the disturbances. Raises InputError: they do not."""
+        """Raise InputError unless these rules and this cluster support the disturbances."""
         wrong = dataclasses.replace(self, noise=0.0, spot_offset_h=0.0)
         if rules.round_s is not None and wrong != Disturbances():
             changed = [f.name for f in dataclasses.fields(self) if getattr(wrong, f.name) != f.default]
@@ -59,11 +59,11 @@ class Disturbances:
             raise InputError(f"spot must name GPU types of the cluster ({types}), but got {', '.join(missing)}")
 
     def spot_types(self, types: Collection[str]) -> tuple[str, ...]:
-        """Return those of the GPU types whose nodes are spot nodes."""
+        """Return the GPU types whose nodes are spot nodes."""
         return tuple(gpu for gpu in types if "" in self.spot or gpu in self.spot)
 
     def script(self, nodes: Sequence[Node], seed: int, until_s: float) -> list[tuple[float, Kind, str]]:
-        """(time, what, node) of everything that happens to nodes until then, in the order of time."""
+        """Return (time, kind, node) of every event on a node until ``until_s``, in the order of time."""
         events: list[tuple[float, Kind, str]] = []
         for node in nodes:
             events += self._spells(node.node_id, "down", "up", (self.node_mtbf_h, self.repair_s), seed, until_s)
@@ -78,7 +78,7 @@ class Disturbances:
     def _spells(
         self, node: str, begin: Kind, end: Kind, spell: tuple[float, float], seed: int, until_s: float
     ) -> Iterator[tuple[float, Kind, str]]:
-        """Yield beginnings and ends of spells that come at random, every so many hours, and last so many seconds."""
+        """Yield the start and end of each random spell; ``spell`` is (mean hours between spells, duration [s])."""
         every_h, lasts_s = spell
         dice, now_s = random.Random(f"{seed}/{begin}/{node}"), 0.0
         while every_h > 0:

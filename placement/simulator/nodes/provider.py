@@ -1,4 +1,4 @@
-"""A simulated cloud: nodes take a while to start and cost money from then on; spot nodes are taken away."""
+"""A simulated cloud: nodes cost money from the request on, and start after a delay; spot nodes get reclaimed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HORIZON_S = 60 * 86400.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaledCluster:
-    """Autoscaling of a simulated cluster by its jobs; the cluster string gives the most nodes of each type."""
+    """Settings for a simulated cluster sized by its jobs; the cluster string gives the most nodes of each type."""
 
     objective: str | Objective = "cost_per_progress"
     config: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)  # times of the autoscaler
@@ -36,14 +36,14 @@ class AutoscaledCluster:
         check_number("expected_h", self.expected_h, above=0, unit="hours", error=InputError)
 
     def __str__(self) -> str:
-        """Return the text in the form that reports of simulations have always had."""
+        """Return the text under the class's former name, to keep reports of simulations comparable."""
         fields = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
         return f"Autoscaling({fields})"
 
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
         """Check that these rules and disturbances support autoscaling.
 
-        Raises InputError: they do not, or something is to happen to nodes that are there all the time.
+        Raises InputError: they do not, for example because permanent nodes would fail or slow down.
         """
         if rules.round_s is not None:
             raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")
@@ -51,7 +51,7 @@ class AutoscaledCluster:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """Return a node type for each GPU type of the cluster, and a spot one beside it if there is a trace."""
+        """Return a node type for each GPU type of the cluster, and also a spot type if there is a spot trace for it."""
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
@@ -75,7 +75,7 @@ class AutoscaledCluster:
 
 @dataclasses.dataclass(slots=True)
 class Machine:
-    """A node that is rented."""
+    """A rented node."""
 
     node: Node  # it, as the allocator sees it
     kind: NodeType
@@ -86,15 +86,16 @@ class Machine:
 
 
 class Provider:
-    """Cloud that rents and returns machines.
+    """Simulated cloud with machines for rent.
 
-    A spot machine needs a place of the recorded market (``placement.simulator.nodes.spot``) that is taken there at that
-    time and not in use here; it is taken away when the record loses it. Without a free place the request waits.
+    A spot machine needs a place of the recorded market (``placement.simulator.nodes.spot``) that the record shows as
+    taken at that time and that no machine here uses; it is reclaimed when the record loses the place. Without a free
+    place, nothing is rented and the caller must ask again.
 
     Args:
-        spot: recorded markets, by GPU type; the empty type stands for all.
-        offset_s: where in the records the simulation starts [s].
-        seed: of how places are dealt.
+        spot: Recorded markets keyed by GPU type; the empty type stands for all.
+        offset_s: Time in the records at which the simulation starts [s].
+        seed: Seed for assigning places to machines.
     """
 
     def __init__(self, types: Sequence[NodeType], spot: Mapping[str, SpotTrace], offset_s: float, seed: int) -> None:
@@ -112,11 +113,11 @@ class Provider:
 
     @property
     def usd(self) -> float:
-        """Money paid so far [USD]."""
+        """Amount paid so far [USD]."""
         return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
 
     def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
-        """Rent machines up to these numbers by type, and return them; give back surplus that still starts."""
+        """Rent machines up to these numbers per type, returning the new ones; release surplus that is starting."""
         fresh: list[Machine] = []
         for each in self.types:
             mine = [m for m in self.machines.values() if m.kind.name == each.name]
@@ -131,17 +132,17 @@ class Provider:
         return fresh
 
     def give_back(self, node_id: str, now_s: float) -> None:
-        """Stop paying for it."""
+        """Return a machine to the cloud, which stops its cost."""
         machine = self.machines.pop(node_id)
         self.rented_h[machine.kind.name] += (now_s - machine.since_s) / 3600.0
 
     def close(self, now_s: float) -> None:
-        """Return all machines at the end."""
+        """Return all machines at the end of the simulation."""
         for node_id in list(self.machines):
             self.give_back(node_id, now_s)
 
     def _rent(self, kind: NodeType, now_s: float) -> Machine | None:
-        """Return a new machine, paid for from now on; None where the spot market has no free place for it."""
+        """Return a new machine, paid for from now on; None if the spot market has no free place for it."""
         place, gone_s = None, math.inf
         if kind.spot:
             busy = {m.place for m in self.machines.values() if m.kind.name == kind.name}
@@ -160,7 +161,7 @@ class Provider:
         return machine
 
     def _until(self, kind: NodeType, place: int, now_s: float) -> float:
-        """Return when the place will be lost; 0 if it is empty now."""
+        """Return the time when the place will be lost [s]; 0 if it is empty now, infinity if it is never lost."""
         for gone_s, back_s in self._gone[kind.name][place]:
             if gone_s > now_s:
                 return gone_s

@@ -1,8 +1,8 @@
-"""Recorded traces of spot machines, dealt to the nodes of a simulated cluster.
+"""Recorded traces of spot machines, assigned to the nodes of a simulated cluster.
 
-Two formats are read: counts at every tick (JSON, skypilot-org/spot-traces) and machines that came and went (CSV,
-uclasystem/bamboo). Either becomes a number of places, each of which is at times taken by a machine and at times
-empty. Every spot node of the cluster is dealt one place, and is there when the place is taken.
+Two formats are read: counts at every tick (JSON, skypilot-org/spot-traces) and machine arrivals and departures (CSV,
+uclasystem/bamboo). Both become a number of places, each occupied by a machine at some times and empty at others. Every
+spot node of the cluster is assigned one place, and exists while that place is occupied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpotTrace:
-    """A recorded spot market."""
+    """A recorded spot market: the times at which each of its places held a machine."""
 
     source: str
     length_s: float  # when the record ends [s]; it is then played again from its start
@@ -37,13 +37,13 @@ class SpotTrace:
             raise InputError(f"spot trace {self.source} must have a machine at some time, but never has one")
 
     def deal(self, nodes: Sequence[str], seed: int) -> dict[str, int]:
-        """Return the place of each node: different ones while there are enough, then the same ones again."""
+        """Return the place of each node. Places are distinct while there are enough, and reused after that."""
         order = list(range(len(self.places)))
         random.Random(f"{seed}/spot").shuffle(order)
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """Yield when a place is empty in simulated time; second 0 is ``offset_s`` of the record."""
+        """Yield the spans of simulated time in which a place is empty; second 0 is ``offset_s`` of the record."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf
@@ -63,8 +63,8 @@ class SpotTrace:
 def read_spot(path: str | Path) -> SpotTrace:
     """Read a trace: JSON with ``metadata.gap_seconds`` and ``data``, or CSV lines ``milliseconds,add|remove,name``.
 
-    Raises InputError: the file cannot be read, is of neither kind, or makes no sense; names the file and the place in
-    it.
+    Raises InputError: the file cannot be read, has neither format, or is inconsistent; the message names the file and
+    the position in it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def read_spot(path: str | Path) -> SpotTrace:
 
 
 def _counts(text: str, source: str) -> SpotTrace:
-    """Return the trace of a JSON record: place k (from 0) is taken while the count is above k."""
+    """Return the trace of a JSON record; place k (from 0) is occupied while the count is above k."""
     try:
         found = json.loads(text)
         gap_s, counts = found["metadata"]["gap_seconds"], found["data"]
@@ -96,7 +96,7 @@ def _counts(text: str, source: str) -> SpotTrace:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge spans that touch."""
+    """Merge adjacent spans."""
     merged: list[Span] = []
     for start_s, end_s in spans:
         if merged and merged[-1][1] == start_s:
@@ -107,7 +107,7 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def _events(text: str, source: str) -> SpotTrace:
-    """Return the trace of events: a machine that comes takes the first empty place."""
+    """Return the trace of CSV events; each added machine occupies the first empty place."""
     places: list[list[Span]] = []
     taken: dict[str, tuple[int, float]] = {}
     now_s = 0.0
@@ -138,7 +138,7 @@ def _events(text: str, source: str) -> SpotTrace:
 
 
 def _event(row: Sequence[str], where: str) -> tuple[float, str, str]:
-    """(time [s], ``add`` or ``remove``, machine's name) of a CSV row; raises InputError where it is not that."""
+    """Return (time [s], ``add`` or ``remove``, machine name) of a CSV row. Raise InputError if it is malformed."""
     try:
         at_ms, what, name = row
         at_s = float(at_ms) / 1000.0

@@ -1,4 +1,4 @@
-"""Finish-time fairness: how a job fared against an equal share of the cluster of its own.
+"""Finish-time fairness: how a job fared compared with running alone on an equal share of the cluster.
 
 Source: Mahajan et al., "Themis: Fair and Efficient GPU Cluster Scheduling", NSDI 2020, section 3.1.
 """
@@ -24,13 +24,13 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
-    """Return rho = (completion - submission) / T of every finished job, T = the same for the job alone on G / N GPUs.
+    """Return rho = (completion - submission) / T of each finished job, where T is its time alone on G / N GPUs.
 
-    G are the GPUs of the cluster, N the time average of the number of unfinished jobs over the job's life, itself
-    included. Alone it lives under the rules of the simulation as well: it waits for the next round, starts, grows as
-    far as exploration allows until it has the best count up to floor(G / N) GPUs of one type, and pays for every
-    change. The mean rate over the types counts, weighted by their GPUs; below one GPU per job, that part of one
-    GPU's rate.
+    G is the number of GPUs of the cluster, N the time average of the number of unfinished jobs over the job's life,
+    itself included. Alone, the job obeys the same rules: it waits for the next round, starts, grows as fast as
+    exploration allows to the best count up to floor(G / N) GPUs of one type, and pays for every change. Its rate is
+    the mean over the GPU types, weighted by their number of GPUs; with less than one GPU per job, the corresponding
+    fraction of one GPU's rate.
     """
     ends = [(job.trace.time_s, job.finished_s or job.trace.time_s) for job in jobs]
     starts, stops = np.array(ends).T
@@ -55,7 +55,7 @@ def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=4096)
 def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: int) -> float:
-    """Return seconds from first start to end of the application alone, on at most these GPUs of a type."""
+    """Return the application's time from first start to end, alone on at most ``most`` GPUs of a type [s]."""
     sizes = sorted({k for k in SIZES if k <= most} | {min(most, 64)})
     best = min(sizes, key=lambda k: alone_s(app, gpu, per_node, k))
     spec = TraceJob(name="alone", time_s=0.0, application=app.name, num_replicas=1, batch_size=app.init_batch_size)
@@ -71,7 +71,7 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
 
 @functools.lru_cache(maxsize=4096)
 def alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
-    """Seconds of pure training on these GPUs, each epoch at its best batch; infinity where no batch fits."""
+    """Return the pure training time on these GPUs with each epoch's best batch [s]; infinity if no batch fits."""
     counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
     least, most = app.local_bsz_range(gpu)
     table = app.step_times[gpu]

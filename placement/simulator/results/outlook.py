@@ -1,4 +1,4 @@
-"""Outlook of running jobs on other nodes: their workers and ends, by the models they have fitted."""
+"""Outlook of running jobs on other nodes: predicted workers and end times, from the models they have fitted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Outlook of one job."""
+    """Predicted workers and end of one job."""
 
     job: str
     workers: int  # that it would have at first
@@ -45,9 +45,9 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Return nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
+    """Return the nodes of a cluster string, which lists GPUs, or CPUs under the type ``cpu``.
 
-    Raises InputError: the string does not parse.
+    Other resources are plentiful. Raises InputError: the string does not parse.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
@@ -71,21 +71,21 @@ def outlook(
     stay: bool = False,
     constraints: Constraints = NO_CONSTRAINTS,
 ) -> tuple[Outlook, ...]:
-    """Let the allocator share the nodes out, again whenever a job is done, until all are whose length is known.
+    """Predict when each job ends if the allocator divides these nodes, again whenever a job is done.
 
-    Between two such moments a job progresses by goodput / M0 iterations per second, with the model that it has now,
-    that of the type it knows on types it has not seen; resizes are free. Jobs without a declared length or a model keep
-    their workers to the end.
+    The prediction stops when every job with a known length is done. In between, a job progresses by goodput / M0
+    iterations per second, with its current model; for a GPU type that it has not seen, the model of a type that it has
+    seen. Resizes are free. Jobs without a declared length or a model keep their workers to the end.
 
     Args:
-        policy: who shares them out.
-        now_s: present time [s since the epoch].
-        stay: the jobs are on these nodes, and their first row is what they have; else they all start anew.
-        constraints: the cluster's rules, tenants among them.
+        policy: Policy that divides the nodes.
+        now_s: Current time [s since the epoch].
+        stay: True if the jobs already run on these nodes, so that the result describes their current workers; False
+            if they all start from scratch.
+        constraints: The cluster's rules, including tenants.
 
-    Returns one for each job, in the order of the views.
-
-    Raises InputError: unknown policy, or one that breaks a rule.
+    Returns one outlook per job, in the order of the views.
+    Raises InputError: the policy is unknown or breaks a rule.
     """
     try:
         core = AllocatorCore(make_policy(policy), _config(constraints))
@@ -122,7 +122,7 @@ def outlook(
 def _share_out(
     core: AllocatorCore, running: Mapping[str, JobView], at_s: float
 ) -> dict[str, tuple[Mapping[str, int], str]]:
-    """Return nodes and reason of every job."""
+    """Return the target nodes of every job, with the reason. Raise InputError if the decision was refused."""
     for view in running.values():
         core.handle(JobHeartbeat(view=view), at_s)
     core.handle(TimePassed(), at_s)
@@ -139,7 +139,7 @@ def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | Non
 
 
 def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
-    """Return a job as it is; what the allocator is about to change is said in its reason."""
+    """Return the outlook of a job's current workers; its reason mentions a different decision of the allocator."""
     if dict(view.allocation) == dict(decided.nodes):
         return decided
     reason = f"{decided.workers} workers are decided: {decided.reason}"
@@ -156,7 +156,7 @@ def _config(constraints: Constraints) -> AllocatorConfig:
 
 
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
-    """Return iterations at M0 per second, by measured times before the model, as policies have it.
+    """Return iterations at M0 per second, preferring measured times to the model, as policies do.
 
     None without a model.
     """
@@ -172,9 +172,9 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Return iterations to its end.
+    """Return the number of iterations until the job's end.
 
-    Infinity where that is unknown: no epochs declared, or none over to tell their length.
+    Infinity if unknown: no epochs are declared, or the length of an epoch is not known yet.
     """
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):
@@ -184,7 +184,7 @@ def _missing(view: JobView) -> float:
 
 
 def _advanced(view: JobView, nodes: Mapping[str, int], done: float) -> JobView:
-    """Return the job after these iterations with these workers."""
+    """Return the job after ``done`` more iterations on these nodes."""
     placed = dataclasses.replace(view.placed(nodes), most_workers=max(view.most_workers, sum(nodes.values())))
     if view.progress is None or not done:
         return placed

@@ -1,4 +1,4 @@
-"""The allocation over time: a row for each node, bars coloured by job."""
+"""Picture of the allocation over time: a row for each node, with bars coloured by job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUES = {"cifar10": 0, "ncf": 4, "deepspeech2": 2, "bert": 1, "yolov3": 5, "imag
 
 
 def check_picture(path: Path) -> None:
-    """Raise an error unless Matplotlib is there (it says how to install it) and writes files of this kind."""
+    """Raise InputError unless Matplotlib is installed and can write files of this kind."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs Matplotlib; install it with: pip install 'elastic-ray[plot]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -31,7 +31,7 @@ Bar = tuple[str, str, float, float, int]
 
 
 def bars(report: SimulationReport) -> Iterator[Bar]:
-    """Yield (node id, job, from [s], to [s], workers) of every stay of a job on a node, in the order of its end."""
+    """Yield a bar (node id, job, from [s], to [s], workers) for each stay of a job on a node, ordered by end time."""
     present: dict[tuple[str, str], tuple[float, int]] = {}
     for placed in report.placed:
         for node, job in [key for key in present if key[1] == placed.job]:
@@ -44,12 +44,11 @@ def bars(report: SimulationReport) -> Iterator[Bar]:
 
 
 def plot(reports: Sequence[SimulationReport], path: Path) -> None:
-    """Draw the allocation of each report: a row for each node, a lane for each of its GPUs, time rightwards.
+    """Draw the allocation of each report: a row for each node, a lane for each of its GPUs, time along the x axis.
 
-    A bar is a job's stay on a node, as high as its GPUs there. Jobs of one application have one hue and differ in
-    shade; where there is room a bar carries its job's number. The strip beneath shows GPUs in use and jobs waiting.
-
-    Raises InputError: Matplotlib is missing, or the file cannot be written.
+    A bar is a job's stay on a node, as high as the number of GPUs it uses there. Jobs of one application share a hue
+    and differ in shade. Large enough bars show their job's number. The strip below shows GPUs in use and waiting jobs.
+    Raises InputError: Matplotlib is not installed, or the file cannot be written.
     """
     check_picture(path)
     import matplotlib as mpl
@@ -76,7 +75,7 @@ def plot(reports: Sequence[SimulationReport], path: Path) -> None:
 
 
 def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
-    """Draw the jobs' stays on nodes into an axis from 0 to ``end_h`` hours, with title and legend."""
+    """Draw the jobs' stays on nodes on an axis from 0 to ``end_h`` hours, with title and legend."""
     from matplotlib.patches import Patch
 
     nodes = parse_cluster(report.cluster).nodes
@@ -110,9 +109,9 @@ def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list[tuple[int, int]]]]:
-    """Yield every bar with the GPUs that it is drawn on.
+    """Yield every bar with its GPU lanes, as (first lane, number of lanes) pairs.
 
-    (first lane, lanes), in one piece where there is room for it.
+    The lanes are contiguous if there is room.
     """
     busy: dict[str, list[tuple[float, frozenset[int]]]] = {node: [] for node in sizes}
     for bar in sorted(bars(report), key=lambda bar: (bar[2], bar[0], bar[1])):
@@ -132,7 +131,7 @@ def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple
 
 
 def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
-    """Draw GPUs in use, and jobs that have arrived and hold nothing."""
+    """Draw the number of GPUs in use, and of jobs that have arrived but hold none."""
     held: dict[str, int] = {}
     hours, used = [0.0], [0]
     for placed in report.placed:
@@ -152,7 +151,7 @@ def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _waiting(report: SimulationReport) -> tuple[list[float], list[int]]:
-    """Return (hours, jobs without a GPU from then on)."""
+    """Return times [h], and the number of jobs without a GPU from each time on."""
     steps = [(job.arrival_s, 1) for job in report.jobs]
     running: set[str] = set()
     ends = {job.job: job.finish_s for job in report.jobs}
@@ -181,7 +180,7 @@ def _shades(report: SimulationReport) -> dict[str, tuple[float, float, float]]:
 
 
 def _hue(application: str, shade: float) -> tuple[float, float, float]:
-    """Return the application's colour; neighbours in ``shade`` (0 to 1) differ in lightness."""
+    """Return the application's colour; ``shade`` (0 to 1) varies its lightness."""
     return rgb(hue_of(application), shade)
 
 

@@ -17,15 +17,15 @@ class JobReport:
     """Report of one job.
 
     Attributes:
-        job: name.
-        application: profile.
-        arrival_s: submission [s].
-        start_s: first placement [s].
-        finish_s: completion [s].
-        resizes: changes of its workers after the first start.
+        job: Name of the job.
+        application: Name of its profile.
+        arrival_s: Time of submission [s].
+        start_s: Time of the first placement [s].
+        finish_s: Time of completion [s].
+        resizes: Number of changes of its workers after the first start.
         gpu_hours: GPUs held x hours, by GPU type.
-        paused_s: time that it held GPUs without progress because of changes [s].
-        rho: finish-time fairness: completion time over that on an equal, isolated share of the cluster.
+        paused_s: Time for which it held GPUs without progress because of changes [s].
+        rho: Finish-time fairness: completion time over that on an equal, isolated share of the cluster.
 
     Examples:
         >>> from placement.simulator import JobReport
@@ -47,13 +47,13 @@ class JobReport:
 
     @property
     def jct_s(self) -> float:
-        """Completion time: completion less submission [s]."""
+        """Job completion time, from submission to completion [s]."""
         return self.finish_s - self.arrival_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
-    """Cost of the nodes, whether or not jobs used them."""
+    """Cost of the rented nodes, including idle time."""
 
     node_hours: Mapping[str, float]  # hours for which nodes were paid for, by node type
     usd: float
@@ -63,26 +63,26 @@ class Rented:
 class SimulationReport:
     """Report of one trace under one policy.
 
-    Times in seconds; decision times are CPU time and the only part that differs between two runs with the same seed.
+    Times are in seconds. Decision times are CPU time, and the only values that differ between runs with the same seed.
 
     Attributes:
-        trace: the trace's file.
-        policy: its name.
-        rules: their name.
-        cluster: the cluster string.
-        seed: of everything random.
-        settings: what else was asked for: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances``.
-        gpus: GPUs of the cluster.
-        prices: USD per GPU and hour that were paid, by GPU type.
-        rented: what all nodes cost: those of a cluster of one size from the first submission to the last completion,
-            those of an autoscaled one from their start.
-        jobs: in the order of submission.
-        placed: every change of a job's place.
-        log: the core's decision log.
+        trace: File of the trace.
+        policy: Name of the policy.
+        rules: Name of the rules.
+        cluster: The cluster string.
+        seed: Seed for all randomness.
+        settings: Other arguments: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances`` and so on.
+        gpus: Number of GPUs of the cluster.
+        prices: Prices paid [USD per GPU and hour], by GPU type.
+        rented: Cost of all nodes: from the first submission to the last completion for a cluster of fixed size,
+            from each node's request for an autoscaled one.
+        jobs: Reports of the jobs, in the order of submission.
+        placed: All changes of jobs' placements.
+        log: The core's decision log.
         decision_s: CPU time of each decision [s].
-        idle_s: longest time for which GPUs were idle that one job could have used
+        idle_s: Longest time for which GPUs were idle that one job could have used
             (``placement.simulator.world.state``); an empty round of the published simulators is 60 s.
-        idle_gpu_hours: GPUs idle x hours while any job could have used some of their type.
+        idle_gpu_hours: Idle GPUs x hours while any job could have used some of their type.
     """
 
     trace: str
@@ -103,12 +103,12 @@ class SimulationReport:
 
     @property
     def jct_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Completion times of all jobs [s]."""
+        """Job completion times [s]."""
         return np.array([job.jct_s for job in self.jobs])
 
     @property
     def avg_jct_s(self) -> float:
-        """Average completion time [s]."""
+        """Average job completion time [s]."""
         return float(self.jct_s.mean())
 
     @property
@@ -118,21 +118,21 @@ class SimulationReport:
 
     @property
     def gpu_hours(self) -> float:
-        """GPUs held x hours, of all jobs."""
+        """GPUs held x hours, summed over all jobs."""
         return sum(sum(job.gpu_hours.values()) for job in self.jobs)
 
     @property
     def cost(self) -> float:
-        """USD for the GPU-hours held."""
+        """Cost of the GPU-hours held [USD]."""
         return sum(hours * self.prices[gpu] for job in self.jobs for gpu, hours in job.gpu_hours.items())
 
     @property
     def unfair(self) -> float:
-        """Share of jobs with rho above 2."""
+        """Fraction of jobs with rho above 2."""
         return float(np.mean([job.rho > 2.0 for job in self.jobs]))
 
     def record(self) -> dict[str, Any]:
-        """Return one record of the JSON file."""
+        """Return this report's record for the JSON file."""
         jct_s = self.jct_s
         decision_ms = 1e3 * np.array(self.decision_s or (0.0,))
         rho = np.array([job.rho for job in self.jobs])
@@ -169,7 +169,7 @@ class SimulationReport:
         }
 
     def history(self) -> dict[str, Any]:
-        """Return the placements and decisions in order of time, for pictures: ``placed`` and ``decisions``."""
+        """Return the placements and decisions in the order of time, for plotting: ``placed`` and ``decisions``."""
         return {
             "placed": [(placed.time_s, placed.job, dict(placed.nodes)) for placed in self.placed],
             "decisions": [
@@ -179,7 +179,7 @@ class SimulationReport:
         }
 
     def log_lines(self) -> Sequence[str]:
-        """Return the decision log as text; the same seed gives the same lines, byte for byte."""
+        """Return the decision log as text, byte for byte the same for the same seed."""
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]
 
 

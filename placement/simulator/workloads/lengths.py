@@ -14,9 +14,7 @@ from placement.simulator.workloads.profiles import Application
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths of the jobs of a trace. As published, all jobs of one application are equally long, so that its name
-    tells the length; what a policy owes to that shows when lengths are random or declared wrongly.
-    """
+    """True and declared job lengths of a trace; by default all jobs of an application are equally long."""
 
     # whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which Optimus was
     # published with, is not touched.)
@@ -33,7 +31,7 @@ class Lengths:
             check_number(f"epochs of job {job!r}", epochs, least=1, error=InputError)
 
     def application(self, application: Application, job: str, seed: int) -> Application:
-        """Return the true application of a job, with more or fewer epochs."""
+        """Return the job's application, stretched or shortened to the job's true number of epochs."""
         if job in self.epochs:
             return application.stretched(self.epochs[job])
         if not self.spread:
@@ -42,7 +40,7 @@ class Lengths:
         return application.stretched(max(1, round(application.epochs * factor)))
 
     def declaration(self, epochs: int, job: str, seed: int) -> float | None:
-        """Return epochs that the job declares; None if it declares none."""
+        """Return the number of epochs that the job declares; None if it declares none."""
         if not self.declared:
             return None
         if not self.error:

@@ -19,7 +19,7 @@ _LOCAL_CAPS = {"yolov3": {"aws": 8}}  # Pollux: the larger batches of this table
 
 
 class Application:
-    """Profile of one application, read from its folder, or fitted to what was recorded (``fitted``)."""
+    """Profile of one application, read from its folder or fitted to recorded measurements (``fitted``)."""
 
     name: str  # the folder's name
     # profiled global batches [samples], rising; the first is the initial batch, the last the largest
@@ -54,7 +54,7 @@ class Application:
         noise: NoiseScale,
         step_times: Mapping[str, Times],
     ) -> Application:
-        """Return an application whose epochs all take ``epoch`` iterations at the initial batch, with this noise."""
+        """Return an application whose epochs each last ``epoch`` iterations at the initial batch."""
         ends = epoch * np.arange(1, epochs + 1)
         rows = np.ones((len(batch_sizes), 1))
         gains = np.array([[noise.gain(size / batch_sizes[0])] for size in batch_sizes])
@@ -73,7 +73,7 @@ class Application:
         var: Floats,
         step_times: Mapping[str, Times],
     ) -> None:
-        """Store curves with a row for each batch size and a column for each epoch."""
+        """Store curves with one row per batch size and one column per epoch."""
         self.name, self.batch_sizes, self.epochs = name, batch_sizes, progress.shape[1]
         self._sizes = np.array(batch_sizes, dtype=np.float64)
         self._sqr, self._var, self._iterations = sqr, var, iterations
@@ -84,7 +84,7 @@ class Application:
         self._stretched: dict[int, Application] = {self.epochs: self}
 
     def stretched(self, epochs: int) -> Application:
-        """Return the same training in another number of epochs of the same length, with the same phases."""
+        """Return the same training, with the same phases, over another number of epochs of the same length."""
         if epochs not in self._stretched:
             twin = copy.copy(self)
             twin.epochs, factor = epochs, epochs / self.epochs
@@ -102,21 +102,21 @@ class Application:
 
     @property
     def fixed_batch(self) -> int | None:
-        """The batch that it keeps, where only one was profiled [samples]; None where it adapts."""
+        """Fixed global batch, if only one was profiled [samples]; None if the batch adapts."""
         return self.batch_sizes[0] if len(self.batch_sizes) == 1 else None
 
     @property
     def init_batch_size(self) -> int:
-        """The batch size whose iterations progress is counted in [samples]."""
+        """Initial global batch, at which progress is counted in iterations [samples]."""
         return self.batch_sizes[0]
 
     @property
     def max_batch_size(self) -> int:
-        """The largest global batch [samples]."""
+        """Largest global batch [samples]."""
         return self.batch_sizes[-1]
 
     def local_bsz_range(self, gpu: str) -> tuple[int, int]:
-        """Return least and most samples per worker and micro-step on this GPU type."""
+        """Return the fewest and most samples per worker and micro-step on this GPU type."""
         least, most = self.step_times[gpu].local_bsz_range
         return least, min(most, _LOCAL_CAPS.get(self.name, {}).get(gpu, most))
 
@@ -125,7 +125,7 @@ class Application:
         return float(self._progress[epoch])
 
     def noise(self, batch_size: float, epoch: int) -> NoiseScale:
-        """Return gradient statistics (at the initial batch) in an epoch, linear in the batch between profiled ones."""
+        """Return gradient statistics in an epoch, interpolated linearly between profiled batch sizes."""
         key = float(batch_size), epoch
         if key not in self._noise and self.fixed_batch:
             self._noise[key] = NoiseScale(sqr=float(self._sqr[0, epoch]), var=float(self._var[0, epoch]))
@@ -138,7 +138,7 @@ class Application:
         return self._noise[key]
 
     def gain(self, batch_size: int, epoch: int) -> float:
-        """Return progress of one step at this batch in an epoch, in steps at the initial batch."""
+        """Return the progress of one step at this batch in an epoch, in steps at the initial batch."""
         if self.fixed_batch:
             return 1.0  # of shares that are not even the largest counts, which makes no larger batch
         key = batch_size, epoch
@@ -147,21 +147,21 @@ class Application:
         return self._gain[key]
 
     def iterations_at(self, batch_size: float, epoch: int) -> float:
-        """Return optimizer steps that a run at this batch has done when epoch number ``epoch`` (from 0) ends."""
+        """Return the optimizer steps of a run at this batch up to the end of epoch number ``epoch`` (from 0)."""
         return float(np.interp(batch_size, self._sizes, self._iterations[:, epoch]))
 
 
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Load all applications of a folder that were profiled on all of these GPU types, by name.
+    """Load all applications of a folder that were profiled on all of these GPU types, keyed by name.
 
-    Raises InputError: no such folder, no application in it, or a file lacks a column or holds no numbers.
+    Raises InputError: the folder is missing or has no application, or a file lacks a column or has non-numbers.
     """
     return dict(_load(Path(folder).resolve(), tuple(gpus)))
 
 
 @functools.lru_cache(maxsize=8)  # simulations of one process share the tables
 def _load(folder: Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Return applications with a placement table for each GPU type, by name; raises InputError where there are none."""
+    """Return applications that have placement tables for all GPU types, by name. Raise InputError if there are none."""
     if not folder.is_dir():
         raise InputError(f"profiles must be a folder with one folder per application, but got {folder}")
     found = {

@@ -1,4 +1,4 @@
-"""Recorded workload of a real cluster as input of the simulator: its jobs, their lengths, and fitted profiles."""
+"""Recorded workload of a real cluster as simulator input: its jobs, their lengths, and fitted profiles."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _STILL = NoiseScale(sqr=1.0, var=0.0)  # of a batch that stays as it is the nois
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Step times as a fitted model has them."""
+    """Step times from a fitted model."""
 
     model: ThroughputModel  # fitted to what was measured
     local_bsz_range: tuple[int, int]  # see ``Times``
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """Return the measured times; see ``Times``."""
+        """Return the model's times; see ``Times``."""
         step_s = float(self.model.step_time(len(counts), sum(counts), local_bsz, 0))
         return step_s, step_s - min(float(self.model.step_time(1, 1, local_bsz, 0)), step_s)
 
@@ -49,7 +49,7 @@ class RecordedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedWorkload:
-    """Arguments of ``simulate``: what ran, on what, and for how long."""
+    """Recorded arguments of ``simulate``: jobs, profiles and cluster."""
 
     jobs: tuple[RecordedJob, ...]  # in the order of their arrival
     applications: Mapping[str, Application]
@@ -59,7 +59,7 @@ class RecordedWorkload:
 
     @property
     def trace(self) -> tuple[TraceJob, ...]:
-        """The jobs as they arrived."""
+        """Trace jobs, in the order of their arrival."""
         return tuple(
             TraceJob(
                 name=job.job,
@@ -74,17 +74,17 @@ class RecordedWorkload:
 
     @property
     def epochs(self) -> dict[str, int]:
-        """Epochs by job, for ``Lengths``."""
+        """Number of epochs, keyed by job, for ``Lengths``."""
         return {job.job: job.epochs for job in self.jobs}
 
 
 def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
-    """Return the jobs of a recording, with profiles fitted to all that they have measured.
+    """Return the jobs of a recording, with profiles fitted to all of their measurements.
 
     Args:
-        gpu: what nodes that name no type of GPU are called.
+        gpu: GPU type assumed for nodes that do not name one.
 
-    Raises InputError: it holds no job, one without a model, measurements or length, or workers of several kinds.
+    Raises InputError: there is no job, a job lacks a model, measurements or a length, or workers are of several kinds.
     """
     beats = [(now_s, event.view) for now_s, event in life.events if isinstance(event, JobHeartbeat)]
     if not beats:
@@ -120,9 +120,9 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
 
 
 def _epochs(view: JobView, *, ended: bool) -> int:
-    """Return the epochs that the job trained; of one that has not ended, those that it declares.
+    """Return the number of epochs that the job trained, or declares if it has not ended.
 
-    The last heartbeat of a job that has ended may be a second old, in which it did the rest of its last epoch.
+    An ended job's last heartbeat may be a second old, so progress after its last full epoch is extrapolated.
     """
     progress = view.progress
     if progress is None or (progress.epochs is None and not progress.epoch_ends):
@@ -135,7 +135,7 @@ def _epochs(view: JobView, *, ended: bool) -> int:
 
 
 def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Application:
-    """Profile of the jobs of one model."""
+    """Return the fitted profile of the jobs of one model."""
     views = [job.view for job in jobs]
     seen: dict[str, list[Observation]] = {}
     for view in views:
@@ -161,7 +161,7 @@ def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Applicatio
 
 
 def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
-    """Return the largest cluster that was recorded, in workers that fit: such as ``t4:2x4``."""
+    """Return the largest recorded cluster as a string such as ``t4:2x4``, counted in workers that fit."""
     bundles = {tuple(sorted(view.bundle.items())) for view in views}
     if len(bundles) > 1:
         raise InputError(f"jobs of a recorded workload must have workers of one kind, but have {len(bundles)}")

@@ -1,4 +1,4 @@
-"""True step times of one application on one GPU type: measured tables, and interpolation between them."""
+"""True step times of one application on one GPU type: measured tables, with interpolation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_NODES = 16
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns of a CSV file by their header, whatever their order.
+    """Return columns of a CSV file keyed by header, in any order.
 
     Raises InputError: the file is missing or empty, or lacks a column.
     """
@@ -42,7 +42,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
 
 
 def numbers(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
-    """Return ``read_columns`` of columns that hold finite numbers.
+    """Return the result of ``read_columns`` for columns of finite numbers.
 
     Raises InputError: as ``read_columns``, or a value is not a finite number.
     """
@@ -60,32 +60,32 @@ def _numbers(path: Path, column: str, texts: Sequence[str]) -> Floats:
 
 
 def canonical(counts: Sequence[int]) -> Counts:
-    """Return lexicographically smallest rotation of the workers per node: how the tables name a placement."""
+    """Return the lexicographically smallest rotation of the workers per node, as placements are named in the tables."""
     rotations = [tuple(counts[i:]) + tuple(counts[:i]) for i in range(len(counts))]
     return min(rotations)
 
 
 class Times(Protocol):
-    """True step times of an application on one GPU type."""
+    """Protocol of the true step times of an application on one GPU type."""
 
     @property
     def local_bsz_range(self) -> tuple[int, int]:
-        """Least and most samples per worker and micro-step."""
+        """Fewest and most samples per worker and micro-step."""
         ...
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """(step time with synchronisation and without accumulation, part of it that is synchronisation) [s]."""
+        """Return (step time without accumulation, its synchronisation part) [s]."""
         ...
 
 
 class StepTimes:
-    """Seconds of a step by placement and local batch, true and unknown to any policy.
+    """True step times by placement and local batch, which no policy sees.
 
-    A placement in ``placements-<gpu>.csv`` is interpolated linearly in the local batch. For others the rows are
-    averaged by (nodes, replicas, local batch), ``scalability-<gpu>.csv`` is appended, and all three axes are
-    interpolated linearly over a Delaunay triangulation, at most 16 nodes: the rule of the Pollux artifact, so that
-    its figures can be met. A point outside everything measured takes the nearest node and replica count that is
-    inside.
+    A placement in ``placements-<gpu>.csv`` is interpolated linearly in the local batch. For any other placement, the
+    rows are averaged by (nodes, replicas, local batch), ``scalability-<gpu>.csv`` is appended, and all three axes are
+    interpolated linearly over a Delaunay triangulation, with at most 16 nodes. This is the Pollux artifact's rule, so
+    its figures can be reproduced. A point outside the measured region uses the nearest measured node and replica
+    count.
     """
 
     def __init__(self, folder: Path, gpu: str) -> None:
@@ -118,11 +118,11 @@ class StepTimes:
         self._cache: dict[tuple[Counts, float], tuple[float, float]] = {}
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """(step time with synchronisation and without accumulation, part of it that is synchronisation) [s].
+        """Return (step time without accumulation, its synchronisation part) [s].
 
         Args:
-            counts: workers on each node, all 1 or more, in the order of the nodes.
-            local_bsz: samples per worker and micro-step, 1 or more.
+            counts: Workers on each node, each at least 1, in the order of the nodes.
+            local_bsz: Samples per worker and micro-step, at least 1.
         """
         key = canonical(counts), float(local_bsz)
         if key not in self._cache:
@@ -139,7 +139,7 @@ class StepTimes:
         return step, min(max(sync, 0.0), step)
 
     def _interpolate(self, nodes: int, replicas: int, local_bsz: float) -> tuple[float, float]:
-        """(step time, synchronisation in it) [s] between measured points; outside them, of the most similar shape."""
+        """Return interpolated (step time, its synchronisation) [s]; those of the nearest shape if not measured."""
         from scipy.interpolate import LinearNDInterpolator  # takes a while to import
 
         if self._between is None:
@@ -153,7 +153,7 @@ class StepTimes:
         raise InputError(f"no step time of {self.gpu} is near {nodes} nodes, {replicas} replicas, {local_bsz} samples")
 
     def _nearest(self, nodes: int, replicas: int) -> list[tuple[float, float]]:
-        """Return measured (nodes, replicas), the most similar ones first."""
+        """Return measured (nodes, replicas) pairs, the nearest first."""
         pairs = np.unique(self._axes[:, :2], axis=0)
         away = np.abs(np.log(pairs / np.array([nodes, replicas]))).sum(axis=1)
         return [(float(n), float(r)) for n, r in pairs[np.argsort(away, kind="stable")]]
@@ -166,7 +166,7 @@ def _placement(path: Path, name: str) -> Counts:
 
 
 def _line(x: float, xs: Floats, ys: Floats) -> float:
-    """Interpolate piecewise linearly through the points, the last pieces continued outside."""
+    """Interpolate piecewise linearly through the points, extrapolating from the outer segments."""
     if len(xs) == 1:
         return float(ys[0])
     i = int(np.clip(np.searchsorted(xs, x), 1, len(xs) - 1))

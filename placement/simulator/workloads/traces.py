@@ -1,4 +1,4 @@
-"""Traces: which job arrives when, and what its user asked for."""
+"""Traces: arrival times of jobs and the resources that their users requested."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """Return the jobs of a CSV file in the order of their submission (of their lines, where times are equal).
+    """Return the jobs of a CSV file in the order of submission (in file order if submitted at the same time).
 
     Args:
-        path: a file with the columns of ``COLUMNS``, in any order.
-        applications: names that have a profile.
+        path: A file with the columns of ``COLUMNS``, in any order.
+        applications: Names that have a profile.
 
-    Raises InputError: the file is missing or empty, lacks a column, or a line is wrong; names the file and the line.
+    Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
 def _job(row: dict[str, str | None], where: str) -> TraceJob:
     """Return the job in a row.
 
-    Raises InputError with ``where`` for a field that is empty, no number or out of range.
+    Raises InputError with ``where`` if a field is empty, not a number or out of range.
     """
     try:
         return TraceJob(
@@ -83,7 +83,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 
 
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
-    """Return the jobs in the order of their submission.
+    """Return the jobs in the order of submission.
 
     Raises InputError: a name occurs twice, or an application has no profile.
     """

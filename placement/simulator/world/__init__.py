@@ -1,1 +1,1 @@
-"""The simulated world: by which rules time passes and jobs move, and what is true at a moment."""
+"""The simulated world: rules for time and for moving jobs, and the true state at each moment."""

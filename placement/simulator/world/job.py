@@ -1,4 +1,4 @@
-"""Simulated job: trains by the true tables, and knows only what it has measured itself."""
+"""Simulated job, which trains by the true tables but knows only its own measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from placement.cluster.jobs import Oracle, SpotUse, TraceJobView
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit
-from placement.goodput.forecast import BatchForecast
+from placement.goodput.forecast import HOLDS_S, BatchForecast, NoiseTrend
 from placement.goodput.mixed import MeasuredPart, MixedGroup, MixedObservation, TypePart
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -33,7 +33,7 @@ def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) ->
 
 @functools.lru_cache(maxsize=4096)
 def true_step_s(app: Application, gpu: str, batch: int, most: int, per_node: int) -> tuple[float, ...]:
-    """True seconds of a step at this batch on 1..most workers, packed onto full nodes."""
+    """Return true step times at this batch on 1..most workers, packed onto full nodes [s]."""
     times = []
     for replicas in range(1, most + 1):
         counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
@@ -54,7 +54,7 @@ _SOON_S = 1e-6  # what is foreseen lies ahead by more than rounding, or time wou
 
 @functools.lru_cache(maxsize=100_000)  # jobs of one application that grow alike measure, and so fit, the same
 def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> ThroughputModel:
-    """Return the model of these measurements."""
+    """Return the throughput model fitted to these measurements."""
     return fit(observations, fixed_batch=fixed_batch)
 
 
@@ -62,7 +62,7 @@ def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> Throughp
 def best_batch(
     model: GoodputModel, nodes: int, replicas: int, max_batch_size: int, least: int, most: int
 ) -> tuple[int, int]:
-    """Return (atomic batch, accumulation steps) with the highest goodput; 0 samples where nothing fits."""
+    """Return (atomic batch, accumulation steps) with the highest goodput; atomic batch 0 if nothing fits."""
     _, atomic_bsz, accum_steps = model.best(
         nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
     )
@@ -73,19 +73,19 @@ class SimulatedJob:
     """State of one job.
 
     Args:
-        trace: what the user asked for.
-        application: what is true of it.
-        rules: cost of changes and slow-down.
-        requested: run at the trace's batch and count (rigid) instead of adapting the batch.
-        gpus_per_node: by GPU type, for the oracle's packed placements.
-        sigma: standard deviation of the logarithm of measured step times; 0 measures exactly.
-        declared: epochs that it says it runs; None if it does not say.
-        statistical: whether it knows of statistical efficiency; if not, its batch and its speeds are those of most
-            samples per second, whatever they are worth.
-        spot: how it uses spot nodes.
-        mixed_gpu_types: whether it may have GPUs of several types.
-        sizes: numbers of workers that it can train with, as far as its batch allows any of them.
-        foresight: whether it tells which batches of its ramp are to come.
+        trace: The user's request.
+        application: The true profile.
+        rules: Cost of changes and slow-down.
+        requested: True if it runs with the trace's batch and count (rigid) instead of adapting the batch.
+        gpus_per_node: GPUs per node by GPU type, for the oracle's packed placements.
+        sigma: Standard deviation of the logarithm of measured step times; 0 measures exactly.
+        declared: Number of epochs that it declares; None if it declares none.
+        statistical: True if it knows its statistical efficiency; otherwise it chooses batches, and rates sizes, by
+            samples per second alone.
+        spot: How it uses spot nodes.
+        mixed_gpu_types: True if it may run on several GPU types at once.
+        sizes: Worker counts that it can train with, unless its batch allows none of them.
+        foresight: True if it announces the later batches of its ramp.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class SimulatedJob:
         self._epoch_ends: list[float] = []
         self._measured: dict[str, dict[tuple[int, int, int], Observation]] = {}
         self._noise: NoiseScale | None = None
+        self._trend, self._trained_s = NoiseTrend(), 0.0
         self._most = 0
         if rules.profiles_types and len(application.step_times) > 1 and not requested:
             self._profile()
@@ -149,21 +150,21 @@ class SimulatedJob:
 
     @property
     def fixed_batch(self) -> int | None:
-        """The global batch it may not leave [samples]; None adapts."""
+        """Global batch that the job must keep for now [samples]; None if the batch adapts."""
         if self.trace.ramp and not self.requested:
             return next(batch for begin, batch in reversed(self._ramp) if self.progress >= begin)
         return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
-        """Set the clock at the job's arrival, or to the round before it was seen."""
+        """Set the job's clock to its arrival, or to the start of the round in which it arrived."""
         self.now_s = now_s
 
     def share(self, models: Mapping[str, GoodputModel]) -> None:
-        """Share what jobs of the same application know together, by GPU type."""
+        """Set the models, keyed by GPU type, that jobs of the same application share."""
         self.shared = models
 
     def place(self, location: Location | None) -> None:
-        """Give it other workers, or none; what that costs is for the rules to say."""
+        """Assign other workers to the job, or none; the rules set the cost of the change."""
         before, self.location = self.location, location
         self.joined_s = math.inf
         if location is None:
@@ -184,7 +185,7 @@ class SimulatedJob:
         self._choose_batch()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass under the present placement; stops at its completion."""
+        """Advance the job's clock under the current placement; stops at completion."""
         end_s = self.now_s + seconds
         while self.training is not None and self.finished_s is None and end_s - self.now_s > _EPS:
             if self.now_s >= self.joined_s - _EPS:
@@ -200,7 +201,7 @@ class SimulatedJob:
             self.now_s = end_s
 
     def next_s(self) -> float:
-        """Return the time of the job's next own event [s]: an epoch's end, or new workers; infinity if it waits."""
+        """Return the time of the job's next own event [s]: an epoch's end or joining workers; infinity if it waits."""
         if self.training is None or self.finished_s is not None:
             return math.inf
         missing = self._next_change() - self.progress
@@ -212,15 +213,15 @@ class SimulatedJob:
         self.location = None
 
     def lose_workers(self) -> None:
-        """Lose all workers at once: the job continues from the end of the last epoch."""
+        """Lose all workers at once; the job continues from the end of the last epoch."""
         self.progress = self.app.progress_at(self.epoch)
         self.location = self.training = None
         self.joined_s = math.inf
 
     def see_slow(self, nodes: Mapping[str, float]) -> None:
-        """Slow down steps by the factors of these nodes; the slowest sets the pace.
+        """Slow down steps by the factors of these nodes; the slowest node sets the pace.
 
-        The job remembers a slow node for a while after it has left it: it measures nothing there any more.
+        After leaving a slow node the job remembers it for a while, since it measures nothing there any more.
         """
         held = {} if self.location is None else self.location.nodes
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
@@ -228,11 +229,11 @@ class SimulatedJob:
         self.slowdown = max(nodes.values(), default=1.0)
 
     def see_shared_link(self, loss: float) -> None:
-        """Lose a part of the speed to another job on the same nodes."""
+        """Lose this fraction of the speed to another job on the same nodes."""
         self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
-        """Slow nodes that it has or remembers, by how much."""
+        """Return the slow nodes that the job holds or remembers, with their factors."""
         held = {} if self.location is None else self.location.nodes
         for node, (factor, until_s) in list(self._slow.items()):
             if until_s == math.inf and node not in held:
@@ -242,14 +243,17 @@ class SimulatedJob:
         return {node: factor for node, (factor, _) in sorted(self._slow.items())}
 
     def _join(self) -> None:
-        """Join the new workers, which have started, to the group between two steps."""
+        """Add the new workers, which have started, to the group between two steps."""
         self.training, self.joined_s = self.location, math.inf
         self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
         self._choose_batch()
 
     def _train(self, seconds: float) -> None:
-        """Make progress for so long, or to the end of the epoch."""
+        """Make progress for this time, or until the epoch ends."""
         rate = self._rate()
+        self._trained_s += seconds
+        if self._noise is not None and self._noise.sqr > 0:
+            self._trend.see(self._trained_s, self._noise.var / self._noise.sqr)
         change, epoch_end = self._next_change(), self.app.progress_at(self.epoch + 1)
         missing = change - self.progress
         if rate * seconds < missing * (1 - 1e-12):
@@ -269,19 +273,19 @@ class SimulatedJob:
 
     @functools.cached_property
     def _ramp(self) -> tuple[tuple[float, int], ...]:
-        """Batches by the progress from which on they count."""
+        """Batches of the ramp, each with the progress from which it applies."""
         whole = self.app.progress_at(self.app.epochs)
         return tuple((begin * whole, batch) for begin, batch in self.trace.ramp)
 
     def _next_change(self) -> float:
-        """Return the progress at which the epoch ends, or the ramp has another batch before."""
+        """Return the progress at which the epoch ends, or at which the ramp changes the batch if that is earlier."""
         end = self.app.progress_at(self.epoch + 1)
         if not self.trace.ramp or self.requested:
             return end
         return min((begin for begin, _ in self._ramp if self.progress < begin < end), default=end)
 
     def _forecast(self) -> BatchForecast | None:
-        """Return the ramp's batches to come, by the samples until then as the job's noise has them."""
+        """Return the ramp's later batches, each with the samples until it applies at the current noise scale."""
         if not self._foresight or not self.trace.ramp or self.requested or self._noise is None:
             return None
         steps, samples, done, batch = list[tuple[float, int]](), 0.0, self.progress, self.fixed_batch or 1
@@ -308,7 +312,7 @@ class SimulatedJob:
             self._choose_batch()
 
     def _rate(self) -> float:
-        """Return scale-invariant iterations per second, and what the job learns from running so."""
+        """Return scale-invariant iterations per second, and record the measurements of running at this rate."""
         assert self.training is not None, f"{self.name} has no workers to train with"
         counts, gpu = self.training.counts, self.training.gpu
         replicas = self.training.workers
@@ -323,7 +327,7 @@ class SimulatedJob:
         return gain / (step_s + self.accum_steps * (step_s - sync_s)) / self.rules.divisor(self.app.name)
 
     def _mixed_rate(self, steps: MixedSteps, counts: tuple[int, ...]) -> float:
-        """Return the rate on GPUs of several types."""
+        """Return the rate on a mix of GPU types."""
         step_s, seen = steps.measure(self.app, counts)
         batch = steps.batch_size
         self._noise, gain = self.app.noise(batch, self.epoch), self.app.gain(batch, self.epoch)
@@ -337,10 +341,10 @@ class SimulatedJob:
         return gain / (step_s * self.slowdown) / self.rules.divisor(self.app.name)
 
     def _learn(self, gpu: str, key: tuple[int, int, int], step_s: float, sync_s: float) -> None:
-        """Measure a configuration once, with the noise that was asked for.
+        """Measure a configuration once, with the configured noise.
 
-        A local batch within a few per cent of one already measured there is nothing new: it would change the model
-        by nothing, and cost a fit.
+        A local batch within a few per cent of one already measured for this shape is skipped: it would not change the
+        model, and would cost a fit.
         """
         nodes, replicas, local = key
         known = self._measured.setdefault(gpu, {})
@@ -367,7 +371,7 @@ class SimulatedJob:
         self._noise = self.app.noise(self.app.init_batch_size, 0)
 
     def _choose_batch(self) -> None:
-        """Set atomic batch and accumulation: of the fixed batch, else the model's best, else of the initial batch."""
+        """Set atomic batch and accumulation: for the fixed batch, else the model's best, else the initial batch."""
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
         self._mixed = None
         replicas, types = self.training.workers, self.training.workers_by_type
@@ -392,7 +396,7 @@ class SimulatedJob:
         self.atomic_bsz, self.accum_steps = rigid_batch(batch, replicas, self.app, most)
 
     def _model(self, gpu: str) -> GoodputModel | None:
-        """Return the model that the job has fitted on this GPU type."""
+        """Return the model that the job has fitted on this GPU type; None if it has none or does not need one."""
         known = self._measured.get(gpu)
         if not known or self._noise is None or self.requested:
             return None  # nothing known, or nothing to decide: a rigid job's batch is given
@@ -403,7 +407,7 @@ class SimulatedJob:
         return GoodputModel(fitted(tuple(known.values()), fixed), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
-        """Return the heartbeat; nothing in it is true data except the oracle of rigid simulations."""
+        """Return the heartbeat, which contains no true data except the oracle of rigid simulations."""
         gpu = self._last_gpu or next(iter(self.app.step_times))
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
@@ -425,6 +429,7 @@ class SimulatedJob:
             max_batch_size=None if self.app.fixed_batch else self.app.max_batch_size,
             held_batch=self.fixed_batch if self.trace.ramp and not self.requested else None,
             forecast=self._forecast(),
+            noise_growth=self._trend.growth(HOLDS_S) if self._foresight and self._statistical else 1.0,
             atomic_bsz_range=self.app.local_bsz_range(gpu),
             accumulation=not self.app.fixed_batch,
             resize_cost_s=self.rules.expected_restart_s(self.app.name),
@@ -461,11 +466,11 @@ class MixedSteps:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples of a step."""
+        """Number of samples per step."""
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
-        """True seconds of a step and what is seen of it: all wait for the slowest type, and for the slowest link."""
+        """Return the true step time [s] and its measurement; all workers wait for the slowest type and slowest link."""
         grads, syncs = dict[str, float](), []
         for gpu, shares in self.shares.items():
             step_s, sync_s = app.step_times[gpu].times(counts, max(shares))
@@ -483,7 +488,7 @@ class MixedSteps:
 def shared_out(
     app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
 ) -> MixedSteps:
-    """Return the best batch by the job's models, or one of a fixed size; equal shares as long as a type is unknown."""
+    """Return the best division of the batch by the job's models; equal shares while some type has no model."""
     workers = location.workers_by_type
     if all(gpu in models for gpu in workers):
         parts = [

@@ -1,4 +1,4 @@
-"""Rules of time, rounds and the cost of a change in a simulation: those of published simulators, and ours."""
+"""Rules for time, rounds and the cost of changes in a simulation: those of published simulators, and ours."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Location:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Workers on each node."""
+        """Number of workers on each node."""
         return tuple(self.nodes.values())
 
     @property
     def workers_by_type(self) -> dict[str, int]:
-        """Workers on GPUs of each type."""
+        """Number of workers, keyed by GPU type."""
         found: dict[str, int] = {}
         for node, workers in sorted(self.nodes.items()):
             gpu = self.types.get(node, self.gpu)
@@ -45,7 +45,7 @@ class Location:
         return found
 
     def only(self, nodes: Mapping[str, int]) -> Location:
-        """Return the location with only these workers."""
+        """Return the location reduced to these workers."""
         types = {node: self.types[node] for node in nodes if node in self.types}
         gpu = self.gpu if self.gpu in types.values() or not types else min(types.values())
         return Location(nodes=nodes, gpu=gpu, types=types)
@@ -53,7 +53,7 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeCost:
-    """Cost of a new location."""
+    """Cost of moving to a new location."""
 
     pause_s: float  # seconds without progress, now
     meanwhile: Location | None = None  # the workers that train on while new ones start; None if all are there at once
@@ -62,9 +62,9 @@ class ChangeCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Pace of reports and decisions where decisions follow events.
+    """Pace of heartbeats and decisions if decisions are triggered by events.
 
-    The defaults are coarse, for traces of hours and days. The defaults are coarse, for traces of hours and days.
+    The defaults are coarse, for traces of hours and days.
     """
 
     heartbeat_s: float = 30.0  # time between two heartbeats of a job [s]
@@ -90,7 +90,7 @@ LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(abc.ABC):
-    """Rules that differ between simulators."""
+    """Base class of a simulator's rules: rounds, costs of changes, and pace."""
 
     name: str = ""  # as on the command line
     round_s: float | None = 60.0  # seconds between two decisions; None decides on events, as the live allocator does
@@ -101,7 +101,7 @@ class Rules(abc.ABC):
 
     @property
     def join_s(self) -> float:
-        """Pause when workers that started meanwhile join [s]."""
+        """Pause when workers that have started in the meantime join [s]."""
         return 0.0
 
     @abc.abstractmethod
@@ -112,20 +112,20 @@ class Rules(abc.ABC):
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
-        """Return the cost of a change that a job reports [s]."""
+        """Return the cost of a change, as a job reports it [s]."""
 
     def expected_stop_s(self, application: str) -> float | None:
-        """Return the cost of a stop and a restart that a job reports [s]; None if it must not be stopped."""
+        """Return the cost of a stop and a restart, as a job reports it [s]; None if the job must not be stopped."""
         return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
-        """Return the divisor of true progress."""
+        """Return the number by which the job's true progress is divided."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolluxRules(Rules):
-    """The simulator of Pollux (OSDI 2021): rounds of 60 s, 30 s for any change of nodes and for every start."""
+    """Rules of Pollux's simulator (OSDI 2021): rounds of 60 s, and 30 s for every start and every change of nodes."""
 
     name: str = "pollux"
     restart: float = 30.0
@@ -142,9 +142,9 @@ class PolluxRules(Rules):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiaRules(Rules):
-    """The simulator of Sia (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
+    """Rules of Sia's simulator (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
 
-    A change of the counts per node or of the GPU type is a restart, as is every start; moving is free.
+    Every start is a restart, as is a change of the counts per node or of the GPU type; moving is free.
     """
 
     name: str = "sia"
@@ -169,11 +169,11 @@ class SiaRules(Rules):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRules(Rules):
-    """Rules of this project: decisions follow events, and a running job changes its size between two steps.
+    """Rules of this project: events trigger decisions, and a running job is resized between two steps.
 
-    New workers start beside the training ones and then join; leaving workers leave at once. Only a job of which no
-    worker stays (another GPU type, all nodes changed, the first start) stands still while workers start. Which
-    node it is counts: a worker that moves is a new worker.
+    New workers start while the others train, and then join; leaving workers leave at once. A job only stops while
+    workers start if none of its workers stays (another GPU type, all nodes changed, the first start). Node identity
+    matters: a worker that moves is a new worker.
     """
 
     name: str = "live"
@@ -211,7 +211,7 @@ class LiveRules(Rules):
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
-        """Return the stop cost: a preempted job saves its state between two steps, and new workers start with it."""
+        """Return the stop cost [s]: a preempted job saves its state between two steps and restarts on new workers."""
         return self.start + self.pause
 
     def divisor(self, application: str) -> float:
@@ -223,7 +223,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """The rules of that name, or the rules themselves. Raises InputError: no rules have that name."""
+    """Return the rules of this name, or the given rules. Raises InputError: the name is unknown."""
     if not isinstance(rules, str):
         return rules
     if rules not in RULES:

@@ -1,4 +1,4 @@
-"""The allocator core and the simulated jobs, facing each other: events go in, instructions are carried out."""
+"""World of a simulation: sends events to the allocator core and carries out its instructions on simulated jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHARE = 0.25  # of what its GPUs do on average, below which a further one costs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Workers of a job per node id from one moment on (none: it waits, or has ended).
+    """Workers of a job, keyed by node id, from one moment on; empty if it waits or has ended.
 
     Examples:
         >>> from placement.simulator import Placed
@@ -48,10 +48,10 @@ class World:
     """State that a driver moves through time: the allocator core and the simulated jobs.
 
     Args:
-        jobs: all jobs of the trace.
-        cluster: the nodes at the start.
-        policy: decides.
-        knowledge: what jobs of one application share; None if each knows only what it has measured itself.
+        jobs: All jobs of the trace.
+        cluster: The nodes at the start.
+        policy: Policy of the allocator core.
+        knowledge: Measurements shared by jobs of one application; None if each job only knows its own.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class World:
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
-        """Send the job's heartbeat."""
+        """Send the job's heartbeat to the allocator core."""
         view = job.view()
         if job.rules.pace.silent_start and not job.progress:
             view = dataclasses.replace(view, progress=None, stop_cost_s=None)
@@ -91,12 +91,12 @@ class World:
         self.send(JobEnded(job=job.name, view=view), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Time has passed."""
+        """Advance the allocator core's clock, and update the watch of idle GPUs."""
         self.send(TimePassed(), now_s)
         self.idle.look(self.core.views(now_s), self._cluster, now_s)
 
     def send(self, event: Event, now_s: float) -> None:
-        """Send the core an event, and carry out its answer."""
+        """Send the core an event and carry out its instructions."""
         if isinstance(event, NodesChanged):
             self._cluster = event.cluster
             self._gpu |= {node.node_id: node.gpu_type for node in event.cluster.nodes}
@@ -108,7 +108,7 @@ class World:
             self._carry_out(instruction, now_s)
 
     def lose_nodes(self, lost: Collection[str], now_s: float) -> None:
-        """Kill the workers of these nodes; what is left of their jobs trains on."""
+        """Kill the workers on these nodes; the remaining workers of their jobs continue."""
         for job in self.jobs.values():
             if (
                 job.location is None
@@ -126,7 +126,7 @@ class World:
                 job.lose_workers()
 
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
-        """Move the job to the nodes of an ``Allocate``, advanced to now before; other instructions change nothing."""
+        """Move the job of an ``Allocate`` instruction to its nodes; other instructions change nothing."""
         if not isinstance(instruction, Allocate):
             return
         job = self.jobs[instruction.job]
@@ -143,17 +143,17 @@ class World:
         job.place(self._location(job, nodes) if nodes else None)
 
     def _location(self, job: SimulatedJob, nodes: dict[str, int]) -> Location:
-        """Return the location of these workers; a job that does not share by speed counts as its first type by name."""
+        """Return the location of these workers. Without mixed GPU types, the first type by name counts for all."""
         types = {node_id: self._gpu[node_id] for node_id in nodes}
         return Location(nodes=nodes, gpu=min(types.values()), types=types if job.mixed_gpu_types else {})
 
 
 class IdleWatch:
-    """Watch of how long GPUs were idle that a job could have used, by what is known of it.
+    """Record of how long GPUs were idle that a job could have used, according to the job's model.
 
-    A waiting job can use them if its smallest size fits; a running one if with some of them, on its own nodes first, it
-    would be faster by 5 % after the pause of the change, each of them bringing at least a quarter of what its own do
-    on average.
+    A waiting job can use idle GPUs if its smallest size fits. A running job can use them if some of them, on its own
+    nodes first, would make it 5 % faster after the cost of the change, and each contributes at least a quarter of
+    what its current GPUs contribute on average.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class IdleWatch:
         self._idle = 0
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Inspect the jobs after a decision."""
+        """Update the record after a decision."""
         self.longest_s = max([self.longest_s, *(now_s - since_s for since_s in self._since_s.values())])
         self.gpu_s += self._idle * (now_s - self._looked_s)
         could: dict[str, None] = {}
@@ -184,7 +184,7 @@ class IdleWatch:
         self._since_s = {job: self._since_s.get(job, now_s) for job in could}
 
     def _could_use(self, views: Sequence[JobView], gpu: str, room: FreeResources, now_s: float) -> list[JobView]:
-        """Return jobs that wait, or have their workers on this type, and could use what is idle of it."""
+        """Return the jobs, waiting or running on this GPU type, that could use its idle GPUs."""
         found, running, shapes = [], [], []
         for view in views:
             slots = room.slots(view)
@@ -203,7 +203,7 @@ class IdleWatch:
 
 
 def _grown(view: JobView, slots: Ints, room: FreeResources) -> Ints:
-    """Return (nodes, workers) of the job as it is and with one, two... of the idle slots, where it may have so many."""
+    """Return (nodes, workers) of the job now and with one, two... more idle slots, up to its largest size."""
     most = view.useful_workers if view.growth_limit is None else min(view.useful_workers, view.growth_limit)
     own = {room.index(node) for node in view.allocation}
     shape, nodes, workers = [(len(own), view.workers)], len(own), view.workers
@@ -217,7 +217,7 @@ def _grown(view: JobView, slots: Ints, room: FreeResources) -> Ints:
 
 
 def _pays(views: Sequence[JobView], workers: Ints, rates: Floats, now_s: float) -> list[bool]:
-    """Return for each job whether any larger size pays; the first column is its present size."""
+    """Return for each job whether any larger size pays off; the first column is its current size."""
     rate, size = rates[:, :1], np.maximum(workers[:, :1], 1)
     speed = np.divide(rates, rate, out=np.zeros_like(rates), where=rate > 0)
     lasted_s = np.array([max(now_s - view.submitted_s, 0.0) / (view.restarts + 1) for view in views])

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from elastic_ray.observe.metrics.dashboard import read_dashboard
+from elastic_ray.cli.observe.metrics import read_dashboard
 
 _METRIC = re.compile(r"ray_(elastic_[a-z0-9_]+)")
 _LINE = re.compile(r"^ray_(elastic_[a-z0-9_]+)\{(.*)\} (\S+)$")

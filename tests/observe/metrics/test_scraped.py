@@ -16,8 +16,7 @@ import ray
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from placement.instruments import Sample, counter, gauge, histogram
-from placement.ray_cluster.grafana import FILE
-from placement.ray_cluster.metric_writer import MetricWriter
+from placement.ray_cluster.metric_writer import FILE, MetricWriter
 from tests.job.jobs import kinds, start, wait_until
 from tests.observe.metrics.panels import Scraped, reports_every_second, scraped
 

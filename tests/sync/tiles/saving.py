@@ -17,8 +17,7 @@ from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.membership.messages import StopJob
-from elastic_ray.run.current import session_of_thread
-from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.current import WorkerDismissed, session_of_thread
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.session.session import Session
 from elastic_ray.worker.messages import StateSaved

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from elastic_ray.checkpoints.copy_buffers import CopyBuffers
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.checkpoints.sharded.saver import PartSaver
+from elastic_ray.checkpoints.sharded.saver import CopyBuffers, PartSaver
 from elastic_ray.consensus.saving import Readiness, SaveOrder
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import StorageCalls

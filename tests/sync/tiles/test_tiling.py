@@ -16,8 +16,7 @@ from elastic_ray.sync import AllReduce, Strategy, StrategyError, ZeRO1
 from elastic_ray.sync.builders import PartitionedPS, UnevenPartitionedPS
 from elastic_ray.sync.optimizer_tiles.moves import carry_out
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
-from elastic_ray.sync.plan import lower
-from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
+from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo, Topology, lower
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
 from elastic_ray.sync.spec import Owner, Rule
 from tests.membership.groups import on_ranks

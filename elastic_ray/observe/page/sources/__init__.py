@@ -1,1 +1,1 @@
-"""Sources of a page: a cluster that runs, the files of runs, a report of the simulator."""
+"""Data sources of the page: a running cluster, the files of runs, or a report of the simulator."""

@@ -1,4 +1,4 @@
-"""SHELL: page of runs from their directories, with or without their cluster."""
+"""SHELL: page of runs read from their directories; the cluster need not run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NOT_RUNS = re.compile(r"checkpoint_\d+|automatic|reports|tensorboard|\..*")
 
 
 class RunFiles(StoredPage):
-    """Page of all runs under a path, or of the run whose directory it is.
+    """Page of all runs under a path, or of the one run whose directory the path is.
 
     Args:
-        path: a URI or a local path, as ``RunConfig(storage_path)`` has it.
+        path: A URI or a local path, as in ``RunConfig(storage_path)``.
 
-    Raises InputError: it cannot be read, or there is no run.
+    Raises InputError: the path cannot be read, or contains no run.
     """
 
     def __init__(self, path: str) -> None:
@@ -48,7 +48,7 @@ class RunFiles(StoredPage):
 
 
 def run_folders(filesystem: pyarrow.fs.FileSystem, root: str) -> list[tuple[int, str]]:
-    """Return directories of runs from here on, with the time of their last event [ns], the newest first."""
+    """Return the run directories at and under ``root``, with the time of each run's last event [ns], newest first."""
     found: list[tuple[int, str]] = []
     level = [root]
     for _ in range(_DEPTH + 1):
@@ -76,7 +76,7 @@ def _subfolders(entries: Sequence[pyarrow.fs.FileInfo]) -> Iterator[str]:
 
 
 def _read_all(filesystem: pyarrow.fs.FileSystem, folders: Sequence[str], root: str) -> tuple[list[StoredRun], str]:
-    """Read the runs that are readable, and a text on the others; raises if none is."""
+    """Return all readable runs, and a message about the others; raises if runs exist but none is readable."""
     runs: list[StoredRun] = []
     failed: list[Exception] = []
     for folder in folders:

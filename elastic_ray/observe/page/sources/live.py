@@ -1,4 +1,4 @@
-"""SHELL: page of a running cluster through Ray: its allocator, its controllers and its control store."""
+"""SHELL: page of a running cluster, read through Ray from its allocator, controllers and control store."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _MOST_TEXT = 200
 def compare(
     look: AllocatorLook | None, nodes: str, policy: str, now_s: float
 ) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-    """Return each job here, and there.
+    """Return the outlook of each job on the current nodes, and on the given nodes under the given policy.
 
     Args:
-        look: the allocator's; None while there is none.
-        nodes: such as ``T4:4x8``; empty for the present ones.
-        policy: a registered name; empty for the cluster's own.
-        now_s: present time [s since the epoch].
+        look: The allocator's state; None if there is no allocator.
+        nodes: Cluster such as ``T4:4x8``; empty for the current nodes.
+        policy: Name of a registered policy; empty for the cluster's current policy.
+        now_s: Current time [s since the epoch].
 
-    Raises InputError: the nodes or the policy are wrong, or there is nothing to ask about.
+    Raises InputError: the nodes or the policy are invalid, or the number of running jobs is zero or too large.
     """
     views = [state.view for state in look.core.jobs.values()] if look is not None else []
     if look is None or not views:
@@ -72,12 +72,12 @@ _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
 
 class LiveCluster:
-    """The cluster that this process has joined.
+    """Data source for the cluster that this process has joined.
 
     Args:
-        name: its address, for people.
-        actions: whether jobs may be changed from the page.
-        period_s: time between two looks [s].
+        name: The cluster's address, for display.
+        actions: If True, jobs may be changed from the page.
+        period_s: Minimum time between two polls [s].
     """
 
     def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
@@ -93,11 +93,11 @@ class LiveCluster:
 
     @property
     def period_s(self) -> float | None:
-        """Time between two looks [s]; longer where the allocator has so much to tell that looks would keep it busy."""
+        """Time between two polls [s]; longer if the allocator is slow to answer, so as not to overload it."""
         return max(self._period_s, min(_REST * self._answer_s, _LONGEST_S))
 
     def look(self, now_s: float) -> PageSnapshot:
-        """Ask allocator, controllers and control store."""
+        """Poll allocator, controllers and control store, and return everything on the page."""
         problem, allocator = "", None
         nodes: tuple[NodeLook, ...] = ()
         jobs: tuple[JobLook, ...] = ()
@@ -116,7 +116,7 @@ class LiveCluster:
         return self._page.snapshot(now_s, problem)
 
     def _ask_allocator(self) -> AllocatorLook | None:
-        """Ask the allocator; None while there is none, or it is being restarted."""
+        """Return the allocator's state; None if there is no allocator or it does not answer."""
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
             return None
@@ -130,7 +130,7 @@ class LiveCluster:
         return look
 
     def _find_controllers(self) -> None:
-        """Find the living controllers; nothing is kept of others."""
+        """Find the living controllers and discard everything stored about others."""
         there = names_of_actors(_PREFIX)
         known = {name: self._controllers[name] for name in there if name in self._controllers}
         found = {name: find_actor(name) for name in there if name not in known}
@@ -142,9 +142,9 @@ class LiveCluster:
         self._answers = {job: each for job, each in self._answers.items() if job in here}
 
     def _ask_controllers(self) -> tuple[JobLook, ...]:
-        """Return answers of controllers whose turn it is.
+        """Return the answers of the controllers whose turn it is.
 
-        One that does not answer in time is asked in its next turn.
+        A controller that does not answer in time is asked again in its next turn.
         """
         actors = sorted(self._controllers)
         if len(actors) > _MOST_ASKED:
@@ -159,13 +159,13 @@ class LiveCluster:
         return tuple(look for look in looks if look is not None)
 
     def _call(self, actor: str) -> list[Any]:
-        """Ask a controller for its status, its new events, and once for what does not change."""
+        """Request a controller's status and new events, and its specification if that is not yet known."""
         controller, job = self._controllers[actor], self._jobs.get(actor)
         calls = [controller.status.remote(), controller.events.remote(self._told.get(job, 0) if job else 0)]
         return calls if job in self._facts else [*calls, controller.spec.remote()]
 
     def _read(self, actor: str, status: Any, events: Any, spec: Any = None) -> JobLook | None:
-        """Return a controller's answers; None if it has not answered, or runs another trial by now."""
+        """Return a controller's answers; None if there are none yet, or if the controller now runs another trial."""
         answer = _ready(status)
         if answer is None:
             return None
@@ -182,13 +182,13 @@ class LiveCluster:
         return JobLook(job=job, status=answer, facts=self._facts.get(job), events=tuple(new))
 
     def detail(self, job: str) -> JobDetail | None:
-        """Return the detail of a job, with what only its controller and the allocator know."""
+        """Return the details of a job, including those that only its controller and the allocator know."""
         return self._page.detail(job, self._answer(job), time.time())
 
     def _answer(self, job: str) -> JobAnswer:
-        """Ask for one job's answers, at most every few seconds, however many look at it.
+        """Return the answers about one job, requested at most every few seconds regardless of the number of viewers.
 
-        To explain a job, the allocator decides once more.
+        The limit exists because the allocator makes a decision to explain a job.
         """
         known = self._answers.get(job)
         if known is not None and time.monotonic() - known[0] < _EXPLAINED_S:
@@ -202,11 +202,11 @@ class LiveCluster:
         return answer
 
     def _controller(self, job: str) -> Any | None:
-        """Return the controller that runs this job now."""
+        """Return the controller that currently runs this job; None if there is none."""
         return next((self._controllers[actor] for actor, name in self._jobs.items() if name == job), None)
 
     def process(self, job: str, rank: int, what: str) -> str:
-        """Return a worker's output or stack; see ``Source``."""
+        """Return a worker's last output or thread stacks; see :meth:`Source.process`."""
         controller = self._controller(job)
         workers = (_get(controller.workers.remote()) if controller is not None else None) or ()
         worker = next((each for each in workers if each.rank == rank), None)
@@ -218,11 +218,11 @@ class LiveCluster:
             raise ActionRefusedError(str(error)) from None
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """Return the running jobs here and on other nodes; see ``Source``."""
+        """Return the outlook of the running jobs on current and on other nodes; see :meth:`Source.what_if`."""
         return compare(self._page.allocator, nodes, policy, now_s)
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """Resize, release, pause, resume or stop a job; see ``Source``."""
+        """Resize, release, pause, resume or stop a job; see :meth:`Source.act`."""
         controller = self._controller(job)
         if controller is None:
             raise ActionRefusedError(f"there is no job {job!r}; one that has ended is forgotten")
@@ -250,7 +250,7 @@ class LiveCluster:
 
 
 def _nodes() -> tuple[NodeLook, ...]:
-    """Return living nodes, without what Ray keeps for its own books among their resources."""
+    """Return the living nodes, without the resources that Ray uses for its own bookkeeping."""
     return tuple(
         NodeLook(
             node=str(node["NodeID"]),
@@ -268,12 +268,12 @@ def _nodes() -> tuple[NodeLook, ...]:
 
 
 def _facts(spec: JobSpec) -> JobFacts:
-    """Return the facts in a job's specification."""
+    """Return the page's facts from a job's specification."""
     return JobFacts(min_workers=spec.min_workers, max_workers=spec.max_workers, storage=spec.storage_path)
 
 
 def _ready(ref: Any) -> Any | None:
-    """Return an answer that has come; None if it has not, or cannot be read here."""
+    """Return the result of ``ref`` if it has arrived and can be read here; else None."""
     try:
         return ray.get(ref, timeout=0)
     except Exception:
@@ -281,7 +281,7 @@ def _ready(ref: Any) -> Any | None:
 
 
 def _get(ref: Any) -> Any | None:
-    """Return an answer; None if none comes in time."""
+    """Return the result of ``ref``; None on an error or if it does not arrive in time."""
     try:
         return ray.get(ref, timeout=_ANSWER_S)
     except RayError:

@@ -1,4 +1,4 @@
-"""A report of the simulator (``simulate --json``): a shell for reading the file, the rest is pure."""
+"""Page of a simulator report (``simulate --json``): a shell that reads the file; the rest is pure."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MOST_DECISIONS = 2000
 
 
 class SimulatedCluster(StoredPage):
-    """Page of one trace under one policy.
+    """Page of one simulated trace under one policy.
 
     Args:
-        path: the file; of several records in it ``out.json#2`` is the second.
+        path: Path of the report; ``out.json#2`` selects the second record in it.
 
-    Raises InputError: it cannot be read, or is no such report; names what is wrong.
+    Raises InputError: the file cannot be read or is not a report of the simulator; the message names the problem.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,7 +50,7 @@ class SimulatedCluster(StoredPage):
 
 
 def _record(file: str, number: str) -> Mapping[str, Any]:
-    """Return the record of this number, from 1."""
+    """Return the record with this number, counted from 1."""
     try:
         records = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ def _record(file: str, number: str) -> Mapping[str, Any]:
 
 
 def _page(record: Mapping[str, Any]) -> tuple[PageSnapshot, dict[str, JobDetail]]:
-    """Return the page of a record."""
+    """Return the page of a record, and the details of each job."""
     history, held = History(), dict[str, int]()
     arrivals = sorted(float(job["arrival_s"]) for job in record["per_job"])
     ends = sorted(float(job["finish_s"]) for job in record["per_job"])
@@ -116,7 +116,7 @@ def _page(record: Mapping[str, Any]) -> tuple[PageSnapshot, dict[str, JobDetail]
 
 
 def _jobs(record: Mapping[str, Any]) -> tuple[PageJob, ...]:
-    """Return a row for each job, in the colours of the simulator's picture."""
+    """Return a row for each job, in the colours of the simulator's plot."""
     seen: dict[str, int] = {}
     rows = []
     for job in record["per_job"]:
@@ -141,7 +141,7 @@ def _jobs(record: Mapping[str, Any]) -> tuple[PageJob, ...]:
 
 
 def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]]) -> JobDetail:
-    """Return the detail of a job: its decisions as events, and where its time went."""
+    """Return the details of a job: its decisions as events, and how its time was spent."""
     waited, paused = float(own["start_s"]) - float(own["arrival_s"]), float(own["paused_s"])
     return JobDetail(
         job=job.job,
@@ -151,7 +151,7 @@ def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]
 
 
 def _bounded(cluster: str) -> str:
-    """Return a cluster's text whose numbers are of a size that can be shown. Raises ValueError: one is not."""
+    """Return ``cluster`` unchanged. Raises ValueError: the text or a number in it is too large to show."""
     if len(cluster) > 1000 or any(len(digits) > 4 for digits in re.findall(r"\d+", cluster.replace("T4", ""))):
         raise ValueError("a cluster of 10 000 nodes or more, or devices of a node, cannot be shown")
     return cluster
