@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
-from elastic_ray.state.progress import RunProgress
-from elastic_ray.state.proof import BITS, sample_hashes
+from elastic_ray.state.progress import BITS, RunProgress, sample_hashes
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.sync import DiLoCo, LocalSGD, PairAveraging
 from tests.loop.changing import Change, Kill, Outcome, run_job
