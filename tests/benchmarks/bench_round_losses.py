@@ -43,7 +43,7 @@ class Gpt(nn.Module):
             nn.TransformerEncoder(block, 2, enable_nested_tensor=False),
             nn.Linear(WIDTH, characters),
         )
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
+        self.register_buffer("mask", torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the next character at each place."""
