@@ -135,6 +135,34 @@ def test_columns_make_the_whole_in_turn(features: int, outputs: int, samples: in
     assert sum(found) / len(found) == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_shows_the_projection_of_its_input(
+    bias: bool, batch_first: bool, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ray.sync.statistics.example_norms.MOST_PARTS", 1)
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2, bias=bias, batch_first=batch_first).double()
+    x = torch.randn(SAMPLES, LENGTH, 8, dtype=torch.float64)
+    inner = [model.in_proj_weight] + ([model.in_proj_bias] if bias else [])
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        given = rows if batch_first else rows.transpose(0, 1)
+        return model(given, given, given, need_weights=weights)[0].square().sum() / SAMPLES
+
+    found = measured(model, [x], backward=lambda: loss(x).backward())
+    assert found is not None
+    grads = [torch.autograd.grad(loss(each[None]), inner) for each in x]
+    exact = [float(sum(g.square().sum() for g in each)) for each in zip(*grads, strict=True)]
+    assert [each.seen_examples for each in found[: len(inner)]] == pytest.approx(exact)
+
+
+def test_attention_to_other_tokens_is_not_measured() -> None:
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(SAMPLES, LENGTH, 8)
+    assert measured(model, [x], backward=lambda: model(x, x + 1, x + 1)[0].square().mean().backward()) is None
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_show_it_once(reentrant: bool) -> None:
     model, (words, images) = everything()
