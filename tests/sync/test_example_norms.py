@@ -20,6 +20,7 @@ from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.statistics.example_norms import (
     DENSE_STEPS,
     FRESH_SPACING,
+    LEAST_COLUMNS,
     MOST_PARTS,
     MOST_SPACING,
     ExampleNorms,
@@ -125,7 +126,7 @@ def test_columns_make_the_whole_in_turn(features: int, outputs: int, samples: in
     model = nn.Linear(features, outputs).double()
     x = torch.randn(samples, positions + samples, features, dtype=torch.float64)  # else it might be by position
     norms, found = ExampleNorms(model, list(model.parameters()), every=1), list[float]()
-    for _ in range(max(1, min(MOST_PARTS, features // 4))):
+    for _ in range(max(1, min(MOST_PARTS, features // LEAST_COLUMNS))):
         step = measured(model, [x], norms=norms, backward=lambda: model(x).square().mean().backward())
         assert step is not None
         found.append(step[0].seen_examples)
