@@ -20,6 +20,7 @@ from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.statistics.example_norms import (
     DENSE_STEPS,
     FRESH_SPACING,
+    LEAST_COLUMNS,
     MOST_PARTS,
     MOST_SPACING,
     ExampleNorms,
@@ -125,7 +126,7 @@ def test_columns_make_the_whole_in_turn(features: int, outputs: int, samples: in
     model = nn.Linear(features, outputs).double()
     x = torch.randn(samples, positions + samples, features, dtype=torch.float64)  # else it might be by position
     norms, found = ExampleNorms(model, list(model.parameters()), every=1), list[float]()
-    for _ in range(max(1, min(MOST_PARTS, features // 4))):
+    for _ in range(max(1, min(MOST_PARTS, features // LEAST_COLUMNS))):
         step = measured(model, [x], norms=norms, backward=lambda: model(x).square().mean().backward())
         assert step is not None
         found.append(step[0].seen_examples)
@@ -133,6 +134,34 @@ def test_columns_make_the_whole_in_turn(features: int, outputs: int, samples: in
         float(torch.autograd.grad(model(each).square().mean() / samples, model.weight)[0].square().sum()) for each in x
     )
     assert sum(found) / len(found) == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_shows_the_projection_of_its_input(
+    bias: bool, batch_first: bool, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ray.sync.statistics.example_norms.MOST_PARTS", 1)
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2, bias=bias, batch_first=batch_first).double()
+    x = torch.randn(SAMPLES, LENGTH, 8, dtype=torch.float64)
+    inner = [model.in_proj_weight] + ([model.in_proj_bias] if bias else [])
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        given = rows if batch_first else rows.transpose(0, 1)
+        return model(given, given, given, need_weights=weights)[0].square().sum() / SAMPLES
+
+    found = measured(model, [x], backward=lambda: loss(x).backward())
+    assert found is not None
+    grads = [torch.autograd.grad(loss(each[None]), inner) for each in x]
+    exact = [float(sum(g.square().sum() for g in each)) for each in zip(*grads, strict=True)]
+    assert [each.seen_examples for each in found[: len(inner)]] == pytest.approx(exact)
+
+
+def test_attention_to_other_tokens_is_not_measured() -> None:
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(SAMPLES, LENGTH, 8)
+    assert measured(model, [x], backward=lambda: model(x, x + 1, x + 1)[0].square().mean().backward()) is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

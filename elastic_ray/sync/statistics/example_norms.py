@@ -43,7 +43,7 @@ DENSE_STEPS = 16
 FRESH_STEPS, FRESH_SPACING = 32, 4
 """Steps after a change of the batch, one in how many of which is measured at least."""
 
-MOST_SPACING = 16
+MOST_SPACING = 32
 SHARE_OF_TIME = 0.01
 
 _FRESH = 1 / 8  # of the latest time in an average
@@ -51,7 +51,7 @@ _FRESH = 1 / 8  # of the latest time in an average
 MOST_PARTS = 32
 """One part in so many of a weight's columns is measured at a time."""
 
-LEAST_COLUMNS = 4
+LEAST_COLUMNS = 16
 
 Cut = Callable[[Tensor], Tensor]
 """Returns the measured part of a parameter, or of what the optimizer keeps of it."""
@@ -369,7 +369,7 @@ class ExampleNorms:
     """Meter of the squared norms of single samples' gradients in the layers of one model.
 
     Hooks are on the layers from :meth:`begin` to :meth:`end` only. Steps are measured as often as costs a hundredth of
-    the time, one in 16 at least.
+    the time, one in 32 at least.
 
     Args:
         params: the trainable parameters.
