@@ -1,1 +1,1 @@
-"""The adaptive batch core: noise scale, learning-rate rules, batch tuner (all pure); statistics (torch)."""
+"""Adaptive batch core: noise scale, learning-rate rules, batch tuner (all pure); statistics (torch)."""

@@ -1,4 +1,4 @@
-"""Comparison of branches of a job at several batches: up to which batch is a sample worth as much (pure)."""
+"""Comparison of branches of a job at several batches: up to which batch each sample is worth as much (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BranchError(RuntimeError):
 class BranchPlan:
     """Plan of the branches of a job.
 
-    Raises TypeError, ValueError: a field is of another type or out of range.
+    Raises TypeError, ValueError: A field has the wrong type or is out of range.
     """
 
     factors: tuple[int, ...] = (2, 4)  # times the present batch, rising
@@ -47,13 +47,13 @@ class BranchPlan:
             raise ValueError(f"tolerance must be above 0 and below 1, such as 0.01, but got {self.tolerance!r}")
 
     def sizes(self, batch_size: int, largest: int) -> tuple[int, ...]:
-        """Return the batches to compare, the present one first.
+        """Return the batches to compare, the current one first.
 
         Args:
-            batch_size: present batch [samples].
-            largest: that the loader allows [samples].
+            batch_size: Current batch [samples].
+            largest: Largest batch that the loader allows [samples].
 
-        Raises BranchError: it allows none that is to be compared.
+        Raises BranchError: The loader allows no batch larger than the current one that could be compared.
         """
         batch_size = min(batch_size, largest)  # a division among workers may be a little larger
         larger = [each * batch_size for each in self.factors if each * batch_size <= largest]
@@ -88,7 +88,7 @@ class BranchResult:
 
     @property
     def critical_batch(self) -> int | None:
-        """Largest batch that is at most ``tolerance`` worse, as all below it; None where noise hides the difference."""
+        """Largest batch that, like all smaller ones, is at most ``tolerance`` worse; None if noise hides it."""
         found = self.losses[0].batch_size
         for each in self.losses[1:]:
             if each.worse > self.tolerance and each.worse - each.error > 0:
@@ -100,7 +100,7 @@ class BranchResult:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Plain values, for events and JSON."""
+        """Result as plain values, for events and JSON."""
         return {"critical_batch": self.critical_batch, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
@@ -123,17 +123,17 @@ class BranchResult:
 
 
 def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curve]) -> BranchResult:
-    """Compare the losses over the second half of the samples, which all branches have trained on in the same order.
+    """Compare the losses over the second half of the samples, on which all branches trained in the same order.
 
-    With d_i the difference of the mean losses in the i-th of n parts of that half, and L the mean loss of the present
-    batch: worse = mean(d) / |L|, error = std(d) / sqrt(n) / |L|.
+    Let d_i be the difference of the mean losses in the i-th of n parts of that half, and L the mean loss at the current
+    batch. Then worse = mean(d) / |L|, and error = std(d) / sqrt(n) / |L|.
 
     Args:
-        step: of the job, where the branches began.
-        samples: that each has trained on.
-        curves: by batch, the present one first.
+        step: Step of the job at which the branches started.
+        samples: Number of samples on which each branch has trained.
+        curves: Loss curve of each branch, keyed by batch, the current one first.
 
-    Raises BranchError: a branch has fewer than two reports there.
+    Raises BranchError: A branch has fewer than two reports in that half.
     """
     halves = {size: [each for each in curve if samples / 2 <= each[0] <= samples] for size, curve in curves.items()}
     parts = min(_BINS, *(len(half) // 2 for half in halves.values()))
@@ -168,7 +168,7 @@ def compare(plan: BranchPlan, step: int, samples: int, curves: Mapping[int, Curv
 
 
 def _binned(half: Curve, samples: int, parts: int) -> list[float | None]:
-    """Return the mean loss in each part of the second half; None in one without a report."""
+    """Return the mean loss in each part of the second half; None for a part without reports."""
     bins: list[list[float]] = [[] for _ in range(parts)]
     for at, loss in half:
         bins[min(parts - 1, int((at / samples - 0.5) * 2 * parts))].append(loss)

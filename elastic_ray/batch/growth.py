@@ -1,8 +1,8 @@
-"""Growth of the batch: when it may grow, and when it returns, by what the gradients have shown since (pure).
+"""Growth of the batch: when it may grow and when it must shrink again, judged by the observed gradients (pure).
 
-The goodput model says which batch is worth most if its noise scale holds. This says whether that can be relied on: a
-signal that does not stand out of its own scatter is no endless noise, and a growth after which the gradients grow has
-gone too far, whatever the model says.
+The goodput model finds the best batch if its noise scale holds. This module judges whether it does: a signal that
+does not exceed its own scatter does not mean infinite noise, and a growth after which gradients grow has gone too far,
+whatever the model says.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _LEAST_GROWTH = 1.1  # smaller ones are no growth
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBack:
-    """Smaller batch to return to, with the reason."""
+    """Smaller batch to return to, and the reason."""
 
     batch_size: int  # global batch to go back to [samples]
     reason: str  # a sentence
 
 
 class GrowthWatch:
-    """Watches one job's gradients from report to report.
+    """Watch of one job's gradients, from report to report.
 
     Args:
-        init_batch_size: global batch M0 [samples], under which nothing goes.
+        init_batch_size: Global batch M0 [samples], below which the batch never shrinks.
     """
 
     def __init__(self, init_batch_size: int) -> None:
@@ -80,13 +80,13 @@ class GrowthWatch:
     def observe(
         self, *, batch_size: int, steps: int, signal: NoiseSignal | None, loss: tuple[int, float] | None = None
     ) -> None:
-        """Receive a report.
+        """Record a report.
 
         Args:
-            batch_size: global batch of the latest steps [samples].
-            steps: of the whole run, so far.
-            signal: of the gradient; None where it is not known.
-            loss: number of the latest report that had one, and the loss; None before the first.
+            batch_size: Global batch of the latest steps [samples].
+            steps: Steps of the whole run so far.
+            signal: Signal of the gradient; None if unknown.
+            loss: Number of the latest report that had a loss, and the loss; None before the first.
         """
         self._steps = steps
         if signal is None:
@@ -112,7 +112,7 @@ class GrowthWatch:
 
     @property
     def growth(self) -> float:
-        """Factor by which the batch may grow in one decision, at most; 1 for not at all."""
+        """Largest factor by which the batch may grow in one decision; 1 if it may not grow."""
         return 1.0 if self.hindrance else self._growth
 
     @property
@@ -129,11 +129,11 @@ class GrowthWatch:
 
     @property
     def is_settled(self) -> bool:
-        """True once there are enough estimates for a missing signal to be news."""
+        """True once there are enough estimates for a missing signal to be worth reporting."""
         return self._signal is not None and self._signal.updates >= _SIZES
 
     def step_back(self) -> StepBack | None:
-        """Return the smaller batch that the gradients ask for; None to stay. Asked for again, there is none."""
+        """Return a smaller batch if the gradients demand one, else None. A second call does not repeat it."""
         signal, now = self._signal, self._batch_size
         if signal is None or now <= self._least:
             return None
@@ -160,7 +160,7 @@ class GrowthWatch:
         return StepBack(batch_size=smaller, reason=f"batch {now} -> {smaller}: no signal in {quiet} steps")
 
     def _take_back(self, before: int, rise: str) -> StepBack:
-        """Return to the batch before the growth, after which there was such a rise."""
+        """Return the batch before the growth that caused the given rise, and pause further growth."""
         now = self._batch_size
         self._grown = self._bound = None
         self._growth = max(_LEAST_GROWTH, math.sqrt(min(self._growth, now / before)))
@@ -169,7 +169,7 @@ class GrowthWatch:
 
 
 def _bound(losses: Collection[float]) -> float:
-    """Return the loss above which one is out of the range of these, which are finite."""
+    """Return the largest loss that counts as within the range of the given finite losses."""
     highest = max(losses)
     return highest + max(highest - min(losses), _LEAST_SPREAD * abs(highest))
 
@@ -179,11 +179,11 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """Return the initial batch size, and the ramp that begins with it.
+    """Return the initial batch size, and the ramp that starts with it (empty for a single number).
 
     Raises:
-        TypeError: an entry is no pair of numbers.
-        ValueError: it does not begin at 0, goes back, or ends beyond 1; a batch is not a whole number from 1.
+        TypeError: An entry is not a pair of numbers.
+        ValueError: The ramp does not start at 0, is not ascending, or reaches 1; or a batch is below 1.
     """
     if not isinstance(batch_size, list | tuple):
         return batch_size, ()

@@ -1,9 +1,9 @@
-"""Halving of steps on a single worker whose layers do not show the noise of its gradient (pure).
+"""Halving of steps on a single worker whose layers cannot show the noise of its gradient (pure).
 
-One worker with one micro-batch has one gradient in a step, which says nothing of its noise. Two successive gradients
-are no substitute: the model has moved between them, by ||G' - G||^2 / 2 in the variance, which grows with batch and
-learning rate until it passes for endless noise. Two halves of one batch have the same weights, and their weighted mean
-is the step's gradient: nothing is lost but the time of one more forward and backward pass.
+One worker with one micro-batch has one gradient per step, which says nothing about its noise. Two successive gradients
+are no substitute: the model has moved between them. That adds ||G' - G||^2 / 2 to the variance, which grows with batch
+and learning rate until it looks like infinite noise. Two halves of one batch see the same weights, and their weighted
+mean is the step's gradient. The only cost is the time of one more forward and backward pass.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LEAST_HALF = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Halving:
-    """Steps to be halved at one batch size.
+    """Schedule of steps to be halved at one batch size.
 
-    No step before ``since`` is halved. Without ``adapts`` steps count from 0, so that a monitor finds those that it
-    names.
+    No step before ``since`` is halved. Without ``adapts``, steps count from 0, so that a monitor can name the steps
+    that it needs.
 
     Example:
         >>> halving = Halving(since=0, adapts=True)
@@ -41,7 +41,7 @@ class Halving:
 
     @property
     def _phases(self) -> list[tuple[float, float, int]]:
-        """(first step, the one after the last, spacing), in steps from the first that counts."""
+        """Phases as (first step, end, spacing), in steps from the first that counts."""
         most = self.every or SPACINGS[-1][1]
         if not self.adapts:
             return [(0, math.inf, most)]
@@ -49,15 +49,15 @@ class Halving:
         return [(begin, end, min(spacing, most)) for (begin, spacing), end in zip(SPACINGS, ends, strict=True)]
 
     def due(self, step: int, samples: int) -> bool:
-        """Return True if the step after ``step`` committed ones is halved.
+        """True if the step after ``step`` committed ones is halved.
 
         Args:
-            samples: of the step; each half has ``least`` or more.
+            samples: Number of samples in the step; each half must have at least ``least``.
         """
         return self.count(step, step + 1, samples) > 0
 
     def count(self, first: int, last: int, samples: int) -> int:
-        """Return the number of halved steps in ``first`` to ``last`` - 1, at this number of samples a step."""
+        """Return the number of halved steps in ``first`` to ``last`` - 1, with ``samples`` samples per step."""
         if samples < 2 * self.least:
             return 0
         start = self.since if self.adapts else 0

@@ -1,4 +1,4 @@
-"""Limits of the batch size set by a user, and the division of the batch at one moment."""
+"""Limits of the batch size set by a user, and divisions of a batch among workers and micro-steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class BatchLimits:
     """Limits of a job's batch size, in samples.
 
     Raises:
-        TypeError: a value is of another type.
-        ValueError: a value is out of range, or the bounds exclude the batch size.
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range, or the bounds exclude the batch size.
     """
 
     init_batch_size: int  # global batch M0 that the user's learning rate belongs to
@@ -41,7 +41,7 @@ class BatchLimits:
             object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
 
     def _check_bounds(self, bounds: Any) -> None:
-        """Raise ValueError for bounds that exclude each other or the batch."""
+        """Raise TypeError or ValueError if the bounds are malformed, or exclude each other or the batch."""
         if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
             raise TypeError(f"local_bsz_bounds must be a pair (least, largest) or None, but got {bounds!r}")
         for name, value in zip(("least", "largest"), bounds, strict=True):
@@ -79,11 +79,10 @@ class BatchLimits:
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
-        """Return the global batch of a cut on R workers [samples].
+        """Return the global batch of a division on R workers [samples].
 
-        R m (s + 1), or the largest that is allowed where that is less.
-
-        Some micro-steps then have fewer samples than m, but no worker has fewer than its least.
+        It is R m (s + 1), or the largest allowed batch if that is less. Some micro-steps then have fewer samples than
+        m, but no worker has fewer than its least.
         """
         size = cut.batch_size(replicas)
         if self.max_batch_size is None:
@@ -92,18 +91,18 @@ class BatchLimits:
 
     @property
     def lower(self) -> int:
-        """Least samples per worker and micro-step."""
+        """Smallest number of samples per worker and micro-step."""
         return (self.local_bsz_bounds[0] if self.local_bsz_bounds else None) or 1
 
     @property
     def upper(self) -> int | None:
-        """Largest samples per worker and micro-step; None = no bound."""
+        """Largest number of samples per worker and micro-step; None for no bound."""
         return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BatchChoice:
-    """Division of a global batch: samples of a worker at once, and accumulation steps."""
+    """Division of a global batch: samples per worker and micro-step, and accumulation steps."""
 
     atomic_bsz: int  # m >= 1, most samples a worker takes in one micro-step
     accum_steps: int = 0  # s >= 0, micro-steps before the one that synchronises
@@ -127,15 +126,15 @@ def split(
     accumulation: bool = False,
     limit: int | None = None,
 ) -> BatchChoice:
-    """Return the cut of a global batch over R workers that comes nearest to it, from above where it does not divide.
+    """Return the division of a global batch over R workers that is nearest to it, rounding up if it is not even.
 
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
     Args:
-        lower: least m; the batch grows where shares are smaller.
-        upper: largest m; without accumulation the batch shrinks where shares are larger.
-        accumulation: whether k may be above 1.
-        limit: largest M; honoured while every worker has a sample and its least m.
+        lower: Smallest m; if shares are smaller, the batch grows.
+        upper: Largest m; if shares are larger, the batch shrinks unless accumulation is allowed.
+        accumulation: Whether k may be above 1.
+        limit: Largest M, observed as long as every worker has a sample and its smallest m.
     """
     share = -(-batch_size // replicas)
     k = -(-share // upper) if upper is not None and accumulation else 1
@@ -149,10 +148,10 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """Return the cut of a global batch over R workers that comes nearest to it and that ``limits`` allow.
+    """Return the division of a global batch over R workers that is nearest to it within ``limits``.
 
-    Where there is one size only, the cut holds it, and :meth:`BatchLimits.size_of` is that size on any number of
-    workers.
+    If only one batch size is allowed, the division covers it, and :meth:`BatchLimits.size_of` returns that size for any
+    number of workers.
     """
     return split(
         batch_size,
@@ -165,9 +164,9 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
 
 
 def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
-    """Return the division with at most ``bound`` samples at once on a worker, because more do not fit into memory.
+    """Return the division with at most ``bound`` samples at once per worker, because more do not fit into memory.
 
-    More and smaller micro-steps keep the batch, where it is fixed or accumulation is allowed; else it falls.
+    If the batch is fixed or accumulation is allowed, more and smaller micro-steps keep its size; otherwise it shrinks.
     """
     if bound is None or cut.atomic_bsz <= bound:
         return cut

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how much of a gradient is signal, how much is noise of sampling.
+"""Gradient noise scale: how much of a gradient is signal, and how much is sampling noise.
 
 For a loss with true gradient G and per-sample covariance Sigma, a gradient g averaged over B samples has
 E ||g||^2 = ||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). With M0 the initial batch,
@@ -6,7 +6,7 @@ E ||g||^2 = ||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). With
     sqr = ||G||^2                the signal
     var = tr(Sigma) / M0         the noise of a gradient at the initial batch
 
-All values are per parameter group until ``SmoothedNoise.whole`` adds the groups up. No torch here.
+All values are per parameter group until ``SmoothedNoise.whole`` adds the groups up. This module does not use torch.
 """
 
 from __future__ import annotations
@@ -38,26 +38,25 @@ _LARGEST_JUMP = 16.0  # of an estimate over the gradient's size before it
 
 
 def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
-    """Signal and noise from K gradients that were averaged into one, each weighted by its share of the samples.
+    """Return signal and noise from K gradients that were averaged into one, each weighted by its samples.
 
-    Where gradient i is the mean over n_i of N samples, w_i = n_i / N, and the mean of all is a gradient at batch N =
+    Gradient i is the mean over n_i of N samples, w_i = n_i / N, and the mean of all is a gradient at batch N =
     ``scale`` x M0 (equal sizes: w_i = 1 / K):
 
         a = sum w_i ||g_i||^2                b = ||sum w_i g_i||^2
 
         sqr = (K b - a) / (K - 1)            var = (a - b) scale / (K - 1)
 
-    Both are unbiased, for equal and unequal sizes alike, as Cov g_i = Sigma / n_i: E a = ||G||^2 + K tr(Sigma) /
+    Both are unbiased, for equal and unequal sizes alike, because Cov g_i = Sigma / n_i: E a = ||G||^2 + K tr(Sigma) /
     (scale M0) and E b = ||G||^2 + tr(Sigma) / (scale M0). With ``scale`` = N, ``var`` is tr(Sigma) itself.
-    They are raw: single estimates scatter widely and ``sqr`` is often **negative** when noise prevails
-    (``var`` only by rounding); smooth them with ``SmoothedNoise`` before use.
+    They are raw: single estimates scatter widely, and ``sqr`` is often **negative** when noise dominates
+    (``var`` only by rounding). Smooth them with ``SmoothedNoise`` before use.
 
     Args:
         samples: K, replicas x micro-batches; at least 2.
-        scale: global batch / initial batch, above 0.
+        scale: Global batch / initial batch, above 0.
 
-    Raises ValueError: fewer than two samples, a scale that is not a finite number above 0, or norms that are not
-    finite.
+    Raises ValueError: ``samples`` is below 2, ``scale`` is not a finite number above 0, or a norm is not finite.
 
     Example:
         >>> estimate(mean_sq_norm=5.0, sq_norm_of_mean=4.0, samples=2, scale=1.0)
@@ -85,14 +84,14 @@ def estimate_groups(
     scale: float,
     share_of_all: float = 0.0,
 ) -> tuple[NoiseScale, ...] | None:
-    """Return ``estimate`` for each parameter group; None where a norm is not finite (a step that overflowed).
+    """Return ``estimate`` for each parameter group; None if a norm is not finite (a step that overflowed).
 
-    Samples that are drawn without replacement from N are correlated: E <g_i, g_j> = ||G||^2 - tr(Sigma) / N for the
-    gradient G of all N, with Sigma their unbiased covariance. What is missing is added.
+    Samples drawn without replacement from N are correlated: E <g_i, g_j> = ||G||^2 - tr(Sigma) / N for the gradient G
+    of all N, with Sigma their unbiased covariance. The estimates are corrected for that.
 
     Args:
-        mean_sq_norms, sq_norms_of_mean, samples, scale: of ``estimate``, the first two for each group.
-        share_of_all: M0 / N, the initial batch as a part of an epoch; 0 where samples come from an endless stream.
+        mean_sq_norms, sq_norms_of_mean, samples, scale: As in ``estimate``; the first two have one value per group.
+        share_of_all: M0 / N, the initial batch as a fraction of an epoch; 0 if samples come from an endless stream.
     """
     if not all(map(math.isfinite, (*mean_sq_norms, *sq_norms_of_mean))):
         return None
@@ -105,7 +104,7 @@ def estimate_groups(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSignal:
-    """Strength of the gradient signal of a model, and how well it is known."""
+    """Strength of a model's gradient signal, and the number of estimates behind it."""
 
     present: bool  # the smoothed squared norm of the mean gradient stands out of its own standard error
     # present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of Adam's kind
@@ -115,20 +114,20 @@ class NoiseSignal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothedNoise:
-    """Moving averages of ``sqr`` and ``var`` per parameter group, plain numbers that any process can be sent.
+    """Moving averages of ``sqr`` and ``var`` per parameter group, as plain numbers that can be sent between processes.
 
-    An update after n steps at scale S decays what was known by theta = exp(-n S / w), so that memory is
-    counted in samples and not in steps (AdaptDL: theta = 0.999^S). The window w grows as a quarter of what
-    has been seen, from 16 up to ``window`` steps at the initial batch: the wild gradients of the first steps
-    are soon forgotten, later the average is long. One estimate never weighs more than ``LEAST_FRESH`` once there are
-    eight. Weights decay alike, and average = decayed sum / decayed weight has no bias towards 0.
+    An update after n steps at scale S decays the previous averages by theta = exp(-n S / w), so that memory is measured
+    in samples and not in steps (AdaptDL: theta = 0.999^S). The window w grows as a quarter of what has been seen, from
+    16 up to ``window`` steps at the initial batch: the erratic gradients of the first steps are soon discarded, and
+    later the average is long. One estimate never weighs more than ``LEAST_FRESH`` once there are eight. Weights decay
+    in the same way, and average = decayed sum / decayed weight has no bias towards 0.
 
-    Averages are in units of the gradient's size E ||g||^2 at the initial batch when each estimate came (of the
-    estimates before it, so that the unit and the estimate are independent). Gradients shrink by orders of magnitude
-    while a model learns, and the old, large ones would otherwise decide what is known of the noise for long.
+    Averages are in units of the gradient's size E ||g||^2 at the initial batch when each estimate was made (from
+    earlier estimates, so that the unit and the estimate are independent). Gradients shrink by orders of magnitude as a
+    model learns, and otherwise the old, large ones would dominate the noise for a long time.
 
-    The average of ``sqr`` has a standard error, by the scatter of the estimates: with weights w_i and n = (sum w_i)^2 /
-    sum w_i^2, its square is sum w_i^2 (x_i - x)^2 / (sum w_i)^2 x n / (n - 1).
+    The standard error of the average of ``sqr`` is computed from the scatter of the estimates: with weights w_i and n =
+    (sum w_i)^2 / sum w_i^2, its square is sum w_i^2 (x_i - x)^2 / (sum w_i)^2 x n / (n - 1).
     """
 
     # decayed sums of the signal, one per parameter group, in units of the size; empty before the first update
@@ -155,15 +154,15 @@ class SmoothedNoise:
     def update(
         self, sqr: float | Sequence[float], var: float | Sequence[float], scale: float, *, steps: float = 1.0
     ) -> SmoothedNoise:
-        """Return the averages with one more raw estimate; self where it is not finite, or 0 throughout.
+        """Return the averages with one more raw estimate; self if the estimate is not finite, or 0 throughout.
 
         Args:
-            sqr: raw signal, one value per parameter group (or one float for a single group); may be negative.
-            var: raw noise, likewise.
-            scale: global batch / initial batch of the step, above 0.
-            steps: optimizer steps since the update before, where statistics are sampled rarely.
+            sqr: Raw signal, one value per parameter group (or one float for a single group); may be negative.
+            var: Raw noise, in the same form.
+            scale: Global batch / initial batch of the step, above 0.
+            steps: Optimizer steps since the previous update, if statistics are sampled rarely.
 
-        Raises ValueError: a scale that is not a finite number above 0, or values of another number of groups.
+        Raises ValueError: ``scale`` is not a finite number above 0, or the number of groups differs.
         """
         _check_scale(scale)
         new_sqr, new_var = _values(sqr), _values(var)
@@ -206,12 +205,12 @@ class SmoothedNoise:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Signal as known from the averages."""
+        """Signal according to the averages."""
         return NoiseSignal(present=self.has_signal, size=self.size, updates=self.updates)
 
     @property
     def has_signal(self) -> bool:
-        """True if the whole model's signal stands out of its own standard error."""
+        """True if the whole model's signal exceeds its own standard error."""
         return self.updates >= LEAST_UPDATES and self._signal(len(self.sqr)) > self._error(len(self.sqr))
 
     def groups(self, scale: float = 1.0) -> tuple[NoiseScale, ...]:
@@ -222,17 +221,17 @@ class SmoothedNoise:
     def whole(self, scale: float = 1.0) -> NoiseScale | None:
         """Return the whole model's noise; None before the first update.
 
-        A signal below its own standard error counts as that error: less is not known to be there, and none at all
-        would read as endless noise. While no signal stands out it is taken to be var / sqrt(scale) at least, so that
-        the gain is at most the square root of the scale. Both values are at least ``TINY``.
+        A signal below its own standard error is replaced by that error: nothing smaller can be measured, and a signal
+        of 0 would mean infinite noise. While the signal does not exceed its error, it is assumed to be at least var /
+        sqrt(scale), so that the gain is at most the square root of the scale. Both values are at least ``TINY``.
 
         Args:
-            scale: present global batch / initial batch, above 0.
+            scale: Current global batch / initial batch, above 0.
         """
         return self._floored(len(self.sqr), math.fsum(self.var), self._most_noise(scale)) if self.updates else None
 
     def _most_noise(self, scale: float) -> float:
-        """Return by how much the noise may exceed the signal."""
+        """Return the largest ratio of noise to signal that is assumed."""
         return math.sqrt(scale) if scale > 1.0 and not self.has_signal else math.inf
 
     def _floored(self, place: int, var_sum: float, most: float) -> NoiseScale:
@@ -241,12 +240,12 @@ class SmoothedNoise:
         return NoiseScale(sqr=max(sqr * self.size, TINY), var=max(var * self.size, TINY))
 
     def _signal(self, place: int) -> float:
-        """Return the average signal of a group, or of all after the last one, in units of the size."""
+        """Return the average signal of group `place`, or of all groups if `place` is past the end, in units of size."""
         sums = self.sqr[place] if place < len(self.sqr) else math.fsum(self.sqr)
         return sums / self.weight
 
     def _error(self, place: int) -> float:
-        """Return its standard error; 0 while there are too few estimates to tell."""
+        """Return the standard error of :meth:`_signal`; 0 while there are too few estimates."""
         count = self.weight**2 / self.squares if self.squares else 0.0
         if self.updates < LEAST_UPDATES or count <= 1.0:
             return 0.0
@@ -261,7 +260,7 @@ class SmoothedNoise:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SmoothedNoise:
-        """Return what ``to_dict`` wrote."""
+        """Return the averages that ``to_dict`` wrote."""
         found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
         return cls(**found)
 

@@ -1,4 +1,4 @@
-"""Planner of a job's batch, from rank 0's reports of speed and noise (pure)."""
+"""Planner of a job's batch, based on rank 0's reports of speed and noise (pure)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _TELL = 0.1  # relative change of a step time that is told
 
 
 class BatchPlanner:
-    """Collects step reports, keeps a fitted model for each GPU type, and chooses batches.
+    """Collects step reports, keeps a fitted model per GPU type, and chooses batches.
 
-    The GPU type is that of the nodes of the group; a group on several types has None, and is measured apart.
+    The GPU type is that of the group's nodes. A group on several types has type None, and is measured separately.
 
     Args:
-        fit_every_s: least time between two fits [s].
-        shares_by_type: whether a group on several GPU types has shares by their speeds, so that its steps tell of each
-            type; the batch then stays as it is.
+        fit_every_s: Shortest time between two fits [s].
+        shares_by_type: Whether workers of a group on several GPU types get shares by their speeds, so that its steps
+            measure each type. The batch then stays constant.
     """
 
     def __init__(self, *, fit_every_s: float = FIT_EVERY_S, shares_by_type: bool = False) -> None:
@@ -75,41 +75,41 @@ class BatchPlanner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """The goodput model on the present GPU type, others' until there is one of its own; None before either."""
+        """Goodput model on the current GPU type: the job's own, else another job's; None if there is neither."""
         return self.tuner.model if self.tuner is not None else None
 
     @property
     def tuner(self) -> BatchTuner | None:
-        """The job's tuner on the present GPU type, None before the loader is known."""
+        """The job's tuner on the current GPU type; None before the loader is known."""
         return self._tuners.get(self._gpu)
 
     @property
     def held_batch(self) -> int | None:
-        """Global batch that a policy of the user's has set [samples]; None where the job chooses."""
+        """Global batch that a user's policy has set [samples]; None if the job chooses."""
         return self._held
 
     @property
     def wish(self) -> tuple[int | None, int | None]:
-        """Fewest and most workers that a policy of the user's asks for; None for no wish.
+        """Smallest and largest number of workers that a user's policy requests; None for no request.
 
-        Every report repeats it, so that a controller that is started anew knows it.
+        Every report repeats the request, so that a restarted controller knows it.
         """
         return (self.latest.wish if self.latest is not None else None) or (None, None)
 
     @property
     def epoch(self) -> int:
-        """Epoch that the workers are in, by their latest report; 0 before the first."""
+        """Current epoch of the workers, according to their latest report; 0 before the first."""
         return self.latest.epoch if self.latest is not None else 0
 
     @property
     def models(self) -> dict[str, GoodputModel]:
-        """The models that the job has measured itself, by GPU type."""
+        """Models that the job has measured itself, keyed by GPU type."""
         own = {gpu: tuner.own_model for gpu, tuner in self._tuners.items() if gpu is not None}
         return {gpu: model for gpu, model in own.items() if model is not None}
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """The model that the job has measured itself on the present GPU type; of several, that of the fastest."""
+        """Model that the job has measured itself on the current GPU type; for several types, that of the fastest."""
         own = self.tuner.own_model if self.tuner is not None else None
         if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
@@ -118,32 +118,32 @@ class BatchPlanner:
 
     @property
     def type_speeds(self) -> dict[str, float]:
-        """Samples per second of one worker of each GPU type that the job has measured, at an equal local batch."""
+        """Samples per second of one worker, keyed by measured GPU type, at equal local batches."""
         samples = self._measured.batch_size / self._measured.replicas if self._measured is not None else 1.0
         each = max(samples, 1.0)
         return {gpu: each / float(model.throughput_model.grad_time(each)) for gpu, model in self.models.items()}
 
     @property
     def observations(self) -> dict[str, tuple[Observation, ...]]:
-        """Measured step times by GPU type; the same tuples until something has changed by a tenth."""
+        """Measured step times, keyed by GPU type; the tuples stay the same until a time changes by a tenth."""
         return dict(self._told)
 
     @property
     def atomic_bsz_ranges(self) -> dict[str, tuple[int, int]]:
-        """Bounds of a worker's batch by GPU type, where there are any."""
+        """Bounds of a worker's batch, keyed by GPU type, for types that have bounds."""
         bounds = {gpu: tuner.atomic_bsz_range for gpu, tuner in self._tuners.items() if gpu is not None}
         return {gpu: (found[0] or 1, found[1] or (1 << 30)) for gpu, found in bounds.items() if found is not None}
 
     @property
     def noise_scale(self) -> float | None:
-        """The simple noise scale [samples] (McCandlish et al. 2018, eq. 2.9); None while it is not known."""
+        """Simple noise scale [samples] (McCandlish et al. 2018, eq. 2.9); None while unknown."""
         noise = self.latest.noise if self.latest is not None else None
         if noise is None or noise.sqr <= 0 or self.loader is None:
             return None
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
     def goodput(self) -> float | None:
-        """Return goodput [samples/s] of the present configuration; None before there is a model."""
+        """Return goodput [samples/s] of the current configuration; None before there is a model."""
         report, model = self.latest, self.model
         if model is None or report is None or report.shape is None:
             return None
@@ -152,13 +152,13 @@ class BatchPlanner:
 
     @property
     def efficiency(self) -> float | None:
-        """Statistical efficiency of the present batch as people see it, at most 1; None before there is a model."""
+        """Statistical efficiency of the current batch for display, at most 1; None before there is a model."""
         progress = self.progress_per_sample
         return None if progress is None else min(progress, 1.0)
 
     @property
     def progress_per_sample(self) -> float | None:
-        """Progress per sample at the present batch over that at M0, above 1 for a smaller one; None without a model."""
+        """Progress per sample at the current batch / that at M0, above 1 for a smaller batch; None without a model."""
         model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None
@@ -182,9 +182,9 @@ class BatchPlanner:
         return self._tuners[gpu]
 
     def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
-        """Return the batch for a new generation on nodes of this type.
+        """Return the batch for a new generation on nodes of this GPU type.
 
-        None where the loader decides (a fixed batch).
+        Return None if the loader decides (a fixed batch).
         """
         if self.loader is None or self._unbound is None:
             return None
@@ -202,7 +202,7 @@ class BatchPlanner:
         return choice
 
     def take_over(self, group: GenerationSpec, gpu: str | None) -> None:
-        """Adopt the generation in effect, which an earlier controller chose the batch for."""
+        """Adopt the current generation, whose batch an earlier controller chose."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
@@ -210,25 +210,25 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """Withdraw the latest choice, whose generation will not exist, unless it has been reported from already."""
+        """Withdraw the latest choice, whose generation will not be formed, unless the generation has already reported."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Receive what others have measured; the batch to change to and why, None to continue as it is."""
+        """Record measurements of other jobs; return the batch to change to and the reason, None to continue unchanged."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
 
     def know(self, strategies: Mapping[str, FoundStrategy]) -> bool:
-        """Receive which strategies won in jobs of the model; True if that is news."""
+        """Record the strategies that won races in jobs of the same model; True if they have changed."""
         news = strategies != self.known_strategies
         self.known_strategies = strategies
         return news
 
     def observe(self, report: StepReport) -> int | None:
-        """Receive rank 0's report; returns the batch size before, where the same workers train with another one now."""
+        """Record rank 0's report; return the previous batch size if the same workers now train with another one."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self._held = report, report.held_batch
@@ -247,7 +247,7 @@ class BatchPlanner:
         return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
 
     def _follow_tokens(self, per_sample: float) -> None:
-        """The loop has counted so many tokens a sample: the declared batch has another number of samples."""
+        """Convert the declared batch again if the loop has counted a different number of tokens per sample."""
         loader = self._unbound
         if loader is None or loader.tokens is None or loader.tokens.per_sample == per_sample:
             return
@@ -261,12 +261,12 @@ class BatchPlanner:
         return None if self._unbound is None else self._unbound.limits
 
     def set_critical_batch(self, batch_size: int) -> None:
-        """Let the batch be at most this, in place of what earlier branches have found [samples]."""
+        """Limit the batch to this size, replacing the result of earlier branches [samples]."""
         self.critical_batch = batch_size
         self._bound()
 
     def _bound(self) -> None:
-        """Use the loader's limits, with the critical batch for the largest where that is less."""
+        """Apply the loader's limits, with the critical batch as the largest if it is smaller."""
         loader, most = self._unbound, self.critical_batch
         if loader is None:
             return
@@ -279,7 +279,7 @@ class BatchPlanner:
             tuner.set_limits(limits)
 
     def _learn(self, report: StepReport) -> None:
-        """Give the report to the tuner of the GPU type that it was measured on."""
+        """Pass the report to the tuner of the GPU type on which it was measured."""
         tuner = self._tuners.get(self._gpus.get(report.generation, self._gpu))
         self.throughput = report.batch_size / report.step_time if report.step_time > 0 else 0.0
         if tuner is None or report.shape is None:
@@ -308,7 +308,7 @@ class BatchPlanner:
         self._fresh = True
 
     def _learn_types(self, report: StepReport) -> None:
-        """Give the report to the tuners of the GPU types of a group that has several."""
+        """Pass the report to the tuners of the GPU types of a mixed group."""
         assert report.shape is not None and self.loader is not None, "steps have been measured"
         seen = MixedObservation(
             parts=report.parts,
@@ -336,7 +336,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """Return what to fit now; None while nothing new is known or the last fit is recent."""
+        """Return the snapshot to fit now; None if nothing has changed or the last fit is recent."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -348,7 +348,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Use a fit; the batch to change to and why, None to continue as it is."""
+        """Use a fit; return the batch to change to and the reason, None to continue unchanged."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -369,7 +369,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
-        """Return the batch to change to and why; None to continue as it is."""
+        """Return the batch to change to and the reason; None to continue unchanged."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None
@@ -385,17 +385,17 @@ class BatchPlanner:
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
     def take_notice(self) -> str:
-        """Return why the batch stays as it is, once for each cause and batch; empty where there is nothing new."""
+        """Return why the batch stays unchanged, once per cause and batch; empty if there is nothing new."""
         notice, self._notice = self._notice, ""
         return notice
 
     def out_of_memory(self, atomic_bsz: int, *, more_than_equal: bool = False) -> str:
-        """Lower the local bound; raises ``BatchDoesNotFitError`` at the smallest batch.
+        """Lower the local bound and return a message; raises ``BatchDoesNotFitError`` at the smallest batch.
 
         Args:
-            atomic_bsz: samples that a worker has failed with.
-            more_than_equal: it took more than an equal share of the step. Then shares are equal from now on, and the
-                bound stays: no batch of an equal share has failed.
+            atomic_bsz: Samples with which a worker failed.
+            more_than_equal: The worker had more than an equal share of the step. Shares are then equal from now on, and
+                the bound stays, because no batch with equal shares has failed.
         """
         if more_than_equal:
             self.equal_shares = True
@@ -411,8 +411,8 @@ class BatchPlanner:
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
     """Return the measurements to report: earlier ones unless they have changed by a tenth, and new ones.
 
-    Medians move a little with every report; what is told every second is to change rarely. Counts are told as 1, 10
-    or 100.
+    Medians move a little with every report, but measurements that are sent every second should rarely change. Counts
+    are reported as 1, 10 or 100.
     """
     known = {_configuration(each): each for each in before}
     fresh = []

@@ -21,10 +21,10 @@ CHOSEN = "auto/"
 
 
 def outdated(before: str, now: str, *, same_workers: bool) -> bool:
-    """True if times under the strategy `before` no longer count, because the job trains with another.
+    """True if times under the strategy `before` no longer count, because the job now trains with another strategy.
 
     Args:
-        same_workers: both are of as many workers on as many nodes.
+        same_workers: Whether both times were measured with the same numbers of workers and nodes.
     """
     both_chosen = before.startswith(CHOSEN) and now.startswith(CHOSEN)
     return before != now and (same_workers or not both_chosen)
@@ -59,12 +59,12 @@ class LoaderInfo:
         return min(most, self.dataset_size) if self.dataset_size else most
 
     def check_shares(self, min_workers: int) -> None:
-        """Refuse batches of which workers on several GPU types could not take shares by their speeds.
+        """Check that workers on several GPU types can get shares of the batch by their speeds.
 
         Args:
-            min_workers: fewest workers of the job; several types have two at least.
+            min_workers: Smallest number of workers of the job; a group on several types has at least two.
 
-        Raises ValueError: the largest batch has fewer than four samples for each worker.
+        Raises ValueError: The largest batch has fewer than four samples per worker.
         """
         largest = max(self.limits.init_batch_size, self.limits.max_batch_size or 1)
         workers = max(min_workers, 2)
@@ -78,25 +78,24 @@ class LoaderInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Rank 0's account of the steps since its last report (times in seconds).
+    """Rank 0's report of the steps since the previous report (times in seconds).
 
-    ``step_time`` and ``grad_time`` are medians over ``steps`` steps of one shape; 0 where none was seen.
-    ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
-    synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
-    out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
-    ``ratios`` are its ranks' times for equal work over the median; empty before enough steps were measured.
-    ``held_batch`` is the global batch that a policy of the user has set, ``coming`` the ones that it will set, with the
-    samples from now until then, ``wish`` the fewest and most workers that it
-    asks for; None without. ``parts`` is what each GPU type took of the steps of a group on several; empty where the
-    group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
-    rates are multiplied by, for its batch and by policies; the mean over its parameter groups. ``first_step_s`` is the
-    time of the first step after the last change of group; None before that was committed, and before any change.
-    ``signal`` is what is known of the gradient's signal beside its ``noise``. ``loss`` is the metric of that name that
-    the loop has reported last, after the report's number; None where it has none. ``memory_bound`` is the most samples
-    that a worker may take at once, since one ran out of memory with more. ``backend`` carries
-    gradients between ranks; empty for one rank. ``mfu`` is model FLOPs utilisation; None where that is not known.
-    ``found`` are strategies that have won races, by the form of the group (``sync.choosing``).
-    ``tokens_per_sample`` is what the loader's samples have; None where its batch is not declared in tokens.
+    ``step_time`` and ``grad_time`` are medians over ``steps`` steps of one shape; 0 if there were none. ``progress``
+    covers the whole run, across groups and processes. ``strategy`` is a key for the way of synchronising gradients; no
+    steps are reported while a strategy is being chosen. ``uneven`` steps had unequal shares, so that their times do not
+    apply to equal shares. ``stragglers`` are the slow workers of the current group. ``ratios`` are its ranks' times for
+    equal work / the median; empty until enough steps were measured. ``held_batch`` is the global batch that a user's
+    policy has set, ``coming`` the batches that it will set, each with the samples until then, and ``wish`` the smallest
+    and largest number of workers that it requests; None without a policy's request. ``parts`` holds each GPU type's
+    part of the steps of a mixed group; empty for a single type, or if stragglers had smaller shares.
+    ``learning_rate_factor`` is the factor on the first model's learning rates, from its batch and from policies,
+    averaged over its parameter groups. ``first_step_s`` is the time of the first step after the last change of group;
+    None before any change, and until that step is committed. ``signal`` describes the gradient's signal, in addition to
+    ``noise``. ``loss`` is the last reported metric of that name, preceded by the report's number; None if there is
+    none. ``memory_bound`` is the most samples that a worker may process at once, because a worker ran out of memory
+    with more. ``backend`` carries gradients between ranks; empty for one rank. ``mfu`` is model FLOPs utilisation; None
+    if unknown. ``found`` holds strategies that have won races, keyed by the form of the group (``sync.choosing``).
+    ``tokens_per_sample`` is None unless the loader's batch is declared in tokens.
     """
 
     generation: int

@@ -1,8 +1,7 @@
-"""Learning-rate rules: the factor on the rate when the batch is ``scale`` times the initial one.
+"""Learning-rate rules: the factor on the rate if the batch is ``scale`` times the initial one.
 
-A rule is a pure value: it gets the scale, the noise of each parameter group and the progress, and returns one
-factor per group. The optimizer wrapper multiplies by it inside ``optimizer.step`` and restores the rate
-afterwards.
+A rule is a pure value: given the scale, the noise of each parameter group and the progress, it returns one factor per
+group. The optimizer wrapper multiplies the rate by the factor inside ``optimizer.step`` and restores it afterwards.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from placement.goodput.model import NoiseScale
 
 @runtime_checkable
 class ScalingRule(Protocol):
-    """Protocol of a learning-rate rule, called by the optimizer wrapper before each step. Users may bring their own."""
+    """Protocol of a learning-rate rule, called by the optimizer wrapper before each step; users may write their own."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         """Return a finite factor of at least 0 for each parameter group.
 
         Args:
-            scale: global batch M / initial batch M0, above 0; below 1 where memory forces a smaller batch.
-            noise: noise scale of each parameter group, None where there is no estimate yet.
-            progress: epochs of data trained on so far, fractions included.
+            scale: Global batch M / initial batch M0, above 0; below 1 if memory forces a smaller batch.
+            noise: Noise scale of each parameter group; None before its first estimate.
+            progress: Epochs of data trained on so far, including fractions.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdaScale:
-    """The gain: one step at the larger batch does the work of that many small ones. For SGD (with momentum).
+    """Rule for SGD (with momentum): the gain, the number of small steps that one step at the larger batch replaces.
 
         factor = (var + sqr) / (var / scale + sqr)        between 1 (no noise) and scale (nothing but noise)
 
@@ -46,11 +45,11 @@ class AdaScale:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamScale:
-    """The square root of the gain, on preconditioned statistics. For Adam and its kin.
+    """Rule for Adam and similar optimizers: the square root of the gain, on preconditioned statistics.
 
         factor = ((var + sqr) / (var / scale + sqr))^power,  power = 1/2
 
-    Adam's step is already divided by the gradient's size, so noise enters it with its root. Source: AdaptDL's
+    Adam's step is already divided by the gradient's size, so noise affects it by its square root. Source: AdaptDL's
     AdamScale (Pollux, OSDI 2021); Malladi et al. 2022 for the square root.
     """
 
@@ -66,9 +65,9 @@ class AdamScale:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adam:
-    """For Adam and its kin: the rate as :class:`AdamScale`, and second moments, eps and weight decay that follow.
+    """Rule for Adam and similar optimizers: the rate of :class:`AdamScale`, and scaled beta2, eps and weight decay.
 
-    ``adam_options`` has what follows, with sources.
+    See :func:`adam_options` for the formulas and their sources.
     """
 
     by_noise: bool = True  # the rate's factor is the square root of the gain; else that of the scale, as :class:`Sqrt`
@@ -79,20 +78,20 @@ class Adam:
 
 
 def adam_options(group: Mapping[str, Any], scale: float, factor: float, correction: float) -> dict[str, Any]:
-    """Return the options of a parameter group of Adam's for a batch of ``scale`` x the initial one, but the rate.
+    """Return the options, except the rate, of an Adam parameter group for a batch of ``scale`` x the initial one.
 
         beta2'        = beta2^scale                  the second moment's half-life is the same in samples
-        eps'          = eps / sqrt(scale) x c        as the noise in the gradient, which it stands beside
-        weight_decay' = weight_decay x scale / (factor x c)      its half-life lr x weight_decay likewise
+        eps'          = eps / sqrt(scale) x c        scales like the gradient noise, to which it is added
+        weight_decay' = weight_decay x scale / (factor x c)      its half-life lr x weight_decay is the same in samples
 
-    The last holds where weight decay is decoupled (AdamW); as a part of the loss it stays. beta1 stays. Sources: Marek
-    et al. 2025 (arXiv 2507.07101) for beta2 and beta1; Malladi et al. 2022 (arXiv 2205.10287), definition 5.2, for
-    eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
+    The last applies to decoupled weight decay (AdamW). Weight decay that is part of the loss stays, and so does beta1.
+    Sources: Marek et al. 2025 (arXiv 2507.07101) for beta2 and beta1; Malladi et al. 2022 (arXiv 2205.10287),
+    definition 5.2, for eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
 
     Args:
-        group: the user's options, those at the initial batch.
-        scale: global / initial batch size.
-        correction: c, by which the learning rate is multiplied as well, see :func:`bias_correction`.
+        group: The user's options, for the initial batch.
+        scale: Global / initial batch size.
+        correction: c, by which the learning rate is also multiplied, see :func:`bias_correction`.
     """
     beta1, beta2 = group["betas"]
     found: dict[str, Any] = {"betas": (beta1, beta2**scale)}
@@ -104,30 +103,30 @@ def adam_options(group: Mapping[str, Any], scale: float, factor: float, correcti
 
 
 def bias_correction(beta2: float, steps: float, initial_steps: float, scale: float) -> float:
-    """Return c, with which Adam's correction of the second moment's bias holds for batches that have changed.
+    """Return c, which keeps Adam's bias correction of the second moment exact after changes of the batch.
 
         c = sqrt((1 - beta2^s) / (1 - beta2^(scale x t)))
 
-    Adam divides the second moment by 1 - beta2'^t with the present beta2' = beta2^scale, as if all t steps had had it.
-    They have decayed by beta2^s. A rate and an eps of c times their value make the exact update.
+    Adam divides the second moment by 1 - beta2'^t with the current beta2' = beta2^scale, as if all t steps had used it.
+    In fact they have decayed by beta2^s. Multiplying the rate and eps by c makes the update exact.
 
     Args:
-        steps: t >= 1, the present one included.
-        initial_steps: s > 0, the sum of their scales.
+        steps: t >= 1, including the current step.
+        initial_steps: s > 0, the sum of the steps' scales.
     """
     return math.sqrt(-math.expm1(initial_steps * math.log(beta2)) / -math.expm1(scale * steps * math.log(beta2)))
 
 
 def remembered(held: float, beta2: float, initial_steps: float, scale: float, factor: float) -> float:
-    """Return the mean of 1 / factor^2 over the steps that the second moment v remembers, with its weights.
+    """Return the mean of 1 / factor^2 over the steps in the second moment v, weighted as in v.
 
-    A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch come to have. Right after a growth v is
+    A rule's factor is sqrt(v(1) / v) for the v that gradients of its batch converge to. Right after a growth, v is
     still that of smaller batches, v(1) x held, so that a rate of factor x sqrt(held) times its value makes the step
-    that the rule means; once v has caught up this is 1.
+    that the rule intends. Once v has caught up, factor x sqrt(held) is 1.
 
     Args:
-        held: before this step; 1 at first.
-        initial_steps: as of :func:`bias_correction`, this step included.
+        held: The value before this step; 1 at first.
+        initial_steps: As in :func:`bias_correction`, including this step.
     """
     kept = math.exp(scale * math.log(beta2))
     weight = -math.expm1(initial_steps * math.log(beta2))
@@ -136,7 +135,7 @@ def remembered(held: float, beta2: float, initial_steps: float, scale: float, fa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
+    """Linear rule: factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (_checked(scale),) * len(noise)
@@ -144,7 +143,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sqrt:
-    """factor = sqrt(scale): keeps the variance of a step. Source: Krizhevsky 2014; Hoffer et al. 2017."""
+    """Square-root rule: factor = sqrt(scale). Keeps a step's variance (Krizhevsky 2014; Hoffer et al. 2017)."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (math.sqrt(_checked(scale)),) * len(noise)
@@ -152,11 +151,11 @@ class Sqrt:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Legw:
-    """Square root with linear-epoch gradual warm-up: the warm-up grows with the batch.
+    """Square-root rule with linear-epoch gradual warm-up: the warm-up grows with the batch.
 
         factor = sqrt(scale) x min(1, progress / (warmup_epochs x scale))
 
-    The factor is 0 at progress 0, and a batch that grows during the warm-up lengthens what is left of it.
+    The factor is 0 at progress 0. If the batch grows during the warm-up, the rest of the warm-up becomes longer.
     Source: You et al. 2019, "Large-Batch Training for LSTM and Beyond".
     """
 
@@ -174,7 +173,7 @@ class Legw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unscaled:
-    """factor = 1: the rate is left to the user."""
+    """Constant rule: factor = 1. The user sets the rate."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (1.0,) * len(noise)
@@ -197,14 +196,14 @@ GROWTH_A_STEP = 2.0 ** (1 / 8)
 
 
 def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, ...]:
-    """Return factors that are no larger than those of the step before allow; they may fall at once.
+    """Return factors whose growth since the previous step is limited; they may fall without limit.
 
-    A larger batch, or a noise that rose in one estimate, changes the factor at once. What the gradients then are shows
-    only after some steps, and a rate that was too large for as many has destroyed the run by then.
+    A larger batch, or a jump of the noise in one estimate, changes the factor at once. Its effect on the gradients
+    shows only after some steps, and by then a rate that is too large has destroyed the run.
 
     Args:
-        factors: what a rule wants, one for each parameter group.
-        held: of the step before, likewise; empty for none.
+        factors: Factors that the rule computes, one per parameter group.
+        held: Factors of the previous step; empty if there was none.
 
     Example:
         >>> [round(factor, 3) for factor in held_back((4.0, 0.5), (1.0, 1.0))]
@@ -217,7 +216,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 def by_name(name: str) -> ScalingRule:
     """Return the rule of that name, with its default options.
 
-    Raises ValueError: no such rule; the message lists those there are.
+    Raises ValueError: No such rule exists; the message lists the known ones.
     """
     if name not in RULES:
         raise ValueError(f"learning-rate rule must be one of {', '.join(sorted(RULES))}, but got {name!r}")
@@ -225,12 +224,12 @@ def by_name(name: str) -> ScalingRule:
 
 
 def default_rule(*, adam_like: bool) -> ScalingRule:
-    """Return AdamScale for optimizers that divide by the gradient's size, AdaScale for the rest."""
+    """Return AdamScale for optimizers that divide by the gradient's size, AdaScale for all others."""
     return AdamScale() if adam_like else AdaScale()
 
 
 def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
-    """Return the rule a user means by a name, an object of their own, or nothing."""
+    """Return the rule that a user specifies by name or as an object; the default rule for None."""
     if rule is None:
         return default_rule(adam_like=adam_like)
     if isinstance(rule, str):
@@ -244,10 +243,10 @@ def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
 
 
 def step_gain(scale: float, noise: NoiseScale | None) -> float:
-    """Return scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
+    """Return the scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
 
-    r_t = (var + sqr) / (var / scale + sqr), on the whole model's noise; AdaScale adds these up and ends, or
-    steps a schedule, at a given sum. min(1, scale), the least that it can be, while there is no estimate.
+    r_t = (var + sqr) / (var / scale + sqr), on the whole model's noise. AdaScale sums these values, and ends or steps a
+    schedule at a given sum. Without an estimate, return min(1, scale), the smallest possible value.
     Source: AdaScale SGD (ICML 2020), section 4.
     """
     _checked(scale)

@@ -1,12 +1,12 @@
-"""Gradient statistics on flat buckets for the synchronisation engine, a few kernels per bucket.
+"""Gradient statistics on flat buckets for the synchronisation engine, with a few kernels per bucket.
 
-Every result is a tensor on the gradients' device and costs no synchronisation with the host until somebody
-reads it. Values that are not finite (an overflow under AMP) pass through and are left out where they are
-read: ``noise_scale.estimate_groups`` gives None for them.
+Every result is a tensor on the gradients' device and causes no synchronisation with the host until it is read.
+Non-finite values (an overflow under AMP) pass through and are discarded on reading: ``noise_scale.estimate_groups``
+returns None for them.
 
-Attention, replicas: a learning rate depends on these numbers, so ranks must compute them from identical
-tensors (reduced gradients, reduced norms, optimizer state after the broadcast) or parameters drift apart.
-Hence ``BucketPreconditioner.invalidate`` at every change of generation, on every rank.
+Learning rates depend on these numbers. Ranks must therefore compute them from identical tensors (reduced gradients,
+reduced norms, optimizer state after the broadcast), or parameters drift apart. Hence
+``BucketPreconditioner.invalidate`` at every change of generation, on every rank.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ DENOMINATOR = "denominator"
 
 
 def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = None) -> Tensor:
-    """Return ||P g||^2 of a flat gradient g as a 0-dim tensor, in dot products; P is diagonal, None = identity.
+    """Return ||P g||^2 of a flat gradient g as a 0-dim tensor, by dot products; P is diagonal, None = identity.
 
-    Half-precision gradients are added up in float32. A loss scale c still in g gives c^2 times that.
+    Half-precision gradients are summed in float32. If g still has a loss scale c, the result is scaled by c^2.
     """
     flat = flat.detach()
     if isinstance(precond, FlatPreconditioner):
@@ -55,10 +55,10 @@ def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = Non
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return values in the form in which they are kept for later steps: single precision becomes bfloat16.
+    """Return values in the form in which they are kept for later steps: float32 becomes bfloat16.
 
     The range is the same. Rounding by up to 2^-9 of each value adds 1e-6 of a gradient's squared norm to the variance
-    that two of them show.
+    between two gradients.
     """
     return values.to(torch.bfloat16) if values.dtype == torch.float32 else values
 
@@ -81,7 +81,7 @@ def _second_moment(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _rms(states: _States, groups: _States) -> list[Tensor]:
-    """Return sqrt(v) + eps of RMSprop, less the squared mean where it is centred; its v has no bias correction."""
+    """Return sqrt(v) + eps of RMSprop, less the squared mean if centred; its v has no bias correction."""
     moments = [
         (state["square_avg"] - state["grad_avg"].square()).clamp_(min=0) if "grad_avg" in state else state["square_avg"]
         for state in states
@@ -92,7 +92,7 @@ def _rms(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _infinity_norm(states: _States, groups: _States) -> list[Tensor]:
-    """Return u of Adamax, which holds eps already."""
+    """Return u of Adamax, which already includes eps."""
     return list(torch._foreach_add([state["exp_inf"] for state in states], 0.0))
 
 
@@ -104,7 +104,7 @@ def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _as_it_is(states: _States, groups: _States) -> list[Tensor]:
-    """Return denominators that other ranks have sent, unchanged."""
+    """Return copies of the denominators that other ranks have sent."""
     return list(torch._foreach_add([state[DENOMINATOR] for state in states], 0.0))
 
 
@@ -134,8 +134,8 @@ _USED = {*_DENOMINATORS, "max_exp_avg_sq", "grad_avg"}
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer divides its step by a running size of the gradient, per coordinate.
 
-    Known by class, or by its state (``exp_avg_sq``, ``square_avg``, ``exp_inf``) for optimizers from
-    elsewhere. Adadelta (its steps have a size of their own) and Adafactor (its moments are factored) are not.
+    Recognised by class or, for other libraries' optimizers, by state (``exp_avg_sq``, ``square_avg``, ``exp_inf``).
+    Adadelta (which sets its own step size) and Adafactor (whose moments are factored) are not.
     """
     if isinstance(optimizer, _ADAM_LIKE):
         return True
@@ -149,28 +149,28 @@ def _denominator(state: _State) -> _Function | None:
 
 
 def _eps(group: _State) -> float:
-    """Return the group's eps; optimizers from elsewhere may have several under that name, or none."""
+    """Return the group's eps; 1e-8 for other libraries' optimizers, which may have several values or none."""
     eps = group.get("eps")
     return float(eps) if isinstance(eps, (int, float)) else 1e-8
 
 
 def _step(state: _State) -> float:
-    """Return the number of steps in a state; optimizers that keep no count are taken to be warm."""
+    """Return the number of steps in a state; optimizers that keep no count are assumed to be warm."""
     return float(state.get("step", WARM_STEPS))
 
 
 @torch.no_grad()
 def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> FlatPreconditioner | None:
-    """Return the flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
+    """Return the flat diagonal 1 / (sqrt(v_hat) + eps) by which the optimizer multiplies gradients.
 
-    1 for parameters with fewer than ``WARM_STEPS`` steps so far. Coordinates that never had a gradient would count
-    with up to 1 / eps = 1e8; denominators are therefore floored at a hundredth of their parameter's root mean square,
-    so that one waking coordinate cannot pass for the whole gradient.
+    The diagonal is 1 for parameters with fewer than ``WARM_STEPS`` steps so far. Coordinates that never had a gradient
+    would count with up to 1 / eps = 1e8. Denominators are therefore floored at a hundredth of their parameter's root
+    mean square, so that one coordinate that becomes active does not dominate the whole gradient.
 
     Args:
-        optimizer: has ``state`` and ``param_groups``.
+        optimizer: Object with ``state`` and ``param_groups``.
 
-    Returns none, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
+    Returns None (the identity) if no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     states = with_steps_read([optimizer.state.get(p, {}) for p in params])
@@ -193,14 +193,12 @@ class _Piece:
 class FlatPreconditioner:
     """Diagonal preconditioner of a flat gradient, computed on demand; see :func:`preconditioner`.
 
-    Nothing of it is kept but a floor for each parameter.
-
-    Denominators are made from the optimizer's state as it is when they are asked for, some at a time. They lie as in
-    ``torch.cat([p.reshape(-1) for p in params])``; the two parts of a complex number by themselves, as these optimizers
-    take them.
+    It stores only a floor for each parameter. Denominators are computed in chunks from the optimizer's current state.
+    Their order is that of ``torch.cat([p.reshape(-1) for p in params])``; the two parts of a complex number are
+    separate, as in these optimizers.
 
     Args:
-        functions: what finds denominators of each; None for 1.
+        functions: Function that computes denominators, for each parameter; None for 1.
     """
 
     def __init__(
@@ -223,11 +221,11 @@ class FlatPreconditioner:
         self._floors = self._find_floors()
 
     def advance_to(self, elapsed: int) -> None:
-        """Count so many steps since it was made as made of all parameters: to read counts may be to wait for a GPU."""
+        """Assume ``elapsed`` steps of all parameters since creation, because reading step counts may wait for a GPU."""
         self._elapsed = elapsed
 
     def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
-        """Yield elements of the whole, some at a time."""
+        """Yield the elements from ``first`` to ``last`` of the flat gradient, in chunks of pieces."""
         room = min(AT_ONCE[self._device.type != "cpu"], max(sum(self._counts) >> 5, LEAST_AT_ONCE))
         part, size, at = list[_Piece](), 0, 0
         for place, count in enumerate(self._counts):
@@ -245,7 +243,7 @@ class FlatPreconditioner:
             yield part
 
     def _denominators(self, part: Sequence[_Piece]) -> list[Tensor]:
-        """Return the denominators of each piece as a vector, not below the floor of its parameter."""
+        """Return the denominators of each piece as a vector, floored per parameter."""
         found: list[Tensor] = [torch.empty(0)] * len(part)
         by_function: dict[_Function, list[int]] = {}
         for number, piece in enumerate(part):
@@ -274,7 +272,7 @@ class FlatPreconditioner:
         return found
 
     def _find_floors(self) -> list[Tensor]:
-        """Return a hundredth of the root mean square of each parameter's denominators."""
+        """Return the floor of each parameter: a hundredth of the root mean square of its denominators."""
         norms: list[list[Tensor]] = [[] for _ in self.params]
         for part in self._parts:
             for piece, norm in zip(part, torch._foreach_norm(self._denominators(part)), strict=True):
@@ -287,7 +285,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def factors_of(self, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> list[Tensor | None]:
-        """Return the factors for what each function returns of its parameter; None for 1."""
+        """Return the factors for the part of each parameter that its function selects; None for 1."""
         found: list[Tensor | None] = [None] * len(parts)
         by_function: dict[_Function, list[int]] = {}
         places = [self._places[id(param)] for param, _ in parts]
@@ -311,7 +309,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norms(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return ||P g||^2 of the gradients of some of the parameters."""
+        """Return ||P g||^2 for the gradients of some of the parameters."""
         flat = {self._places[id(p)]: as_real(grad.detach()).reshape(-1) for p, grad in zip(params, grads, strict=True)}
         found: dict[int, list[Tensor]] = {place: [] for place in flat}
         for part in self._parts:
@@ -324,7 +322,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norm(self, flat: Tensor, start: int = 0) -> Tensor:
-        """Return ||P g||^2, of a gradient whose first element is the whole's element ``start``."""
+        """Return ||P g||^2 of a gradient whose first element is element ``start`` of the whole."""
         found = torch.zeros((), dtype=self._dtype, device=flat.device)
         whole = not start and len(flat) == sum(self._counts)
         at = 0
@@ -338,12 +336,12 @@ class FlatPreconditioner:
 
 
 def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
-    """Return the denominators of gradients in an optimizer state, in float32 at least.
+    """Return an optimizer state's denominators of gradients, in float32 at least.
 
     Args:
-        state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
+        state: State of the parameter, or of some of its rows; for many parameters, from ``with_steps_read``.
 
-    Returns None where it divides by nothing, or not yet by anything of worth.
+    Returns None if the optimizer does not divide gradients, or has made too few steps.
     """
     function = _denominator(state)
     if function is None or _step(state) < WARM_STEPS:
@@ -353,14 +351,15 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 
 def least_denominator(size: Tensor) -> Tensor:
-    """Return a hundredth of the root mean square, under which a denominator counts as this."""
+    """Return the floor of denominators: a hundredth of their root mean square."""
     return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 class BucketPreconditioner:
     """Preconditioner of one bucket, renewed every ``interval`` steps.
 
-    ``at(step)`` looks anew in the first steps and where step // interval changes, on all ranks that count alike.
+    ``at(step)`` renews it in the first steps and whenever step // interval changes, at the same steps on all ranks that
+    count alike.
     """
 
     def __init__(self, *, interval: int = REFRESHED_EVERY) -> None:
@@ -375,7 +374,8 @@ class BucketPreconditioner:
         """Return the preconditioner for this step; None = identity.
 
         Args:
-            find: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.
+            find: Computes the preconditioner, like :func:`preconditioner`. The function is not stored, because it would
+                keep a bucket of the step's gradients alive.
         """
         current = step // self._interval
         if current != self._round or step <= SETTLED_STEPS:
@@ -385,5 +385,5 @@ class BucketPreconditioner:
         return self._found
 
     def invalidate(self) -> None:
-        """Discard the state: for every rank, when the generation or the optimizer's state changes."""
+        """Discard the preconditioner; call on every rank when the generation or the optimizer's state changes."""
         self._round = self._found = None

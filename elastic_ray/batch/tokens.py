@@ -1,6 +1,6 @@
-"""A batch that is declared in tokens (pure): samples where a loader is made, tokens again where a job is shown.
+"""Batches declared in tokens (pure): converted to samples when a loader is made, and back for display.
 
-Everything between counts in samples.
+Everything in between counts samples.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)\s*", re.IGNORECASE)
 
 
 def token_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a number of tokens that is given as one, or as a text with a unit (K, M, B or T).
+    """Return a number of tokens that is given as a number, or as text with a unit (K, M, B or T).
 
     >>> token_count("batch_tokens", "0.25B")
     250000000
 
     Raises:
-        TypeError: it is neither a whole number nor such a text.
-        ValueError: it is below ``least``.
+        TypeError: The value is neither a whole number nor such text.
+        ValueError: The value is below ``least``.
     """
     found = value
     if isinstance(value, str) and (match := _COUNT.fullmatch(value)):
@@ -51,7 +51,7 @@ def token_count(name: str, value: Any, *, least: int = 1) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """A global batch in tokens."""
+    """Global batch declared in tokens."""
 
     # (tokens trained on from which it counts, tokens of a step), by the former; the first begins at 0
     ramp: tuple[tuple[int, int], ...]
@@ -60,7 +60,7 @@ class TokenBatch:
     counted: bool = False  # the loop counts them
 
     def samples(self, tokens: int) -> int:
-        """Convert a number of tokens to samples, rounded down, at least 1."""
+        """Return the samples in a number of tokens, rounded down, at least 1."""
         return max(1, math.floor(tokens / self.per_sample + 1e-9))
 
     @property
@@ -70,15 +70,15 @@ class TokenBatch:
 
     @property
     def max_batch_size(self) -> int | None:
-        """Largest global batch [samples]; None where the batch stays."""
+        """Largest global batch [samples]; None if the batch is constant."""
         largest = self.most if self.most is not None else max(size for _, size in self.ramp)
         return None if self.most is None and len(self.ramp) == 1 else self.samples(largest)
 
     def limits(self, limits: BatchLimits, per_sample: float, most: int | None) -> tuple[TokenBatch, BatchLimits]:
-        """Return the batch and its limits for samples of another number of tokens.
+        """Return the batch and its limits for samples with a different number of tokens.
 
         Args:
-            most: samples of an epoch, which no batch exceeds; None where that is not known.
+            most: Samples per epoch, which no batch exceeds; None if unknown.
         """
         batch = dataclasses.replace(self, per_sample=per_sample)
         first = max(batch.batch_size, limits.lower)
@@ -94,15 +94,15 @@ class TokenBatch:
 def read_token_batch(
     batch_tokens: Any, max_batch_tokens: Any, tokens_per_sample: Any, *, counted_first: float | None
 ) -> TokenBatch | None:
-    """Return the batch that a loader was given in tokens; None where it was given in samples.
+    """Return the batch that a loader was given in tokens; None if it was given in samples.
 
     Args:
-        batch_tokens: tokens of a step, or a ramp of them, as ``[(0, 65_536), ("0.25B", 262_144)]``.
-        max_batch_tokens: largest batch [tokens]; None keeps it.
-        tokens_per_sample: a number, or ``"weigh"``.
-        counted_first: what a sample has until the loop has counted; None where that cannot be told.
+        batch_tokens: Tokens per step, or a ramp of them, as ``[(0, 65_536), ("0.25B", 262_144)]``.
+        max_batch_tokens: Largest batch [tokens]; None keeps the batch constant.
+        tokens_per_sample: A number, or ``"weigh"`` to count tokens by the loop's weights.
+        counted_first: Assumed tokens per sample until the loop has counted; None if unknown.
 
-    Raises TypeError, ValueError: an argument that cannot be right; the message names it and the way out.
+    Raises TypeError, ValueError: An argument is invalid. The message names it and how to fix it.
     """
     if batch_tokens is None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("tokens_per_sample", tokens_per_sample)):
@@ -134,7 +134,7 @@ def read_token_batch(
 
 
 def _ramp(given: Any) -> tuple[tuple[int, int], ...]:
-    """Return a declared batch as a ramp, of one entry where it stays."""
+    """Return a declared batch as a ramp, with one entry if the batch is constant."""
     if not isinstance(given, list | tuple):
         return ((0, token_count("batch_tokens", given)),)
     for entry in given:
@@ -156,7 +156,7 @@ def _ramp(given: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _check(batch: TokenBatch, most: Any) -> None:
-    """Raise ValueError for a batch that excludes itself."""
+    """Raise ValueError if the declared values contradict each other."""
     least = min(size for _, size in batch.ramp)
     if not batch.counted and least < batch.per_sample:
         raise ValueError(
@@ -171,7 +171,7 @@ def _check(batch: TokenBatch, most: Any) -> None:
 
 
 def length_of(sample: Any) -> int | None:
-    """Return how many elements a sample's first tensor, array or list has; None where it has none."""
+    """Return the number of elements in a sample's first tensor, array or list; None if it has none."""
     if isinstance(sample, dict):
         sample = next(iter(sample.values()), None)
     if isinstance(sample, tuple):

@@ -1,8 +1,8 @@
-"""Batch tuner: remembers step times, and decides when another batch is worth the change.
+"""Batch tuner: records step times, and decides when changing the batch is worthwhile.
 
-Pure: it has no clock, no threads, and knows neither Ray nor torch. Fits take milliseconds to tens of them;
-callers with a training loop to protect run ``fit_snapshot(tuner.snapshot())`` in a thread and hand the result
-to ``set_model``.
+Pure: it has no clock and no threads, and uses neither Ray nor torch. A fit takes milliseconds to tens of milliseconds.
+Callers that must not block a training loop run ``fit_snapshot(tuner.snapshot())`` in a thread and pass the result to
+``set_model``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BatchDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSnapshot:
-    """Snapshot of a tuner's knowledge, frozen: for a fit in a thread, for a checkpoint, for another process."""
+    """Frozen copy of a tuner's knowledge, for a fit in a thread, a checkpoint, or another process."""
 
     limits: BatchLimits  # the user's limits
     observations: tuple[Observation, ...] = ()  # median times of each configuration, the latest seen last
@@ -79,7 +79,7 @@ class TunerSnapshot:
 
 
 def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:
-    """Return the goodput model of what was observed; None while steps or the noise scale are missing."""
+    """Return the goodput model fitted to the observations; None while steps or the noise scale are missing."""
     if not snapshot.observations or snapshot.noise is None:
         return None
     limits = snapshot.limits
@@ -102,8 +102,8 @@ _Configuration = tuple[int, int, int, int]  # nodes, replicas, atomic_bsz, accum
 class BatchTuner:
     """Collects observations of one job and decides its batch.
 
-    Per configuration (N, R, m, s) the median of the latest reports counts, so that a warm-up, a pause or
-    another tenant's burst does not, and a lasting change of speed does after a few reports.
+    For each configuration (N, R, m, s), the median of the latest reports counts. A warm-up, a pause or another tenant's
+    burst therefore has no effect, while a lasting change of speed has one after a few reports.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -121,18 +121,18 @@ class BatchTuner:
 
     @property
     def upper(self) -> int | None:
-        """Largest local batch by bounds and out-of-memory errors; None = no bound."""
+        """Largest local batch allowed by bounds and out-of-memory errors; None = no bound."""
         return self._upper
 
     @property
     def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
-        """Bounds of the local batch as they are now, for ``GoodputModel.best``; None = no bounds."""
+        """Current bounds of the local batch, for ``GoodputModel.best``; None = no bounds."""
         lower = None if self.limits.fixed else self.limits.lower
         return None if lower is None and self._upper is None else (lower, self._upper)
 
     @property
     def model(self) -> GoodputModel | None:
-        """The latest fit with the latest noise scale, each others' until there is one of its own; None before both."""
+        """Latest fit with the latest noise scale, each from other jobs until the job has its own; None without either."""
         prior = self._prior
         throughput = self._throughput or (prior.model.throughput_model if prior else None)
         noise = self._noise or (prior.model.noise if prior else None)
@@ -142,7 +142,7 @@ class BatchTuner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """The model that it has measured itself; None before there is one."""
+        """Model fitted to the job's own measurements; None before the first fit."""
         return None if self._throughput is None else self.model
 
     def observe(
@@ -157,13 +157,13 @@ class BatchTuner:
         steps: int = 1,
         strategy: str = "",
     ) -> None:
-        """Receive a report: mean times over ``steps`` steps of one configuration.
+        """Record a report: mean times over ``steps`` steps of one configuration.
 
         Args:
-            nodes: N the replicas lie on.
-            step_time: seconds per optimizer step; reports that are not finite and above 0 are left out.
-            grad_time: seconds of one micro-step without synchronisation; 0 if not measured.
-            strategy: how gradients were synchronised; see ``outdated``.
+            nodes: Number N of nodes with replicas.
+            step_time: Seconds per optimizer step; reports that are not finite and above 0 are discarded.
+            grad_time: Seconds per micro-step without synchronisation; 0 if not measured.
+            strategy: How gradients were synchronised; see ``outdated``.
         """
         if not (math.isfinite(step_time) and step_time > 0) or steps < 1:
             return
@@ -184,9 +184,9 @@ class BatchTuner:
         self._batch_size = batch_size
 
     def set_prior(self, prior: Prior) -> bool:
-        """Use a model fitted by others until this tuner has its own fit; True if it is new. Whether that is news.
+        """Use a model fitted by other jobs until this tuner has its own fit; True if that changes the tuner's model.
 
-        var = tr(Sigma) / M0, and theirs may be another M0.
+        The model's noise is converted to this job's M0, because var = tr(Sigma) / M0.
         """
         noise, batch_size = prior.model.noise, self.limits.init_batch_size
         if prior.model.init_batch_size != batch_size:
@@ -197,24 +197,24 @@ class BatchTuner:
         return news
 
     def set_limits(self, limits: BatchLimits) -> None:
-        """Use these from now on: samples have turned out to be of another length."""
+        """Use these limits from now on, because samples have a different length than assumed."""
         self.limits = limits
 
     def set_noise(self, noise: NoiseScale | None) -> None:
-        """Use this smoothed noise scale from now on; None (not known) keeps the one there is."""
+        """Use this smoothed noise scale from now on; None (unknown) keeps the existing one."""
         self._noise = noise or self._noise
 
     def set_signal(
         self, signal: NoiseSignal | None, *, batch_size: int, steps: int, loss: tuple[int, float] | None = None
     ) -> None:
-        """Receive what is known of the gradient's signal after ``steps`` of the run, the latest at ``batch_size``.
+        """Record the gradient's signal after ``steps`` steps of the run, the latest of them at ``batch_size``.
 
-        ``loss`` is the latest that the loop has reported, after the report's number.
+        ``loss`` is the latest loss that the loop has reported, preceded by the report's number.
         """
         self._watch.observe(batch_size=batch_size, steps=steps, signal=signal, loss=loss)
 
     def snapshot(self) -> TunerSnapshot:
-        """Return the tuner's knowledge as a value."""
+        """Return a frozen copy of the tuner's knowledge."""
         return TunerSnapshot(
             limits=self.limits,
             observations=tuple(_observation(*item) for item in self._records.items()),
@@ -230,19 +230,19 @@ class BatchTuner:
         return self.model
 
     def set_model(self, model: GoodputModel | None) -> None:
-        """Use a fit from now on; None keeps the one there is. The noise scale stays the latest set."""
+        """Use a fit from now on; None keeps the existing one. The latest noise scale that was set stays in use."""
         if model is not None:
             self._throughput = model.throughput_model
             self._noise = self._noise or model.noise
 
     def out_of_memory(self, atomic_bsz: int) -> str:
-        """Lower the local bound after a worker failed with this many samples; returns what was done.
+        """Lower the local bound after a worker failed with this many samples; return a message on the change.
 
-        The new bound is half of what failed, or the largest local batch below it that is known to run.
-        Reports of one failure by several workers lower it once. A decision must follow: the current choice
-        may be above the bound.
+        The new bound is half of the failed batch, or the largest smaller local batch that is known to fit. If several
+        workers report one failure, the bound is lowered once. Call :meth:`decide` afterwards, because the current
+        choice may be above the bound.
 
-        Raises BatchDoesNotFitError: the failing batch was the smallest allowed.
+        Raises BatchDoesNotFitError: The failing batch was the smallest allowed.
         """
         lower = 1 if self.limits.fixed else self.limits.lower
         failed = f"a worker ran out of memory with {atomic_bsz} samples"
@@ -260,7 +260,7 @@ class BatchTuner:
         return f"{failed}; the local bound is now {bound}"
 
     def limit_local(self, bound: int | None) -> bool:
-        """Allow no larger local batch than ``bound``, which ranks have found out; returns whether that is news."""
+        """Allow no larger local batch than ``bound``, which ranks have found; return whether the bound has changed."""
         if bound is None or (self._upper is not None and self._upper <= bound):
             return False
         self._upper = bound
@@ -272,8 +272,8 @@ class BatchTuner:
         """Return the batch for R workers on N nodes.
 
         Args:
-            current: the cut in use; None before the first.
-            current_replicas: workers it is in use on, where that is not ``replicas`` (at a resize).
+            current: The division in use; None before the first.
+            current_replicas: Number of workers that use it, if not ``replicas`` (at a resize).
         """
         now = self.limits.size_of(current, current_replicas or replicas) if current else 0
         keep = self._keep(replicas, current, now)
@@ -299,12 +299,12 @@ class BatchTuner:
         return self._watch.hindrance.partition(":")[0].partition(",")[0] if self._watch.is_settled else ""
 
     def _has_no_halves(self, choice: BatchChoice, replicas: int) -> bool:
-        """Return True if one worker cannot measure the noise of such a batch."""
+        """True if one worker cannot measure the noise of this batch."""
         least = max(LEAST_HALF, self.limits.lower)
         return replicas == 1 and choice.accum_steps == 0 and self.limits.size_of(choice, 1) < 2 * least
 
     def _choose(self, nodes: int, replicas: int, keep: BatchChoice, now: int) -> tuple[BatchChoice, str]:
-        """Return the best batch within reach where it beats the hysteresis, else ``keep``; and why."""
+        """Return the best batch within reach if it exceeds the hysteresis, else ``keep``; and the reason."""
         if self.limits.fixed:
             return keep, f"the batch is fixed at {self.limits.init_batch_size}: {_cut(keep, replicas)}"
         limits, model, stays = self.limits, self.model, f"the batch stays {self.limits.size_of(keep, replicas)}"
@@ -341,7 +341,7 @@ class BatchTuner:
         )
 
     def _best(self, model: GoodputModel, nodes: int, replicas: int, limit: int) -> tuple[float, int, int]:
-        """Return goodput and cut of the best batch up to ``limit``."""
+        """Return goodput and division of the best batch up to ``limit``."""
         goodput, atomic_bsz, accum_steps = model.best(
             nodes,
             replicas,
@@ -352,7 +352,7 @@ class BatchTuner:
         return float(goodput), int(atomic_bsz), int(accum_steps)
 
     def _missing(self, keep: BatchChoice, replicas: int) -> str:
-        """Return the missing measurements, and why those that will not come by themselves are missing."""
+        """Return which measurement is missing and, if it cannot become available by itself, why."""
         if self._noise is not None:
             return "no throughput model yet"
         if self._has_no_halves(keep, replicas):
@@ -364,9 +364,9 @@ class BatchTuner:
         return "no noise scale yet"
 
     def _tries(self, replicas: int, keep: BatchChoice, limit: int) -> bool:
-        """Return True if a second batch size is to be measured.
+        """True if a second batch size should be measured.
 
-        By one size alone half of a step is taken to grow with its samples, whatever it does.
+        With a single size, half of the step time is assumed to grow with the samples, whatever the truth.
         """
         now = self.limits.size_of(keep, replicas)
         if self._tried or self._batch_size != now or self._steps < TRIED_AFTER or limit <= now or self._noise is None:
@@ -377,7 +377,7 @@ class BatchTuner:
         return noise.sqr > 0 and noise.var * self.limits.init_batch_size / noise.sqr > now / 2
 
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
-        """Return the cut that comes nearest to the current global batch and is allowed."""
+        """Return the allowed division that is nearest to the current global batch."""
         if self.limits.fixed:
             # More and smaller micro-steps: the batch that the user fixed outlives a shortage of memory.
             return split(self.limits.init_batch_size, replicas, upper=self._upper, accumulation=True)
@@ -404,7 +404,7 @@ class BatchTuner:
         )
 
     def _limit(self, now: int, growth: float) -> int:
-        """Return the largest global batch this decision may choose: growth is gentle, and from measured ground only."""
+        """Return the largest global batch for this decision: growth is bounded, and starts only from measured sizes."""
         limits = self.limits
         start = max(now, limits.init_batch_size)
         measured = now > 0 and self._batch_size == now and self._steps >= MIN_STEPS
@@ -414,7 +414,7 @@ class BatchTuner:
         return limit if limits.max_batch_size is None else min(limit, limits.max_batch_size)
 
     def _forced(self, keep: BatchChoice, replicas: int, now: int) -> str | None:
-        """Return why the batch must change although nothing is gained by it; None if it need not."""
+        """Return why the batch must change without any gain; None if it need not."""
         batch_size = self.limits.size_of(keep, replicas)
         wanted = max(now, self.limits.init_batch_size)
         if batch_size == wanted:
@@ -431,7 +431,7 @@ def _cut(choice: BatchChoice, replicas: int) -> str:
 
 
 def _observation(key: _Configuration, record: _Record) -> Observation:
-    """Return the Median times of a configuration, and how much its reports differ."""
+    """Return the median times of a configuration, and the spread of its reports."""
     nodes, replicas, atomic_bsz, accum_steps = key
     return Observation(
         nodes=nodes,

@@ -1,1 +1,1 @@
-"""Replicated training on a group that may change: gradients, optimizer steps, and the state that moves."""
+"""Replicated training on a group that may change: gradients, optimizer steps, and the state that is transferred."""

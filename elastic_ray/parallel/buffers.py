@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class BufferSync:
-    """Makes a module's buffers equal on all ranks: floating ones are averaged, the rest taken from rank 0."""
+    """Synchronises a module's buffers on all ranks: floating-point ones are averaged, the rest copied from rank 0."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtypes and shapes of the buffers, which must be the same on all ranks."""
+        """Dtypes and shapes of the buffers, which must be equal on all ranks."""
         return [(str(b.dtype), tuple(b.shape)) for b in self._module.buffers()]
 
     @torch.no_grad()
     def __call__(self, communicator: Communicator) -> None:
-        """Synchronise; a collective, called by all ranks at the same point.
+        """Synchronise the buffers; a collective, called by all ranks at the same point.
 
-        Raises CommunicationFailedError: the group broke; buffers are as they were.
+        Raises CommunicationFailedError: The group broke; the buffers are unchanged.
         """
         if communicator.world_size == 1:
             return
@@ -51,9 +51,9 @@ class BufferSync:
 
 
 class SavedBuffers:
-    """A module's buffers as they were before the forward passes of an update that may be left out.
+    """Copy of a module's buffers from before the forward passes of an update that may be skipped.
 
-    Each rank keeps its own: buffers differ from rank to rank within a pass.
+    Each rank keeps its own copy: buffers differ from rank to rank within a pass.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -74,21 +74,21 @@ class SavedBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the saved buffers, because the update was left out."""
+        """Restore the saved buffers, because the update was skipped."""
         for buffer, before in self._saved:
             buffer.copy_(before)
 
     def mend(self) -> None:
-        """Restore the buffers if any holds NaN or infinity."""
+        """Restore the buffers if any contains NaN or infinity."""
         if not all(bool(buffer.isfinite().all()) for buffer, _ in self._saved):
             self.restore()
 
 
 class WrittenTensors:
-    """Tensors of a module that its forward passes write to (queues, centres, a teacher's weights), for lost steps.
+    """Tensors that a module's forward passes write to (queues, centres, a teacher's weights), for lost steps.
 
-    Normalisation's statistics are left as the lost passes have made them: they count more samples, and nothing else.
-    Frozen parameters are copied from their second change on, so that those of a backbone are in memory once.
+    Normalisation statistics are kept as lost passes left them, because they merely include more samples. Frozen
+    parameters are copied only from their second change on, so that a backbone's parameters are not held twice.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -104,7 +104,7 @@ class WrittenTensors:
         return bool(self._places)
 
     def remember(self) -> list[_Written | None]:
-        """Return what they are now."""
+        """Return a snapshot of the tensors, for :meth:`roll_back`."""
         for number, (holder, name) in enumerate(self._places):
             now, known = holder.get(name), self._known[number]
             if now is None or now.requires_grad or now.is_inference():
@@ -116,7 +116,7 @@ class WrittenTensors:
 
     @torch.no_grad()
     def roll_back(self, before: list[_Written | None]) -> None:
-        """Return to what they were."""
+        """Restore the tensors to a snapshot."""
         for (holder, name), known in zip(self._places, before, strict=True):
             if known is None or known.copied is None:
                 continue
@@ -128,7 +128,7 @@ class WrittenTensors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Written:
-    """A tensor, its count of changes, and its values then."""
+    """Snapshot of a tensor: the tensor, its version counter, and a copy of its values."""
 
     tensor: torch.Tensor
     version: int

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class FiniteWatch:
-    """Watch of one model's gradients on one rank. Gradients are reduced by then, so that all ranks see and do the same.
+    """Watch of one model's gradients on one rank, after their reduction, so that all ranks see and do the same.
 
-    What AMP's scaler finds it leaves out by itself, and none of it comes by here. With a fused optimizer it does: that
-    leaves it out in its own kernels.
+    AMP's scaler skips overflowed updates itself, without calling the optimizer. The exception is a fused optimizer,
+    which the scaler does call, and which skips the update in its own kernels.
 
     Attributes:
-        looks: whether anybody wants to know.
-        skips: whether updates that are not finite are left out.
+        looks: Whether gradients are checked.
+        skips: Whether updates with non-finite gradients are skipped.
     """
 
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
@@ -37,13 +37,13 @@ class FiniteWatch:
     def are_finite(
         self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None, *, scaled: bool = False
     ) -> bool:
-        """True if the gradients to be applied are finite; reports a streak of steps where they are not.
+        """True if the gradients to be applied are finite; reports the start of each streak of non-finite steps.
 
         Args:
-            suspects: ranks with gradients that were not finite when they were reduced, None where all were.
-            scaled: AMP's scaler has asked the optimizer to leave out by itself what is not finite.
+            suspects: Ranks whose gradients were not finite when they were reduced; None if all were finite.
+            scaled: Whether AMP's scaler has asked the optimizer to skip non-finite updates itself.
 
-        Raises NonFiniteGradientsError: it is not, and that is to end the training.
+        Raises NonFiniteGradientsError: A gradient is not finite, and the user has chosen to end training in that case.
         """
         if not self.looks:
             return True
@@ -83,7 +83,7 @@ class FiniteWatch:
         return False
 
     def _grads_are_finite(self, grads: list[torch.Tensor]) -> bool:
-        """True if all gradients are finite; on a GPU, those of earlier steps that it has finished."""
+        """True if all gradients are finite; on a GPU, this may refer to earlier steps that it has finished."""
         if not grads:
             return True
         # On CPUs torch takes 17 times as long for the largest value as for the 2-norm, an eighth of a ResNet's step.
@@ -115,13 +115,13 @@ class FiniteWatch:
 
 
 class LaggingLook:
-    """Delayed reader of a GPU's numbers, for which nobody waits."""
+    """Delayed reader of a GPU's numbers, which never waits for the GPU."""
 
     def __init__(self) -> None:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Receive another number; return whether those before it are finite that the GPU has come to since."""
+        """Add a number; return True if all earlier numbers that the GPU has computed since the last call are finite."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite
@@ -134,7 +134,7 @@ class LaggingLook:
 
 
 def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum, in float32; a model's parameters may be on several devices."""
+    """Return the sum in float32 of numbers that may be on several devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())

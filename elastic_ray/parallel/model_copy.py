@@ -1,4 +1,4 @@
-"""Copies of a model that is trained in a group, its floating-point operations, and the peak of its GPU (torch)."""
+"""Copies of a model that is trained in a group, its floating-point operations, and its GPU's peak (torch)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 
 
 class ModelCopy(torch.nn.Module):
-    """Copy of an ``AdaptiveDataParallel``, as ``copy.deepcopy``, pickle and ``AveragedModel`` make it.
+    """Copy of an ``AdaptiveDataParallel``, as made by ``copy.deepcopy``, pickle and ``AveragedModel``.
 
-    It is called as that, and its state dict has the same names. It belongs to no run: its gradients are not reduced,
-    and no worker but its own knows of it::
+    It is called like the original, and its state dict has the same names. It belongs to no run: its gradients are not
+    reduced, and other workers do not know it::
 
         best = copy.deepcopy(model)
         torch.save(best.state_dict(), "best.pt")
@@ -38,14 +38,14 @@ class ModelCopy(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: a copy reduces no gradients."""
+        """Return a context that does nothing, because a copy reduces no gradients."""
         return nullcontext()
 
 
 def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
-    """Return how to make a copy, as ``__reduce_ex__`` does.
+    """Return the constructor and arguments of a copy, in the form of ``__reduce_ex__``.
 
-    Raises TypeError: parts of the model lie with other workers.
+    Raises TypeError: Other workers hold parts of the model.
     """
     tables = [name for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)]
     if tables or is_sharded_model(module):
@@ -64,10 +64,10 @@ torch.nn.parallel.DistributedDataParallel.register(ModelCopy)
 def describe_model(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, amp: bool, strategy: object = None
 ) -> ModelInfo:
-    """Describe a wrapped model.
+    """Return a description of a wrapped model.
 
     Args:
-        strategy: builder of its synchronisation's strategy; None is plain all-reduce.
+        strategy: Builder of the model's synchronisation strategy; None is plain all-reduce.
     """
     lines = [type(module).__qualname__, type(optimizer).__qualname__, f"amp={amp}"]
     lines += [
@@ -96,7 +96,7 @@ _MOST_SHAPES = 4
 
 
 def peak_of(name: str) -> float | None:
-    """Return the peak of a device [FLOP/s]; None where it is not known."""
+    """Return the peak performance of a device [FLOP/s]; None if unknown."""
     words = name.replace("-", " ").split()
     for known, peak in PEAK_FLOPS.items():
         if all(word in words for word in known.split()):
@@ -105,10 +105,10 @@ def peak_of(name: str) -> float | None:
 
 
 class ForwardFlops:
-    """Counts a model's operations, once for each shape of its first argument, of which a few tell all.
+    """Counter of a model's operations, which counts once per shape of its first argument, for the first few shapes.
 
     Attributes:
-        per_sample: of one sample's forward pass, by the latest shape counted; None before one was.
+        per_sample: Operations of one sample's forward pass, for the latest shape counted; None before the first.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class ForwardFlops:
         self._shapes: set[tuple[int, ...]] = set()
 
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the module's forward pass, counted where its shape is new."""
+        """Run the module's forward pass, counting its operations if the shape is new."""
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
         shape = tuple(first.shape) if first is not None else ()
         if not shape or shape in self._shapes or len(self._shapes) >= _MOST_SHAPES:

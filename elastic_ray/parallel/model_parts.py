@@ -1,4 +1,4 @@
-"""Parts of a wrapped model that is replicated on all ranks, or sharded among them, and its optimizers (torch)."""
+"""Components of a wrapped model that is replicated on all ranks or sharded among them, and its optimizers (torch)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Optimizer], torch.optim.Optimizer]:
-    """Return the optimizers that ``AdaptiveDataParallel`` was given for a model, and the same as one.
+    """Return the optimizers that were given for a model, and one optimizer that stands for all of them.
 
     Raises:
-        TypeError: there is none, or something else.
-        ValueError: several of them step one parameter.
+        TypeError: An optimizer is missing, or of the wrong type.
+        ValueError: Several optimizers step one parameter.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in given:
@@ -66,7 +66,7 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
 
 
 def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
-    """Return schedulers by the optimizer that they set the rates of; those that do not tell are the first's."""
+    """Return, for each optimizer, the schedulers that set its rates; the first gets those without an ``optimizer``."""
     found: list[list[Any]] = [[] for _ in optimizers]
     places = {id(each): number for number, each in enumerate(optimizers)}
     for scheduler in given if isinstance(given, (list, tuple)) else [given]:
@@ -78,18 +78,18 @@ def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> li
 def joint_noise(
     whole: NoiseScale | None, parts: Sequence[tuple[Sequence[NoiseScale | None], int]]
 ) -> NoiseScale | None:
-    """Return the noise scale of a model whose optimizers are measured in units of their own.
+    """Return the noise scale of a model whose optimizers are measured in different units.
 
-    None before there is an estimate.
+    Return None before there is an estimate.
 
-    Each optimizer's parameters count by their number of elements n, in units where the gradient of one batch has the
-    squared norm n, as Adam's preconditioned one has::
+    Each optimizer's parameters are weighted by their number of elements n, in units in which the gradient of one batch
+    has the squared norm n, as Adam's preconditioned gradient does::
 
         sqr = sum n_i sqr_i / (sqr_i + var_i),    var = sum n_i var_i / (sqr_i + var_i)
 
     Args:
-        whole: of all parameters together, which is it where there is one optimizer.
-        parts: noise scale of each parameter group of an optimizer, and how many elements it steps.
+        whole: Noise scale of all parameters together, which is the result if there is one optimizer.
+        parts: For each optimizer, the noise scales of its parameter groups and the number of elements that it steps.
     """
     if len(parts) == 1 or whole is None:
         return whole
@@ -104,11 +104,11 @@ def joint_noise(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptModel:
-    """A model that is kept on all ranks.
+    """Components that keep one model synchronised on all ranks.
 
     Attributes:
-        optimizers: by optimizer, what votes on updates and makes them.
-        measured: by optimizer, carries out an update, and tells the statistics how far it moves the parameters.
+        optimizers: For each optimizer, the object that votes on updates and makes them.
+        measured: For each optimizer, a function that runs an update and measures how far it moves the parameters.
     """
 
     sync: GradientEngine | ShardedGradients
@@ -119,11 +119,11 @@ class KeptModel:
 
 
 class ModelParts:
-    """Builder of the parts of one wrapped model, replicated or sharded.
+    """Builder of the components of one wrapped model, replicated or sharded.
 
     Args:
-        optimizer: steps them; a ``JointOptimizer`` of several.
-        number: of the model, in the order in which the loop wraps them.
+        optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
+        number: Number of the model, in order of wrapping.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class ModelParts:
     def replicated(
         self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
-        """Keep the model whole on each rank.
+        """Return the components of a model that is replicated on each rank.
 
         Args:
-            grad_scale: AMP's present loss scale, 1 without AMP.
-            check_finite: whether to find out on which ranks gradients are NaN or infinite.
+            grad_scale: Returns AMP's current loss scale, 1 without AMP.
+            check_finite: Whether to find out which ranks have NaN or infinite gradients.
             scaler: AMP's ``GradScaler``; None without AMP.
         """
         run, module, optimizer = self._run, self._module, self._optimizer
@@ -194,11 +194,11 @@ class ModelParts:
         return KeptModel(sync, parts, each_measured, ModuleState(module), states)
 
     def sharded(self) -> KeptModel:
-        """Return the parts of a sharded model.
+        """Return the components of a sharded model.
 
         Raises:
-            ValueError: its modules were sharded with different ``shard_size``.
-            StrategyError: the model has a sharded table as well, or its optimizer is not element-wise; or parameters or
+            ValueError: Modules of the model were sharded with different values of ``shard_size``.
+            StrategyError: The model also has a sharded table, its optimizer is not element-wise, or parameters or
                 settings of its sharded modules were replaced.
         """
         # Torch's side of it takes a second to load, which models that are not sharded need not wait for.

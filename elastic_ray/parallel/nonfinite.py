@@ -1,4 +1,4 @@
-"""Non-finite gradients and parameters: the errors, and what a job does about them (pure)."""
+"""Non-finite gradients and parameters: the errors, and the choices of how to handle them (pure)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class NonFiniteGradientsError(FloatingPointError):
 
 
 class NonFiniteParametersError(FloatingPointError):
-    """Error raised if the train function returns with NaN or infinite parameters: such a job is no success."""
+    """Error raised if the train function returns with NaN or infinite parameters, so that the job does not succeed."""
 
 
 def check_choice(nonfinite: object) -> str:
     """Check the user's choice for non-finite gradients and return it.
 
-    Raises ValueError: it is none of ``NONFINITE``.
+    Raises ValueError: The choice is not one of ``NONFINITE``.
     """
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, but got {nonfinite!r}")
@@ -26,7 +26,7 @@ def check_choice(nonfinite: object) -> str:
 
 
 def describe_gradients(model: int, step: int, ranks: Sequence[int], nonfinite: str) -> str:
-    """Return a sentence for people; ``ranks`` where they came from, empty where nobody knows."""
+    """Return a message about non-finite gradients; ``ranks`` are the ranks of origin, empty if unknown."""
     where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     done = {"skip": "the update was left out", "raise": "training ends"}.get(nonfinite, "they were applied")
     return f"gradients of model {model} were NaN or infinite{where} in step {step}; {done}"

@@ -1,9 +1,9 @@
-"""A wrapped model that runs out of memory: its step is lost, and the loop continues so that it is drawn again (torch).
+"""Handling of a wrapped model that runs out of memory: its step is lost and its batch drawn again (torch).
 
-An exception would leave the user's loop, which only a job can begin anew. So what fails here is caught where it is
-raised: in the model's forward, in ``backward()`` and in ``optimizer.step()``. User code then has results of the right
-shape, with gradients that are zero and an optimizer that does not step, and the loader draws the step again with
-smaller micro-batches. What user code computes itself between these (a loss) raises, as everywhere.
+An exception would leave the user's loop, which only a job can restart. Errors are therefore caught where they are
+raised: in the model's forward, in ``backward()`` and in ``optimizer.step()``. User code then gets results of the right
+shape, zero gradients and an optimizer that does not step, and the loader draws the batch again in smaller
+micro-batches. Errors in the user's own computations in between (a loss) are raised as usual.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
-    """Return an output for a lost step: that of ``module``, through which ``params`` get gradients of zero.
+    """Return an output of ``module`` for a lost step, through which ``params`` get zero gradients.
 
     Raises:
-        torch.OutOfMemoryError: not even one sample at once fits, or the arguments cannot be cut.
+        torch.OutOfMemoryError: Not even a single sample fits, or the arguments cannot be split.
     """
     output = in_parts(module, args, kwargs, exact=False)
     leaves, spec = tree_flatten(output)
@@ -32,14 +32,14 @@ def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequenc
 
 
 def in_parts(module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool) -> Any:
-    """Return the output of ``module`` without a graph, a part of the samples at a time: half of them, a quarter, ...
+    """Return the output of ``module`` without a graph, computed in parts of half the samples, a quarter, and so on.
 
     Args:
-        exact: the output must be that of all samples at once. Then numbers are refused, as a mean over samples, which
-            else are the mean over the parts.
+        exact: Whether the output must equal that for all samples at once. If so, scalar outputs such as a mean over
+            samples are refused; otherwise they are averaged over the parts.
 
     Raises:
-        torch.OutOfMemoryError: not even one sample fits, or arguments or output cannot be cut.
+        torch.OutOfMemoryError: Not even one sample fits, or arguments or output cannot be split.
     """
     leaves, spec = tree_flatten((args, kwargs))
     samples = next((len(each) for each in leaves if isinstance(each, Tensor) and each.dim() > 0), 0)
@@ -67,7 +67,7 @@ def _called(module: torch.nn.Module, given: Any) -> Any:
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """Join the outputs of all parts into one."""
+    """Return the outputs of all parts, joined into one."""
     flat = [tree_flatten(each) for each in outputs]
     return tree_unflatten(
         [_join(column, sizes, exact=exact) for column in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
@@ -75,7 +75,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any
 
 
 def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """Join what all parts have returned at one place of their outputs."""
+    """Return the joined value of one leaf of all parts' outputs."""
     if all(_is_of(each, size) for each, size in zip(column, sizes, strict=True)):
         return torch.cat(list(column))
     if exact and column[0] is not None:
@@ -96,17 +96,17 @@ def _is_real(value: Any) -> bool:
 
 
 class _Lost(torch.autograd.Function):
-    """Identity of a tensor through which some parameters get gradients of zero."""
+    """Identity of a tensor through which some parameters get zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor unchanged."""
         ctx.save_for_backward(*params)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return zeros, which take no memory of their own."""
+        """Return zeros that occupy no memory."""
         return None, *(each.new_zeros(()).expand(each.shape) for each in ctx.saved_tensors)
 
 
@@ -117,7 +117,7 @@ def give_zero_gradients(params: Sequence[Tensor]) -> None:
 
 
 class Untouched:
-    """Check whether a failed optimizer has changed anything."""
+    """Check of whether a failed optimizer step has changed anything."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
         self._optimizer, self._had = optimizer, set(optimizer.state)
@@ -125,7 +125,7 @@ class Untouched:
         self._versions = [(each, each._version) for each in (*params, *held)]
 
     def undo(self) -> bool:
-        """Discard states that it has begun to make; False if it has changed a parameter, or a state that there was."""
+        """Discard states that the optimizer has created; False if it has changed a parameter or an existing state."""
         if any(each._version != version for each, version in self._versions):
             return False
         for param in set(self._optimizer.state) - self._had:

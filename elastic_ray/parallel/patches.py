@@ -1,4 +1,4 @@
-"""Methods of the user's optimizer, scheduler and scaler, and the backward pass, routed through ours (torch)."""
+"""Patches of the user's optimizer, scheduler and scaler, and of the backward pass (torch)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class DividedOptimizer(Protocol):
-    """State of an optimizer that is divided among the ranks."""
+    """Protocol of an optimizer whose state is divided among the ranks."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Return all states by parameter on rank 0; None where this rank has all. Called on every rank."""
+        """Return all states keyed by parameter on rank 0; None if this rank already has all. Called on every rank."""
 
     def loaded(self) -> None:
-        """Accept the whole states that were loaded into the optimizer."""
+        """Adopt the whole states that were loaded into the optimizer."""
 
 
 _installed = False  # the watch of backward passes
@@ -38,7 +38,7 @@ SCHEDULES = ("progress", "steps", SEESAW)
 
 
 def watch_backward() -> None:
-    """Have a backward pass of a wrapped model that runs out of memory lose its step, instead of raising."""
+    """Patch backward so that a wrapped model that runs out of memory loses its step instead of raising."""
     global _installed
     if _installed:
         return
@@ -62,9 +62,9 @@ def watch_backward() -> None:
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
-    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, visibly the same method to others.
+    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, keeping name and signature.
 
-    It stays a bound method: schedulers that are made later take it apart.
+    It stays a bound method, because schedulers that are created later inspect it.
     """
     original = optimizer.step
 
@@ -88,7 +88,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
 
 
 def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
-    """Have ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the whole of a divided state."""
+    """Patch ``optimizer.state_dict`` to return, and ``load_state_dict`` to accept, the whole of a divided state."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 
     @functools.wraps(give)
@@ -113,16 +113,16 @@ def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer
 
 
 def check_schedule(schedule: Any) -> None:
-    """Raise ValueError unless this is a way for schedulers to count."""
+    """Raise ValueError unless this is a known way for schedulers to count."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {schedule!r}")
 
 
 def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> None:
-    """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them.
+    """Patch a scheduler that steps with every batch to count optimizer steps instead of micro-steps.
 
-    By ``"progress"`` a step counts as often as steps of the initial batch take as many samples; a call with arguments
-    (a metric, an epoch) is one all the same.
+    With ``"progress"``, a step counts as the number of initial-batch steps with the same samples. A call with arguments
+    (a metric, an epoch) always counts as one.
     """
     if not hasattr(scheduler, "step"):
         return
@@ -157,7 +157,7 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return functions that capture and restore a scaler's scale; neither waits for the GPU that it is on."""
+    """Return functions that capture and restore a scaler's scale, neither of which waits for the scale's GPU."""
     return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
 
 
@@ -170,7 +170,7 @@ def _unread_scale(scaler: Any) -> Any:
 
 
 def _take_back_scale(scaler: Any, kept: Any) -> None:
-    """Have a scaler continue from a scale that it had."""
+    """Restore a scale that a scaler had before."""
     if isinstance(kept, tuple):
         for present, before in zip((scaler._scale, scaler._growth_tracker), kept, strict=True):
             present.copy_(before)
@@ -179,14 +179,14 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
 
 
 def patch_scaler(scaler: Any, run: Run) -> None:
-    """Have a scaler know accumulation, and the other workers of a unit."""
+    """Patch a scaler to account for accumulation, and for the other workers of a unit."""
     _keep_scale_while_accumulating(scaler, run.ledger)
     if run.unit is not None and scaler.is_enabled():
         _agree_on_overflow(scaler, run.unit)
 
 
 def _keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
-    """Keep the loss scale constant while gradients accumulate: it changes with optimizer steps only."""
+    """Keep the loss scale constant while gradients accumulate, so that it changes only with optimizer steps."""
     original = type(scaler).update
 
     @functools.wraps(original)
@@ -200,7 +200,7 @@ def _keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
 
 
 def _agree_on_overflow(scaler: Any, unit: UnitGroup) -> None:
-    """Leave an update out on all workers of a unit where the gradients of one have overflowed; of parts of tensors."""
+    """Skip an update on all workers of a unit if gradients overflowed on any of them, checking each worker's part."""
     original = type(scaler)._unscale_grads_
 
     @functools.wraps(original)
@@ -224,13 +224,13 @@ def _agree_on_overflow(scaler: Any, unit: UnitGroup) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
-    """An optimizer's parameters, as a scaler reads them."""
+    """Parameters of an optimizer in the form that a scaler reads."""
 
     param_groups: list[dict[str, Any]]
 
 
 def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` when the scaler has stepped this optimizer, or left the step out by itself."""
+    """Call ``then`` after the scaler has stepped this optimizer or skipped the step."""
     original = type(scaler).step
 
     @functools.wraps(original)
@@ -244,9 +244,9 @@ def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[],
 
 
 def _override(target: Any, **methods: Any) -> None:
-    """Give one object other methods: by a class of its own, since a scheduler's attributes go into its state dict.
+    """Override methods of one object by changing its class, because a scheduler's attributes enter its state dict.
 
-    Its copies, and what is pickled of it, are of the class that it had.
+    Copies and pickles of the object have its original class.
     """
     kind = type(target)
     before: Any = kind.__reduce_ex__
@@ -260,9 +260,9 @@ def _override(target: Any, **methods: Any) -> None:
 
 
 def complete(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that leaves ``Optimizer.__init__`` out, as some Lookaheads do, the hooks of torch.
+    """Add torch's hooks to an optimizer that does not call ``Optimizer.__init__``, as some Lookaheads do not.
 
-    Raises TypeError: it lacks what every optimizer has; the message names it.
+    Raises TypeError: The optimizer lacks an attribute that every optimizer has; the message names it.
     """
     missing = [name for name in ("param_groups", "state", "defaults") if not hasattr(optimizer, name)]
     if missing:
@@ -275,7 +275,7 @@ def complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers that another one keeps as attributes and that have a state of their own, by attribute."""
+    """Return the optimizers that another one holds as attributes and that have separate state, keyed by attribute."""
     return {
         name: each
         for name, each in vars(optimizer).items()
@@ -311,9 +311,9 @@ def evaluated(
 ) -> tuple[Any, dict[str, Any]]:
     """Call a closure once before the update; return its value, and the arguments for the optimizer's own step.
 
-    The gradients are then those of the whole group when it is decided whether they are applied, and at what rate.
+    The gradients are then those of the whole group when ranks decide whether to apply them, and at what rate.
 
-    Raises ValueError: the optimizer calls it several times, or after it has moved parameters; from its step.
+    Raises ValueError: The optimizer calls the closure several times, or after moving parameters; raised in its step.
     """
     with torch.enable_grad():
         value = closure()
@@ -321,7 +321,7 @@ def evaluated(
 
 
 class _Once:
-    """Stand-in for a closure that has been called: returns its value at the first call."""
+    """Stand-in for a closure that was already called; returns its value at the first call."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, value: Any) -> None:
         self._value, self._asked = value, False
@@ -350,9 +350,9 @@ _NOT_GIVEN = (
 
 
 def check_scaler(run: Run) -> None:
-    """Check whether an enabled scaler that no state of the run holds has called the optimizer's step.
+    """Check that any enabled scaler calling the optimizer's step is part of the run's state.
 
-    Raises RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
+    Raises RuntimeError: It is not, and the group may change. Otherwise the job's user is warned.
     """
     frame = sys._getframe(1)
     for _ in range(_NEAR):

@@ -1,4 +1,4 @@
-"""Refusals of ``AdaptiveDataParallel``, with the way out (torch)."""
+"""Checks that refuse unsupported arguments of ``AdaptiveDataParallel``, naming the alternative (torch)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_COMMUNICATION_HOOK = (
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for keyword arguments that are DistributedDataParallel's, or nobody's."""
+    """Raise TypeError for keyword arguments of DistributedDataParallel, and for unknown ones."""
     for name in options:
         if name in _OF_DDP:
             raise TypeError(f"AdaptiveDataParallel has no {name}=, which is DistributedDataParallel's: {_OF_DDP[name]}")
@@ -73,9 +73,9 @@ def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
 
 
 def check_stragglers(response: Any) -> StragglerConfig:
-    """Check the response to slow workers that a run without a trainer asks for.
+    """Check the response to slow workers that a run without a trainer requests.
 
-    Raises ValueError: there is no such response, or only a trainer can give it.
+    Raises ValueError: The response is unknown, or requires a trainer.
     """
     if response == "replace":
         raise ValueError(
@@ -89,7 +89,7 @@ def check_stragglers(response: Any) -> StragglerConfig:
 
 
 def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
-    """Warn that under a trainer the job's configuration decides, if that does less than the loop asks for."""
+    """Warn that under a trainer the job's configuration decides, if it does less than the loop requests."""
     if lacking:
         logger.warning(
             "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "
@@ -100,7 +100,7 @@ def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
 
 
 def refuse_wrapped(module: torch.nn.Module, own: type) -> None:
-    """Raise TypeError for a model that a wrapper trains on several devices already; ``own`` is our wrapper."""
+    """Raise TypeError for a model that a multi-device wrapper already trains; ``own`` is our wrapper."""
     name = type(module).__name__
     if isinstance(module, own):
         raise TypeError(f"module must be a plain model, but got one that is wrapped in {name} already")
@@ -123,7 +123,7 @@ def refuse_lazy(module: torch.nn.Module) -> None:
 
 
 def refuse_graphed(module: torch.nn.Module) -> None:
-    """Raise ValueError for modules whose CUDA graph was captured with the batch of one size of the group."""
+    """Raise ValueError for modules whose CUDA graph was captured for one batch shape."""
     for name, each in module.named_modules():
         forward = getattr(vars(each).get("forward"), "__qualname__", "")
         if forward.startswith(torch.cuda.make_graphed_callables.__qualname__ + "."):
@@ -135,7 +135,7 @@ def refuse_graphed(module: torch.nn.Module) -> None:
 
 
 def refuse_left_out(module: torch.nn.Module) -> None:
-    """Raise ValueError for parameters and buffers that torch's wrapper was told to leave to each rank."""
+    """Raise ValueError for parameters and buffers that DistributedDataParallel was told to ignore."""
     names = sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     if names:
         raise ValueError(
@@ -146,7 +146,7 @@ def refuse_left_out(module: torch.nn.Module) -> None:
 
 
 def refuse_steps_in_backward(module: torch.nn.Module) -> None:
-    """Raise ValueError for hooks on gradients that hold an optimizer, to step it before gradients are averaged."""
+    """Raise ValueError for gradient hooks that hold an optimizer, because they would step it before averaging."""
     for name, param in module.named_parameters():
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
             if any(isinstance(value, torch.optim.Optimizer) for value in _reach(hook)):
@@ -154,7 +154,7 @@ def refuse_steps_in_backward(module: torch.nn.Module) -> None:
 
 
 def bounded_tables(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return embedding layers with ``max_norm``, by name."""
+    """Return embedding layers with ``max_norm``, keyed by name."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {
         name or type(layer).__name__: layer
@@ -164,11 +164,11 @@ def bounded_tables(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -> None:
-    """Raise ValueError for tables with ``max_norm`` that several workers train.
+    """Raise ValueError for trained tables with ``max_norm`` if there are several workers.
 
     Args:
-        tables: as :func:`bounded_tables` finds them.
-        workers: of the group, now or ever.
+        tables: The result of :func:`bounded_tables`.
+        workers: Number of workers of the group, now or later.
     """
     for name, layer in tables.items() if workers > 1 else ():
         if layer.weight.requires_grad:
@@ -181,7 +181,7 @@ def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -
 
 
 def _reach(hook: Any) -> Iterator[Any]:
-    """Yield what a hook refers to by name, with the contents of dicts and lists among it."""
+    """Yield the objects to which a hook refers by name, including the contents of dicts and lists."""
     try:
         found = inspect.getclosurevars(inspect.unwrap(getattr(hook, "__func__", hook)))
     except (TypeError, ValueError):  # a callable object, or written in C
@@ -197,7 +197,7 @@ def _reach(hook: Any) -> Iterator[Any]:
 
 
 def refuse_divided_by_torch(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for torch's ZeroRedundancyOptimizer, whose shards know one group of ranks."""
+    """Raise ValueError for torch's ZeroRedundancyOptimizer, whose shards belong to one fixed group of ranks."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(
             "ZeroRedundancyOptimizer divides its state among the ranks of one group, and workers that leave take their "

@@ -1,4 +1,4 @@
-"""A model's learning-rate schedulers: they travel, a lost step takes them back, and none may be left out (torch)."""
+"""Learning-rate schedulers of a model: sent to joiners, rolled back with lost steps, and never omitted (torch)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Schedulers:
     """Schedulers of one model's optimizer.
 
     Args:
-        name: tells the optimizer apart from others of the run.
-        schedule: what those count that step with every batch.
+        name: Distinguishes the optimizer from others of the run.
+        schedule: Unit in which schedulers that step with every batch count.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Schedulers:
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
 
     def _look_at_loaded(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Remember that a loaded state may tell of a scheduler that was there when it was saved."""
+        """Record that a loaded optimizer state may show traces of a scheduler that existed when it was saved."""
         self._rates_were_loaded |= not self._has_initial_rates()
 
     def _has_initial_rates(self) -> bool:
         return any("initial_lr" in group for group in self._optimizer.param_groups)
 
     def _check(self) -> None:
-        """Refuse a scheduler that is not known. Raises ValueError: there is one."""
+        """Raise ValueError if the optimizer has a scheduler that was not passed to the wrapper."""
         unknown = not self._known and not self._rates_were_loaded and self._has_initial_rates()
         known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
         strangers, made = self._strangers(known)
@@ -96,7 +96,7 @@ class Schedulers:
             )
 
     def _strangers(self, known: Sequence[int]) -> tuple[list[str], bool]:
-        """Return names of schedulers that no state of the run holds, and whether any was made; in a job alone."""
+        """Return names of schedulers that no state of the run holds, and whether any was made (checked only in a job)."""
         made = self._run.optimizers.schedulers_of(self._optimizer) if self._run.elastic else ()
         strange = [each for each in made if id(each) not in known and not self._run.states.holds(each)]
         return [type(each).__name__ for each in strange], bool(made)
@@ -110,9 +110,9 @@ class Schedulers:
 
 
 def _with_inner(scheduler: Any) -> list[Any]:
-    """Return a scheduler, and those that it holds.
+    """Return a scheduler and all schedulers nested in it.
 
-    ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others.
+    These occur in ``SequentialLR``, ``ChainedScheduler``, warm-ups and third-party wrappers.
     """
     found, seen, waiting = list[Any](), set[int](), [scheduler]
     while waiting:
@@ -140,13 +140,13 @@ class LearningRates:
     """Learning rates of one optimizer, scaled by a rule around each step.
 
     Args:
-        optimizer: whose rates user code and schedulers set.
-        rule: as of ``AdaptiveDataParallel(scaling_rule=...)``.
-        noise: gives the noise of each parameter group, as far as it is known.
-        held: factors of the step before where they follow the noise, which all ranks share; changed in place.
-        adam_steps: as of ``NoiseTracker``, likewise.
+        optimizer: Optimizer whose rates user code and schedulers set.
+        rule: As in ``AdaptiveDataParallel(scaling_rule=...)``.
+        noise: Returns the noise of each parameter group, None if unknown.
+        held: Factors of the previous step if they depend on the noise. All ranks share them; changed in place.
+        adam_steps: As in ``NoiseTracker``; also shared and changed in place.
 
-    Raises TypeError, ValueError: there is no such rule.
+    Raises TypeError, ValueError: The rule does not exist.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class LearningRates:
         """Set rates for a batch of ``scale`` x the initial one.
 
         Args:
-            scale: global / initial batch size.
-            has_statistics: whether the strategy gives gradient statistics, without which no rule holds by default.
+            scale: Global / initial batch size.
+            has_statistics: Whether the strategy provides gradient statistics, without which the default rule is off.
 
-        Returns the rates before, for :meth:`restore`; None where they are as they were.
+        Returns the previous rates, for :meth:`restore`; None if they are unchanged.
         """
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor
@@ -222,14 +222,14 @@ class LearningRates:
             group.update(options)
 
     def _count(self, steps: list[float], scale: float) -> None:
-        """The optimizer is about to step at this scale; steps that it came with were at the initial batch."""
+        """Count an optimizer step at this scale; steps made before wrapping count as steps at the initial batch."""
         if not steps[0]:
             made = next((float(s["step"]) for s in self._optimizer.state.values() if "step" in s), 0.0)
             steps[:] = made, made, 1.0
         steps[:] = steps[0] + 1.0, steps[1] + scale, steps[2]
 
     def _remember(self, steps: list[float], scale: float, factor: float) -> None:
-        """Add this step to the noise that second moments hold."""
+        """Add this step to the record of noise in the second moments."""
         beta2 = next(float(each["betas"][1]) for each in self._optimizer.param_groups if is_adam_group(each))
         steps[2] = remembered(steps[2], beta2, steps[1], scale, factor)
 
@@ -243,7 +243,7 @@ class LearningRates:
 
 
 def policies_of(schedule: str) -> list[Policy]:
-    """Return the policies that a schedule takes."""
+    """Return the policies that a schedule requires."""
     return [Seesaw()] if schedule == SEESAW else []
 
 
@@ -252,7 +252,7 @@ def rules_of(
 ) -> list[ScalingRule | str | None]:
     """Return the rule of each optimizer.
 
-    Raises ValueError: the schedule sets the rates and so does the rule, or no optimizer has what it is about.
+    Raises ValueError: Both the schedule and the rule set the rates, or the rule applies to no optimizer.
     """
     if schedule == SEESAW:
         if rule is not None:
@@ -272,9 +272,9 @@ def rules_of(
 
 
 def check_readable(scheduler: Any) -> None:
-    """Refuse a scheduler whose factor is no pure function of progress.
+    """Check that a scheduler's factor is a pure function of progress.
 
-    Raises ValueError: it goes by a metric, or gives another factor each time it is asked.
+    Raises ValueError: The factor depends on a metric, or changes from call to call.
     """
     for each in _with_inner(scheduler):
         why = ""
@@ -292,18 +292,18 @@ def check_readable(scheduler: Any) -> None:
 
 
 def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer keeps a running mean of squared gradients by a beta2."""
+    """True if the optimizer keeps a running mean of squared gradients by a beta2."""
     return not isinstance(optimizer, torch.optim.Adamax) and any(map(is_adam_group, optimizer.param_groups))
 
 
 def is_adam_group(group: dict[str, Any]) -> bool:
-    """Return True if a parameter group has a beta2 in (0, 1) and an eps, which Lion, for example, has not."""
+    """True if a parameter group has a beta2 in (0, 1) and an eps, unlike that of Lion, for example."""
     betas = group.get("betas")
     return "eps" in group and isinstance(betas, tuple | list) and len(betas) == 2 and 0.0 < float(betas[1]) < 1.0
 
 
 def _scaled_options(group: dict[str, Any], scale: float, factor: float, steps: Sequence[float]) -> dict[str, Any]:
-    """Return a group's options for this scale, the learning rate among them."""
+    """Return a group's options for this scale, including the learning rate."""
     made, initial, held = steps
     correction = bias_correction(float(group["betas"][1]), made, initial, scale)
     if abs(correction - 1.0) < _SETTLED:

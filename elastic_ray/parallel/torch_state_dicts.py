@@ -1,9 +1,9 @@
-"""Functions of ``torch.distributed.checkpoint.state_dict`` on models whose state lies with several ranks (torch).
+"""Support for ``torch.distributed.checkpoint.state_dict`` on models whose state several ranks hold (torch).
 
-They know of no group that changes. So they would give a part of the state as if it were the whole on all ranks but the
-first, step an optimizer whose state they do not find in ``optimizer.state``, and look for a default process group.
-Programs import these functions by name, before a model is wrapped or after, so the parts that they call are replaced:
-at once, or when the module is imported, which takes half a second.
+Torch's functions do not support groups that change. They would return a part of the state as the whole on all ranks
+but the first, step an optimizer whose state is not in ``optimizer.state``, and look for a default process group.
+Programs import these functions by name, before or after a model is wrapped. Therefore the internal functions that they
+call are replaced: at once, or when the module is imported (importing it takes half a second).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] 
 
 
 def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
-    """Have torch's functions know a model, its wrapper and its optimizer, of whose state ranks hold parts."""
+    """Register a model, its wrapper and its optimizer, whose state ranks divide, with torch's functions."""
     sharded = isinstance(divided, ShardedOptimizer)
     for each in wrapper.modules():
         if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):
@@ -55,7 +55,7 @@ class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     _loader: Any = None
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Find the module without this one."""
+        """Return the module's specification, with this importer as its loader."""
         if fullname != _FUNCTIONS:
             return None
         sys.meta_path.remove(self)
@@ -66,7 +66,7 @@ class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_file_location(fullname, spec.origin, loader=self)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Execute it, and replace its parts."""
+        """Execute the module and replace its functions."""
         self._loader.exec_module(module)
         _replace_parts(module)
 
@@ -79,7 +79,7 @@ def _replace_parts(functions: types.ModuleType) -> None:
 
 
 def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
-    """Return whole parameters, on the ranks that torch promises them to."""
+    """Return whole parameters, on the ranks on which torch documents them."""
     name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
     if info.handle_model:
         _check_served(name, model)
@@ -91,7 +91,7 @@ def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) ->
 
 
 def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, info: Any) -> Any:
-    """Return whole states, on the ranks that torch promises them to."""
+    """Return whole optimizer states, on the ranks on which torch documents them."""
     ours = _known(optimizers)
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, info)
@@ -103,14 +103,14 @@ def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimize
 
 
 def _init_optimizer(theirs: Callable[[Any], None], optimizer: torch.optim.Optimizer) -> None:
-    """Make first states as torch does, but by no step of an optimizer whose states are not in ``optimizer.state``."""
+    """Create initial states as torch does, unless the optimizer's states are not in ``optimizer.state``."""
     (divided,) = _known((optimizer,)) or (None,)
     if divided is None or not (isinstance(divided, ShardedOptimizer) or divided.divided):
         theirs(optimizer)
 
 
 def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
-    """Load whole parameters; those of rank 0 if it is to share them."""
+    """Load whole parameters, from rank 0 with ``broadcast_from_rank0``."""
     name = "set_state_dict()" if info.handle_optim else "set_model_state_dict()"
     if info.handle_model:
         _check_served(name, model)
@@ -126,7 +126,7 @@ def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: 
 def _load_optimizers(
     theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any
 ) -> Any:
-    """Load whole states; those of rank 0 if it is to share them."""
+    """Load whole optimizer states, from rank 0 with ``broadcast_from_rank0``."""
     ours = _known(optimizers)
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, state_dict, info)
@@ -152,9 +152,9 @@ def _known(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
 
 
 def _as_given(info: Any) -> Any:
-    """Return the options of loading whole tensors that each rank has.
+    """Return options for loading whole tensors that each rank already has.
 
-    Torch would divide them over a mesh of its own.
+    Torch would otherwise divide them over its own mesh.
     """
     return dataclasses.replace(info, full_state_dict=False, broadcast_from_rank0=False)
 
@@ -162,7 +162,7 @@ def _as_given(info: Any) -> Any:
 def _shared(state: Any, info: Any) -> Any:
     """Share rank 0's state: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all ranks get it.
 
-    Raises CommunicationFailedError: rank 0 is lost, and with it the whole.
+    Raises CommunicationFailedError: Rank 0, the only holder of the whole state, is lost.
     """
     first = current_session().rank == 0
     if info.full_state_dict and info.cpu_offload:
@@ -174,13 +174,13 @@ def _shared(state: Any, info: Any) -> Any:
 
 
 def _of_rank_zero(state_dict: Any) -> Any:
-    """Return the state that rank 0 was given, in a dict that torch may change."""
+    """Return the state that rank 0 was given, in a dict that torch may modify."""
     found = broadcast(state_dict if current_session().rank == 0 else {})
     return state_dict if current_session().world_size == 1 else found
 
 
 def _check_served(name: str, model: torch.nn.Module) -> None:
-    """Raise RuntimeError for a module whose state torch would find in part only, or not at all."""
+    """Raise RuntimeError for a module of whose state torch would find only a part, or nothing."""
     if model in _REFUSED:
         which, way_out = _REFUSED[model]
         raise RuntimeError(f"{name} of a {type(model).__name__} {which} is not supported: {way_out}")

@@ -97,45 +97,48 @@ class OptimizerSteps:
 
 
 class AdaptiveDataParallel(torch.nn.Module):
-    """Wrapper that replicates ``module`` over the job's workers, as ``DistributedDataParallel`` does.
+    """Wrapper that replicates ``module`` over the job's workers, like ``DistributedDataParallel``.
 
-    Gradients are averaged over all samples of the step when ``backward()`` returns. ``optimizer.step()`` keeps its
-    meaning, with learning rates scaled for the present batch size; it does nothing while gradients are accumulated,
-    and for a step that a failure has voided. Parameters, optimizer state and whatever else is given here reach every
-    worker that joins later. Buffers (BatchNorm statistics) are each worker's
-    own within an epoch and averaged (integers: rank 0's) at the end of a loader's pass and when the group changes.
+    Gradients are averaged over all samples of the step when ``backward()`` returns. ``optimizer.step()`` works as
+    usual, with learning rates scaled for the current batch size. It does nothing while gradients are accumulated, or in
+    a step that a failure has voided. Parameters, optimizer state and all other objects given here are sent to every
+    worker that joins later. Each worker has its own buffers (BatchNorm statistics) within an epoch. They are averaged
+    (integers: copied from rank 0) at the end of a loader's pass and when the group changes.
 
-    The module's state dict has the prefix ``module.``, as DDP's. Wrap before the first epoch, on every worker alike.
+    The module's state dict has the prefix ``module.``, as in DDP. Wrap before the first epoch, identically on every
+    worker.
 
     Args:
-        module: the model, on its device.
-        optimizer: optimizer of this model's parameters; or several, each with parameters of its own (Muon beside
-            AdamW), which the loop calls once a step in the same order on every worker. One wrapper for each model.
-        lr_scheduler: scheduler (or several) of these optimizers; needed where there is one.
-        schedule: count of a scheduler that steps with every batch: ``"progress"`` in steps of the initial batch, so
-            that a decay ends where it should, or optimizer ``"steps"``. ``"seesaw"`` is ``"progress"`` that turns
-            decays into growth of the batch (``adaptation.policies.seesaw``).
-        grad_scaler: AMP's ``GradScaler``, where there is one; the statistics need its scale.
-        scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``, ``"adam"``,
-            ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
-            The default is AdaScale, for optimizers of Adam's kind its square root; ``"none"`` where the strategy
-            averages models. User code and schedulers set the rates at the initial batch size.
-        nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
-            rank they came up: ``"warn"`` reports them and applies them as PyTorch would, ``"skip"`` leaves such updates
-            out on all ranks, ``"raise"`` ends the training. Unless it is ``"ignore"``, a train function that returns
-            with parameters that are not finite fails.
-        strategy: a name (``"all_reduce"``, ``"powersgd"``, ... see ``elastic_ray.sync``), a builder, a ``Strategy``, or
+        module: The model, on its device.
+        optimizer: Optimizer of this model's parameters, or several with separate parameters (Muon and AdamW, say). The
+            loop must call each once per step, in the same order on every worker. Use one wrapper per model.
+        lr_scheduler: Scheduler (or several) of these optimizers; required if one is used.
+        schedule: Unit in which a scheduler that steps with every batch counts: ``"progress"`` in steps of the initial
+            batch, so that a decay ends where it should, or optimizer ``"steps"``. ``"seesaw"`` is ``"progress"`` that
+            turns decays into growth of the batch (``adaptation.policies.seesaw``).
+        grad_scaler: AMP's ``GradScaler``, if one is used; gradient statistics need its scale.
+        scaling_rule: How the learning rate depends on the batch size: a name (``"adascale"``, ``"adamscale"``,
+            ``"adam"``, ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with
+            ``factors(scale, noise, progress)``. The default is AdaScale, its square root for Adam-like optimizers, or
+            ``"none"`` if the strategy averages models. User code and schedulers set the rates at the initial batch
+            size.
+        nonfinite: Response to NaN or infinite gradients when the optimizer is about to apply them, on whichever rank
+            they arose: ``"warn"`` reports them and applies them as PyTorch would, ``"skip"`` skips such updates on all
+            ranks, ``"raise"`` ends the training, ``"ignore"`` does nothing. Except with ``"ignore"``, a train function
+            that returns with non-finite parameters fails.
+        strategy: A name (``"all_reduce"``, ``"powersgd"``, ... see ``elastic_ray.sync``), a builder, a ``Strategy``, or
             the path of one as JSON; None is ``"all_reduce"``.
-        policy: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order.
-        monitor: what is measured of the steps besides the noise scale; :attr:`measures` has it.
-        stragglers: of a run without a trainer: ``"ignore"`` (as None) slow workers, ``"tell"`` the log, or ``"share"``.
-        fold_random: give torch's generators other numbers on each rank, for other dropout masks; False leaves them.
+        policy: Control loops over the run, see ``elastic_ray.adaptation``; one or several, called in order.
+        monitor: Quantities to measure in addition to the noise scale; :attr:`measures` returns them.
+        stragglers: Response to slow workers in a run without a trainer: ``"ignore"`` (same as None), ``"tell"`` (log
+            them), or ``"share"``.
+        fold_random: Seed torch's generators differently on each rank, for different dropout masks; False leaves them.
 
     Raises:
-        TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
-        ValueError: the optimizer holds other parameters than the module's, or none; a parameter has no shape yet, or
-            belongs to a model that was wrapped before; gradients are stepped within ``backward()``; a trained embedding
-            has ``max_norm``.
+        TypeError: An argument has the wrong type, or is one of ``DistributedDataParallel`` that is not needed here.
+        ValueError: The optimizer's parameters are not the module's, or it has none; a parameter has no shape yet, or
+            belongs to a model that was already wrapped; gradients are stepped within ``backward()``; a trained
+            embedding has ``max_norm``.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2)
@@ -211,7 +214,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             run.registry.add_effort(lambda: None if counted.per_sample is None else 3.0 * counted.per_sample / peak)
 
     def _join_run(self, optimizer: torch.optim.Optimizer, nonfinite: str, strategy: Any) -> KeptModel:
-        """Make the model's parts, each with what it needs of the run."""
+        """Build the model's components and connect them to the run."""
         run, module, first = self._run, self.module, self._optimizers[0]
         self._sharded = run.unit is None and is_sharded_model(module)
         if self._sharded:
@@ -270,7 +273,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return found
 
     def _noise_of(self, groups: slice) -> Sequence[NoiseScale | None]:
-        """Return the noise scale of some parameter groups; the same object as long as it is the same."""
+        """Return the noise scale of some parameter groups; the same object as long as it is unchanged."""
         noise = self._tracker.by_group
         return noise if len(self._optimizers) == 1 else noise[groups]
 
@@ -315,12 +318,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
 
     def _lose_step(self) -> bool:
-        """Lose the step in progress, which does not fit into memory; False where the error is to leave the loop."""
+        """Lose the current step, which does not fit into memory; False if the error must be raised to the loop."""
         amp = self._sharded and self._scaler is not None  # which asks for gradients that nothing gives
         return not amp and self._run.run_out_of_memory()
 
     def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
-        """Return the output, a part of the samples at a time; if the model trains, that of a lost step."""
+        """Return the output, computed in parts; if the model trains, the output of a lost step."""
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
@@ -328,14 +331,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 
     def _end_lost_pass(self) -> None:
-        """Join the reductions of other ranks, after a backward pass ran out of memory."""
+        """Join the reductions of other ranks after a backward pass ran out of memory."""
         self._sync.end_lost_pass(give_zero_gradients)
         if self._scaler is not None:  # it asks for gradients
             for param in () if self._sharded else self._trainable.params:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
     def _too_few(self, torchs: str) -> str:
-        """Explain an error of BatchNorm on one sample: which split has led to it, and the way out."""
+        """Return an explanation of BatchNorm's error on one sample: the division that caused it, and how to fix it."""
         run = self._run
         step = run.ledger.outermost
         samples = sum(map(sum, step.sizes)) if step is not None else 0
@@ -347,50 +350,50 @@ class AdaptiveDataParallel(torch.nn.Module):
         )
 
     def _look_for_carried(self, step: LoaderStep) -> None:
-        """Find out if gradients of an earlier step wait, which the halves of this rank's batch would count twice."""
+        """Detect pending gradients of an earlier step, which the halves of this rank's batch would count twice."""
         if any(p.grad is not None and bool(p.grad.any()) for p in self._trainable.params):
             self._run.registry.adds_up_gradients()
             if step.halved:
                 self._run.tell("warning", _ADDED_UP)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
-        """Reduce to a ``ModelCopy``: copies and pickles hold the weights of the moment, and train nothing."""
+        """Reduce to a ``ModelCopy``: copies and pickles hold the current weights, and train nothing."""
         return copied(self.module, self.training)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model, as ``torch.nn.Module.zero_grad``."""
+        """Clear the gradients of the model, like ``torch.nn.Module.zero_grad``."""
         super().zero_grad(set_to_none)
         self._tables.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only add to this rank's gradients in backward passes inside, as DDP's ``no_sync``."""
+        """Return a context in which backward passes only add to this rank's gradients, like DDP's ``no_sync``."""
         return self._sync.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing: a loader gives all ranks as many batches, for which DDP has ``join``."""
+        """Return a context that does nothing: unlike with DDP, loaders give all ranks equally many batches."""
         return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError: the strategy, which all ranks and later workers know, decides how gradients travel."""
+        """Raise RuntimeError, because the strategy, known to all ranks and joiners, decides how gradients are sent."""
         raise RuntimeError(NO_COMMUNICATION_HOOK)
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in force."""
+        """Current strategy."""
         return self._sync.strategy
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
-        """Continue with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
+        """Switch to another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` starts to choose one.
 
-        Every rank must ask for the same in the same step; ranks that differ learn it in the next one. Within a round of
-        averaged models the other strategy comes after it.
+        Every rank must request the same strategy in the same step; ranks that differ get an error in the next step.
+        Within a round of averaged models, the switch happens after the round.
 
         Args:
-            strategy: as of the constructor.
+            strategy: As in the constructor.
 
         Raises:
-            StrategyError: there is no such strategy, or it cannot be carried out for this model and optimizer.
-            TypeError: it is none.
+            StrategyError: The strategy does not exist, or cannot be used with this model and optimizer.
+            TypeError: The argument is not a strategy.
         """
         self._sync.set_strategy(strategy)
 
@@ -400,9 +403,9 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """The smoothed gradient noise scale, equal on all ranks; None before the first estimate.
+        """Smoothed gradient noise scale, equal on all ranks; None before the first estimate.
 
-        Of several optimizers, which have units of their own, each counts by the number of elements that it steps.
+        With several optimizers, which have different units, each is weighted by the number of elements that it steps.
         """
         if len(self._optimizers) == 1:
             return self._tracker.value
@@ -413,14 +416,14 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def measures(self) -> StepMeasures:
-        """Measures of the steps so far, as far as requested (``monitor=``); the same on all ranks."""
+        """Requested measurements (``monitor=``) of the steps so far; equal on all ranks."""
         known = self._statistics.measures(self._run.registry.monitoring.meter.workers)
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
     def gain(self, scale: float) -> float:
         """Return the gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
 
-        Between 1 and ``scale``; 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
+        It is between 1 and ``scale``, and 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
         """
         noise = self.noise_scale
         return 1.0 if noise is None else float(noise.gain(scale))
@@ -434,7 +437,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
     def _register(self, kept: KeptModel, schedulers: Sequence[Sequence[Any]], schedule: str) -> None:
-        """Report to the run what of the model its other ranks need, and what a lost step must take back."""
+        """Register the state that other ranks need, and the state that a lost step must roll back."""
         states, registry, index = self._run.states, self._run.registry, self._index
         registry.add_hook(HookPoint.BEFORE_END, self._steps[0].finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._trainable.check)
@@ -476,19 +479,19 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
     def _ask_for_shares(self) -> None:
-        """Ask for at least two samples a rank if BatchNorm in training mode would raise for one."""
+        """Request at least two samples per rank if BatchNorm in training mode would raise for one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
             self._run.registry.ask_for_shares(LEAST_HALF)
 
     def _check_batch(self) -> None:
-        """Require the statistics that an adaptive batch needs."""
+        """Require the gradient statistics that an adaptive batch needs."""
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _step(self, own: OptimizerSteps, apply: Any, closure: Any, **kwargs: Any) -> Any:
-        """Carry out ``optimizer.step``: call ``apply`` with scaled learning rates if the step counts."""
+        """Execute ``optimizer.step``: call ``apply`` with scaled learning rates if the step counts."""
         value = None
         if closure is not None:
             value, kwargs = evaluated(own.optimizer, closure, kwargs)
@@ -544,7 +547,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return result
 
     def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
-        """Call ``apply``, measure how far it moves parameters if that was asked for, then update tables' rows."""
+        """Call ``apply``, measure how far it moves parameters if requested, then update tables' rows."""
         meter = self._statistics.meter
         update = apply if own.tiles.idle else functools.partial(own.tiles.update, apply)
         if meter.on and meter.wants_update:
@@ -556,7 +559,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return result
 
     def _check_called(self) -> None:
-        """Check that parameters that became trainable can be included."""
+        """Raise RuntimeError if parameters became trainable but the model is not called through the wrapper."""
         called, vars(self)["_called"] = self._called, False
         if not called and self._trainable.changed():
             raise RuntimeError(
@@ -565,7 +568,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             )
 
     def _counts(self, own: OptimizerSteps) -> bool:
-        """True if the update counts; a skipped update leaves neither statistics nor buffers."""
+        """True if the update counts; a skipped update leaves neither statistics nor buffers behind."""
         saved = self._saved_buffers
         left_out = False
         scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step
@@ -584,7 +587,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
 
 def _check_types(module: Any, monitor: Any) -> None:
-    """Raise TypeError unless there is one plain model."""
+    """Raise an error unless ``module`` is one plain model and ``monitor`` is a Monitor or None."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     refuse_wrapped(module, AdaptiveDataParallel)

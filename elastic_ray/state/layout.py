@@ -1,4 +1,4 @@
-"""Facts and layouts (registered states by name, and the data) that ranks must share, and their comparison (pure)."""
+"""Facts and layouts (registered states by name, and the data) that ranks must share, and comparisons (pure)."""
 
 from __future__ import annotations
 

@@ -215,16 +215,17 @@ class SharedState:
         return found
 
     def capture_to_save(self) -> dict[str, Any]:
-        """Return all states with what this rank holds for all; see ``GroupDependent.prepare_to_save``."""
+        """Return all states, including those held for all ranks; see ``GroupDependent.prepare_to_save``."""
         return self.capture() | {
             key: state.capture_to_save() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
 
     def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
-        """Return the part of a joint checkpoint that this rank writes: `Pieces` of what several hold.
+        """Return this rank's part of a joint checkpoint, with `Pieces` of tensors that several ranks write.
 
-        What only one rank holds, or all hold alike besides models, is the first one's, and so are buffers: they differ
-        from rank to rank within a pass, and a checkpoint that the first rank writes alone has its own as well.
+        The first rank writes everything that only one rank holds, and everything besides models that all ranks hold
+        identically. It also writes buffers: they differ by rank within a pass, and a checkpoint that the first rank
+        writes alone also has its buffers.
         """
         if self._position_in_unit is not None:
             return self._capture_position(self._position_in_unit)

@@ -135,7 +135,7 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """Return the tree of a skeleton and its tensors, the inverse of :func:`pack`; stand-ins may replace dense tensors.
+    """Return the tree of a skeleton and its tensors, inverting :func:`pack`; stand-ins may replace dense tensors.
 
     Raises RuntimeError: The tensors do not form a sparse tensor of the skeleton.
     """

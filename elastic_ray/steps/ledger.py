@@ -1,4 +1,4 @@
-"""Ledger of one rank's steps: the step in progress, the committed steps, and what to undo if a step is lost (pure)."""
+"""Ledger of one rank's steps: the current step, the committed steps, and what to undo if a step is lost (pure)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MASK = (1 << _WIDTH) - 1
 
 
 class Replay:
-    """Replay of user code up to where the others are; its effects on the received state are undone.
+    """Replay of user code up to the other ranks' position; its effects on the received state are undone.
 
     Args:
-        between_epochs: the code comes by passes of earlier epochs first.
+        between_epochs: The code first passes through loader passes of earlier epochs.
     """
 
     def __init__(self, state: SharedState, *, between_epochs: bool = False) -> None:
@@ -251,7 +251,7 @@ class StepLedger:
             self.state.end_round()
 
     def lose_round(self) -> None:
-        """Return to where the round began; the model follows when a new group knows that no rank has committed it."""
+        """Reset progress to the start of the round; the model is restored once a new group finds it uncommitted."""
         self.round = None
         self.state.lose_round()
 
@@ -520,7 +520,7 @@ class SampleTally:
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """Number of values; the same for a rank alone, whose buckets stay as they are when others come."""
+        """Return the number of values, which a single rank also sends so that its buckets need not change for joiners."""
         return _PARTS
 
     def end(self, step: LoaderStep | StepRound) -> None:

@@ -161,7 +161,7 @@ class LoaderStep:
         return _part(self.counts[rank][self.micro], sum(map(sum, self.counts)))
 
     def own_weight(self, rank: int) -> float:
-        """Return the present micro-batch's weight among the rank's own samples in the step; as :meth:`weight`."""
+        """Return the current micro-batch's weight among the rank's own samples; provisional, as in :meth:`weight`."""
         if not self.own_counts:
             return self.sizes[rank][self.micro] / sum(self.sizes[rank])
         if self.counts is None:
