@@ -167,7 +167,7 @@ class MixedGroup:
 
     def _best_of(self, batch: Floats, noise: NoiseScale, init_batch_size: int, accumulation: bool) -> MixedBatch:
         """Return the best one of some batch sizes."""
-        k = np.maximum(np.ceil(batch / self.most), 1.0) if self.most < math.inf else np.ones_like(batch)
+        k = np.ceil(batch / self.most) if self.most < math.inf else np.ones_like(batch)
         micro = np.ceil(batch / k)
         fits = (k == 1.0) | accumulation
         with np.errstate(divide="ignore"):

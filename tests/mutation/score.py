@@ -46,7 +46,7 @@ LIKELY = re.compile(
     "|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_FloorDiv|Pow_Mul)"
     "|ReplaceComparisonOperator_(Is_IsNot|IsNot_Is|(Eq|NotEq|Lt|LtE|Gt|GtE)_(Eq|NotEq|Lt|LtE|Gt|GtE)))"
 )
-HARMLESS = re.compile(r"strict=|@dataclasses|@functools.lru_cache")
+HARMLESS = re.compile(r"strict=|@dataclass|@functools.lru_cache")
 # Words for people, and what only type checkers read.
 SAYS = re.compile(r"raise\b|_?logger\.|warnings\.warn\(|def __(repr|str)__\(|if TYPE_CHECKING:")
 COVERED = ".covered"

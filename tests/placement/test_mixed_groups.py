@@ -118,6 +118,13 @@ def test_shares_follow_speed() -> None:
     assert bounded.best(NOISE, 70, held_batch=70).shares == ((20, 20), (30,))
 
 
+@pytest.mark.parametrize(("held", "accum_steps"), [(32, 0), (33, 1), (64, 1), (96, 2)])
+def test_a_held_batch_takes_fewest_micro_steps(held: int, accum_steps: int) -> None:
+    parts = tuple(TypePart(gpu=gpu, workers=1, model=FAST, most=16) for gpu in "ab")
+    found = MixedGroup(parts=parts, nodes=1).best(NOISE, 32, held_batch=held, max_batch_size=128, accumulation=True)
+    assert (found.batch_size, found.accum_steps) == (held, accum_steps)
+
+
 def test_worker_that_is_too_slow_to_help_gets_nothing() -> None:
     hopeless = ThroughputModel(10.0, 1e-3, 0, 0, 0, 0, 1)
     mixed = MixedGroup(

@@ -109,7 +109,7 @@ def test_speed_of_a_place_counts_its_nodes() -> None:
     assert options.speed_at([Placement(pool=0, place={0: 2, 1: 2})])[0] == options.speed[0, 3]
 
 
-def test_speed_of_a_size_that_is_no_option_is_its_own() -> None:
+def test_speed_of_unlisted_sizes_is_their_own() -> None:
     options = table(view("a", max_workers=12), nodes=cluster(*[2] * 6))
     assert options.sizes.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12] and options.nodes[0, -1] == 6
     nine = Placement(pool=0, place={0: 2, 1: 2, 2: 2, 3: 1, 4: 1, 5: 1})
