@@ -210,13 +210,13 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """Withdraw the latest choice, whose generation will not be formed, unless the generation has already reported."""
+        """Withdraw the latest choice, whose generation will not be formed, unless that has already reported."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Record measurements of other jobs; return the batch to change to and the reason, None to continue unchanged."""
+        """Record measurements of other jobs; return the batch to change to and why, or None to stay unchanged."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None

@@ -148,7 +148,7 @@ def _complex(content: bytes) -> complex:
 
 
 def _sparse_index(told: Any) -> SparseIndex:
-    """Return a sparse index from its decoded fields; raises ValueError if :func:`_write` could not have written them."""
+    """Return a sparse index from its decoded fields; raises ValueError if :func:`_write` cannot have written them."""
     if type(told) is not tuple or [type(each) for each in told] != [TensorIndex, TensorIndex, tuple]:
         raise ValueError("no plain value: no sparse tensor is like this")
     if not all(type(size) is int and 0 <= size < 1 << 48 for size in told[2]):

@@ -241,7 +241,7 @@ class SharedState:
         return {**trees, **self._position()} if rank == 0 else trees
 
     def _capture_position(self, position: int) -> dict[str, Any]:
-        """Return the states that the worker at this position of a unit writes, under names that include the position."""
+        """Return the states that the worker at this position of a unit writes, named with the position."""
         trees = {_of_position(key, position): unpack(*pack(each.capture())) for key, each in self._states.items()}
         return {**trees, **self._position()} if position == 0 else trees
 

@@ -137,7 +137,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Make ``initial_steps`` 1 within the block, for schedulers that count epochs and move in an epoch's last step."""
+        """Make ``initial_steps`` 1 within the block, for schedulers that count epochs and move in the last step."""
         self._counts_one = True
         try:
             yield
@@ -479,7 +479,7 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of a new accumulator: its scope (an epoch, or -1 outside epochs) and its number in that scope."""
+        """Return the key of a new accumulator: its scope (epoch, or -1 outside epochs) and its number within it."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
@@ -520,7 +520,7 @@ class SampleTally:
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """Return the number of values, which a single rank also sends so that its buckets need not change for joiners."""
+        """Return the number of values; a single rank sends them too, so that joiners need no other buckets."""
         return _PARTS
 
     def end(self, step: LoaderStep | StepRound) -> None:

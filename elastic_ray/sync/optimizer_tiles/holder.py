@@ -203,7 +203,7 @@ class TileHolder:
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """Return the state of all parameters in tiles by name, on the CPU of rank 0; None on other ranks. A collective."""
+        """Collect the state of all parameters in tiles by name, on the CPU of rank 0; None elsewhere. A collective."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
