@@ -97,6 +97,11 @@ class Participant:
         return False
 
     @property
+    def may_train(self) -> bool:
+        """True if a step that starts now may train the model."""
+        return False
+
+    @property
     def steps_to_average(self) -> int:
         """Number of steps until the next average of the model."""
         return 1

@@ -397,6 +397,11 @@ class Registry:
         return self.round_period > 1 and all(each.gives_back for each in self._gradients)
 
     @property
+    def may_train(self) -> bool:
+        """True if a step that starts now may train a model."""
+        return any(each.may_train for each in self._gradients)
+
+    @property
     def round_steps(self) -> int:
         """Number of steps in the round that starts now, up to the next average."""
         if self.round_period == 1:

@@ -121,7 +121,7 @@ class LoaderPasses:
         """Start a step, before its first micro-batch is handed out."""
         run = self._run
         within = run.ledger.round is not None
-        if run.registry.drifting and not within and step.leads and run.ledger.depth == 0:
+        if run.registry.drifting and not within and run.ledger.depth == 0 and (step.leads or run.registry.may_train):
             self._begin_round(step)
         run.ledger.begin(step)
         if run.ledger.depth == 1:
@@ -134,7 +134,7 @@ class LoaderPasses:
         """Start a round with this step, if the replicas of several ranks differ by design."""
         run = self._run
         if run.group.world_size > 1 and run.registry.drifts:
-            steps = run.registry.round_steps
+            steps = run.registry.round_steps if step.leads else 1
             counts = step.to_come(steps) if step.to_come is not None else ()
             run.ledger.begin_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
             if run.shares.stands and run.ledger.trains_in_rounds and len(counts) > 1:
@@ -331,7 +331,7 @@ class LoaderPasses:
         except CommunicationFailedError as error:
             return self._lose_round(str(error), abandoned=abandoned)
         ledger.end_round(run.tally.take(ended))
-        if ended.trained:
+        if ended.trained and ended.last.leads:
             run.states.progress.note_fit(max(map(max, ended.last.sizes)))
         self._stepped_in = run.group.generation
         if self._conclude(ended.last, trained=ended.trained, ended=ended) and not ends_pass:

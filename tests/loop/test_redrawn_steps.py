@@ -55,3 +55,29 @@ def test_each_sample_is_in_one_update(make: Any, strategy: str, moment: str) -> 
         counts = {round(1 / weight, 3) for weight in weights}  # the last step has 2
         assert counts <= {2, 4, 6}, f"used twice, or not at all: {weights}"
         assert 6 in counts and total == SAMPLES
+
+
+def befores(strategy: str) -> dict[int, list[torch.Tensor]]:
+    """Train with a loader of each epoch's own; return the weights before each step, as often as it was drawn."""
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
+    context, found = er.get_context(), dict[int, list[torch.Tensor]]()
+    x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
+    for _ in er.remaining_epochs_until(1):
+        for (rows,) in er.AdaptiveDataLoader(TensorDataset(x), batch_size=BATCH):
+            found.setdefault(context.get_global_step(), []).append(model.weight.detach().clone())
+            optimizer.zero_grad()
+            wrapped(rows).square().mean().backward()
+            optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "sma", "pair"])
+@pytest.mark.parametrize("moment", ["forward", "after_step"])
+def test_no_update_of_a_lost_step_stays(strategy: str, moment: str) -> None:
+    outcome = run_job(lambda: befores(strategy), [Kill(3, 2, moment, last=True)], first=WORKERS)
+    first, again = zip(*(outcome.results[worker][3] for worker in (1, 3)), strict=True)
+    for each in again:
+        torch.testing.assert_close(each, torch.stack(first).mean(0))

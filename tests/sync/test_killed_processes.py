@@ -27,13 +27,14 @@ AVERAGED: dict[str, Any] = {"local_sgd": LocalSGD(period=3), "pair": PairAveragi
 def scripts(averaged: bool) -> dict[str, tuple[int, Faults]]:
     """Workers at the beginning, and who dies when; rank 0 owns all tensors of ``PS``."""
     last = {"moment": "average", "step": 15} if averaged else {"moment": "after_step", "step": 14}
+    agreeing = "backward" if averaged else "allreduce"  # steps of a round meet nobody
     return {
         "before a step is agreed on": (
             5,
             Faults()
             .kill(rank=1, step=4, moment="forward")
             .kill(rank=2, step=9, moment="backward")
-            .kill(rank=0, step=14, moment="allreduce"),
+            .kill(rank=0, step=14, moment=agreeing),
         ),
         "after it": (
             5,
@@ -47,7 +48,7 @@ def scripts(averaged: bool) -> dict[str, tuple[int, Faults]]:
             Faults()
             .kill(rank=1, step=6, moment="backward")
             .kill(rank=1, step=6, moment="receiving")
-            .kill(rank=0, step=12, moment="allreduce")
+            .kill(rank=0, step=12, moment=agreeing)
             .kill(rank=1, step=12, moment="backward"),
         ),
     }

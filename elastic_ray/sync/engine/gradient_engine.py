@@ -353,6 +353,11 @@ class GradientEngine(Participant):
         return self._drift.average is not None and self._drift.average.give_back
 
     @property
+    def may_train(self) -> bool:
+        """True if the model is in training mode and gradients are enabled."""
+        return self._module.training and torch.is_grad_enabled()
+
+    @property
     def steps_to_average(self) -> int:
         """Number of steps until the next average of the model."""
         return self._drift.steps_to_average
