@@ -99,7 +99,7 @@ class JobSpec(RunSettings):
 
     @property
     def trial_facts(self) -> TrialFacts | None:
-        """Facts about the trial for its status; None if the job is no trial. The sweep names the controller."""
+        """Facts about the trial, whose controller is named after its sweep; None if the job is no trial."""
         if self.trial is None:
             return None
         sweep, said = self.trial.controller.rpartition("-")[0], self.trial

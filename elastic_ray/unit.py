@@ -96,7 +96,7 @@ class UnitPlace:
         return math.prod(self.sizes)
 
     def fitting(self, batch_size: int) -> int:
-        """Return the largest batch up to this size that the workers can divide equally: at least one sample each."""
+        """Return the largest batch up to this size that the workers can divide equally; at least one sample each."""
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:

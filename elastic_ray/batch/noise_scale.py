@@ -114,7 +114,7 @@ class NoiseSignal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothedNoise:
-    """Moving averages of ``sqr`` and ``var`` per parameter group, as plain numbers that can be sent between processes.
+    """Moving averages of ``sqr`` and ``var`` per parameter group, as plain numbers to send between processes.
 
     An update after n steps at scale S decays the previous averages by theta = exp(-n S / w), so that memory is measured
     in samples and not in steps (AdaptDL: theta = 0.999^S). The window w grows as a quarter of what has been seen, from

@@ -210,13 +210,13 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """Withdraw the latest choice, whose generation will not be formed, unless that has already reported."""
+        """Withdraw the latest choice, whose generation will not be formed, unless it has already been reported from."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Record measurements of other jobs; return the batch to change to and why, or None to stay unchanged."""
+        """Record measurements of other jobs; return the batch to change to and the reason, None for no change."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
@@ -348,7 +348,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Use a fit; return the batch to change to and the reason, None to continue unchanged."""
+        """Use a fit; return the batch to change to and the reason, None for no change."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -369,7 +369,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
-        """Return the batch to change to and the reason; None to continue unchanged."""
+        """Return the batch to change to and the reason; None for no change."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None

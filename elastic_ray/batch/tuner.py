@@ -132,7 +132,7 @@ class BatchTuner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """Latest fit and noise scale, each from other jobs until the job has its own; None without either."""
+        """Latest fit with the latest noise scale, each from other jobs until the job has its own; None if missing."""
         prior = self._prior
         throughput = self._throughput or (prior.model.throughput_model if prior else None)
         noise = self._noise or (prior.model.noise if prior else None)

@@ -62,7 +62,7 @@ class SavedBuffers:
         self._step: LoaderStep | None = None
 
     def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
-        """Save the buffers before a forward pass; ``goes_on`` if it is for an update that earlier steps have begun."""
+        """Save the buffers before a forward pass; ``goes_on`` if its update was started by earlier steps."""
         if self._saved and (goes_on or step is self._step):
             return
         self._step = step

@@ -96,7 +96,7 @@ class FiniteWatch:
     def check_parameters(self) -> None:
         """Check the parameters and buffers at the end of the train function.
 
-        Raises NonFiniteParametersError: parameters are NaN or infinite.
+        Raises NonFiniteParametersError: A parameter or buffer is NaN or infinite.
         """
         if not self.looks:
             return

@@ -1,4 +1,4 @@
-"""Components of a wrapped model that is replicated on all ranks or sharded among them, and its optimizers (torch)."""
+"""Components of a wrapped model, replicated on all ranks or sharded among them, and its optimizers (torch)."""
 
 from __future__ import annotations
 

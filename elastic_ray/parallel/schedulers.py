@@ -96,7 +96,7 @@ class Schedulers:
             )
 
     def _strangers(self, known: Sequence[int]) -> tuple[list[str], bool]:
-        """Return names of schedulers that no state of the run holds, and whether any was made. Only for jobs."""
+        """Return names of schedulers that no state of the run holds, and whether any was made (only in a job)."""
         made = self._run.optimizers.schedulers_of(self._optimizer) if self._run.elastic else ()
         strange = [each for each in made if id(each) not in known and not self._run.states.holds(each)]
         return [type(each).__name__ for each in strange], bool(made)

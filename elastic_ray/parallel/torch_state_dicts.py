@@ -160,7 +160,7 @@ def _as_given(info: Any) -> Any:
 
 
 def _shared(state: Any, info: Any) -> Any:
-    """Share rank 0's state: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all ranks get it.
+    """Share rank 0's state: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all get it.
 
     Raises CommunicationFailedError: Rank 0, the only holder of the whole state, is lost.
     """

@@ -44,7 +44,7 @@ class ControllerClient(Protocol):
         """Report an event to the job's user: its kind, a sentence, and further values."""
 
     def tracker_dir(self) -> str:
-        """Return a directory on this node for the train function's logs, the same one for the whole run."""
+        """Return a directory on this node for the train function's logs, the same for every rank 0 of the run."""
 
     def claim_fault(self, index: int) -> bool:
         """Return True if this process may inject fault ``index`` of the script."""

@@ -60,7 +60,7 @@ class Participant:
         return False
 
     def join(self, what: Announced) -> None:
-        """Join the model's collectives that other ranks announced: this rank has no samples in the step."""
+        """Join collectives of the model that other ranks announced, because this rank has no samples in the step."""
 
     def remember(self) -> Any:
         """Return what is needed to undo the step that is about to start."""
@@ -108,7 +108,7 @@ class Participant:
 
     @property
     def settled(self) -> bool:
-        """True if replicas are identical after the committed steps, and this rank holds all that must be saved."""
+        """True if replicas are identical after the committed steps, and this rank holds everything to be saved."""
         return True
 
     @property
@@ -157,7 +157,7 @@ class Participant:
         return {}
 
     def set_strategy(self, strategy: object) -> None:
-        """Switch to another strategy with the next step; raises ValueError or TypeError if the model cannot use it."""
+        """Switch to another strategy from the next step on; raises ValueError or TypeError if it cannot be used."""
 
     def set_topology(self, topology: str) -> None:
         """Switch to another reduction topology; raises ValueError if the model cannot use it."""

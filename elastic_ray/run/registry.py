@@ -416,7 +416,7 @@ class Registry:
 
     @property
     def saves_together(self) -> bool:
-        """True if no single rank can save at the end: state is divided or replicas differ. Equal on all ranks."""
+        """True if no rank alone can save at the end, as state is divided or replicas differ; equal on all ranks."""
         return any(each.divided or each.tabled or each.drifts for each in self._gradients)
 
     @property

@@ -158,7 +158,7 @@ class LoaderPasses:
         return False
 
     def step_of_another(self) -> tuple[int, int] | None:
-        """Return rank and number of a step of the round to execute for another rank; None if all have started."""
+        """Return rank and number of a step that this rank executes for another one; None if all steps have started."""
         if not self._run.shares.active:
             return None
         try:
@@ -442,7 +442,7 @@ class LoaderPasses:
         progress.prove({**facts, "hash": loader_pass.hashed, "rest": rest()})
 
     def _tell_proof(self) -> None:
-        """Report the last pass that ended, unless it is reported: the rank responsible for it may be lost."""
+        """Report the last pass that ended, unless already reported: the rank responsible for it may be lost."""
         facts = self._run.states.progress.last_pass
         if facts and facts["link"] != self._told and self._run.elastic and self._run.group.rank == 0:
             self._told = facts["link"]
@@ -513,7 +513,7 @@ class LoaderPasses:
             run.tell("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
-        """Give up a lost step whose loop was left: end its pass; commit the step if the model contains its update."""
+        """Give up a lost step whose loop was left: end its pass, and commit it if the model contains its update."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         before = run.states.progress.loader_steps

@@ -72,7 +72,7 @@ class Replicas:
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
     def trained(self, module: torch.nn.Module) -> None:
-        """Record a model's mode when its optimizer steps, since code between steps may change it on one rank only."""
+        """Record a model's mode when its optimizer steps, because later code may change it on one rank alone."""
         self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:

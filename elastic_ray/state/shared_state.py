@@ -223,9 +223,9 @@ class SharedState:
     def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
         """Return this rank's part of a joint checkpoint, with `Pieces` of tensors that several ranks write.
 
-        The first rank writes everything that only one rank holds, and everything besides models that all ranks hold
-        identically. It also writes buffers: they differ by rank within a pass, and a checkpoint that the first rank
-        writes alone also has its buffers.
+        The first rank writes everything that only one rank holds, and all identical state except models. It also writes
+        buffers: they differ by rank within a pass, and a checkpoint that the first rank writes alone also has its
+        buffers.
         """
         if self._position_in_unit is not None:
             return self._capture_position(self._position_in_unit)
@@ -241,7 +241,7 @@ class SharedState:
         return {**trees, **self._position()} if rank == 0 else trees
 
     def _capture_position(self, position: int) -> dict[str, Any]:
-        """Return the states that the worker at this position of a unit writes, named with the position."""
+        """Return the states that the worker at this position of a unit writes, with the position in their names."""
         trees = {_of_position(key, position): unpack(*pack(each.capture())) for key, each in self._states.items()}
         return {**trees, **self._position()} if position == 0 else trees
 

@@ -137,7 +137,7 @@ class StepLedger:
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
-        """Make ``initial_steps`` 1 within the block, for schedulers that count epochs and move in the last step."""
+        """Make ``initial_steps`` 1 within the block, for counters of epochs, which move in an epoch's last step."""
         self._counts_one = True
         try:
             yield
@@ -479,7 +479,7 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Return the key of a new accumulator: its scope (epoch, or -1 outside epochs) and its number within it."""
+        """Return the key of a new accumulator: its scope (an epoch, or -1 outside epochs) and its number there."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 
@@ -520,7 +520,7 @@ class SampleTally:
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """Return the number of values; a single rank sends them too, so that joiners need no other buckets."""
+        """Return the number of values, equal for a single rank, so that its buckets stay the same with joiners."""
         return _PARTS
 
     def end(self, step: LoaderStep | StepRound) -> None:

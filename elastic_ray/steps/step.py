@@ -250,7 +250,7 @@ class StepClock:
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
-        """Record that a new group has been formed, which may break before its ranks are identical."""
+        """Record that a new group was formed. Another one is formed if it breaks before its ranks are identical."""
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:

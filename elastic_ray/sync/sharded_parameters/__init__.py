@@ -1,1 +1,1 @@
-"""Parameters of torch's ``fully_shard`` in a group that may change: shards are moved while training continues."""
+"""Sharded parameters (torch's ``fully_shard``) in a group that may change: shards move while training continues."""

@@ -1,7 +1,7 @@
-"""Deferred initialisation of a model that was built on the meta device, one module after the other (torch).
+"""Deferred initialisation of a model that was built on the meta device, one module at a time (torch).
 
-Only one module's own parameters are whole at a time. Torch's recipe, ``to_empty`` of the whole model and then
-``reset_parameters`` of sharded parameters, would hold all of them, and draw other numbers in each size of group.
+Only one module's own parameters are materialised in full at a time. Torch's recipe, ``to_empty`` on the whole model and
+then ``reset_parameters`` on sharded parameters, would hold all of them, and draw other numbers for each group size.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Initialisation] = weakref.WeakKeyD
 
 
 def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, device: torch.device) -> None:
-    """Find the initialiser of each module of a unit on the meta device; allocate its buffers.
+    """Find the initialiser of each module on the meta device in a sharded module, and allocate its buffers.
 
     Args:
-        function: initialises what one module holds itself; None for the modules' own ``reset_parameters``.
+        function: Initialises the tensors that one module itself holds; None for the modules' own ``reset_parameters``.
 
-    Raises ValueError: a module has no ``reset_parameters``, and there is no function.
+    Raises ValueError: A module has no ``reset_parameters``, and there is no function.
     """
     found: dict[nn.Module, _Initialisation] = {}
     covered: set[Tensor] = set()
@@ -70,15 +70,16 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
 def initialise(
     module: nn.Module, params: Sequence[ShardedParam], seed: int, keep: Callable[[int, Tensor], None]
 ) -> None:
-    """Make a model's parameters and buffers, as building it in memory after ``torch.manual_seed(seed)`` does.
+    """Initialise a model's parameters and buffers, like building it in memory after ``torch.manual_seed(seed)``.
 
-    So it is where its constructor makes modules in the order of ``modules()``, and draws in ``reset_parameters`` alone.
+    The values are the same if its constructor creates modules in the order of ``modules()`` and draws random numbers
+    only in ``reset_parameters``.
 
     Args:
-        seed: of torch's generators, which are as before afterwards.
-        keep: takes a parameter's position, and the whole of it, which is kept no longer than the call lasts.
+        seed: Seed of torch's generators, whose states are restored afterwards.
+        keep: Called with the position and the whole value of each parameter, which is freed after the call.
 
-    Raises ValueError: a module's initialisation does not fill what the module holds, or gives it another shape.
+    Raises ValueError: A module's initialisation does not fill its tensors, or changes their shapes.
     """
     places = {id(each.param): place for place, each in enumerate(params)}
     cuda = sorted({each.local.device.index for each in params if each.local.device.type == "cuda"})
@@ -102,7 +103,7 @@ def initialise(
 
 
 def _made(name: str, module: nn.Module, places: Mapping[int, int]) -> Iterator[tuple[int, Tensor]]:
-    """Initialise one module and yield the positions and the whole values of its own parameters."""
+    """Initialise one module; yield the positions and whole values of its own parameters."""
     how = _KNOWN[module]
     shards = {key: p for key, p in module._parameters.items() if p is not None and id(p) in places}
     whole = {key: nn.Parameter(_blank(p, how.device), requires_grad=p.requires_grad) for key, p in shards.items()}
@@ -142,7 +143,7 @@ def _untouched(name: str, key: str) -> ValueError:
 
 
 def _blank(like: Tensor | None, device: torch.device) -> Tensor:
-    """Return memory in which it can be seen whether it was filled."""
+    """Return memory that shows whether it has been filled."""
     assert like is not None, "only of what is there"
     filling = torch.nan if like.is_floating_point() else 0
     return torch.full(tuple(like.shape), filling, dtype=like.dtype, device=device)

@@ -1,8 +1,8 @@
-"""Private fields of torch's ``fully_shard``: the only place that knows them (torch).
+"""Access to private fields of torch's ``fully_shard``; no other module uses them (torch).
 
-Torch has no way to give a sharded module another group. Here its mesh and its shards are swapped in place, between two
-steps: modules, parameters and hooks stay the objects that they are. Written for torch 2.11 to 2.15; :func:`check_torch`
-finds out whether the torch that is installed has all the fields.
+Torch has no way to move a sharded module to another group. This module swaps its mesh and its shards in place, between
+two steps; modules, parameters and hooks stay the same objects. Written for torch 2.11 to 2.15; :func:`check_torch`
+checks that the installed torch has all the fields.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ NO_MEMORY_YET = (
 
 
 class UnknownTorchError(RuntimeError):
-    """Error raised if the installed torch keeps the shards of a module in unknown fields."""
+    """Error raised if the installed torch lacks the expected private fields."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """Parameter of a sharded module, with torch's private object of it."""
+    """Parameter of a sharded module, with torch's private object for it."""
 
     name: str  # the first of its names in the model
     param: nn.Parameter  # the user's object, a ``DTensor``
@@ -103,9 +103,9 @@ class ShardedParam:
 
 
 def check_torch() -> None:
-    """Find out whether torch has the fields that are swapped here.
+    """Check that torch has the fields that this module swaps.
 
-    Raises UnknownTorchError: it has not; the message names them, and torch's version.
+    Raises UnknownTorchError: A field is missing; the message names the fields and torch's version.
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
@@ -127,7 +127,7 @@ def _missing_fields() -> tuple[str, ...]:
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:
-    """Return fields that are used here and that a sharded module's parts have not, as ``Class.field``."""
+    """Return the fields used here that are missing in a sharded module's parts, as ``Class.field``."""
     found = list(_lacking(module, ("_get_fsdp_state",)))
     if found:
         return tuple(found)
@@ -150,7 +150,7 @@ def _lacking(target: object, names: Sequence[str]) -> Iterator[str]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return parameters that a sharded module gathers together; more than one group where it has several meshes."""
+    """Return the groups of parameters that a sharded module gathers together; several if it has several meshes."""
     several, one = _GROUPS
     if hasattr(state, several):
         return list(getattr(state, several))
@@ -174,12 +174,12 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Return parameters that are gathered together, as torch keeps them."""
+    """Return torch's groups of parameters that are gathered together."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
 def params_of(module: nn.Module) -> list[ShardedParam]:
-    """Return the sharded parameters of a model, in its order."""
+    """Return the sharded parameters of a model, in model order."""
     fields = {id(field.sharded_param): field for group in groups_of(module) for field in group.fsdp_params}
     return [
         ShardedParam(name, param, tuple(fields[id(param)]._orig_size), fields[id(param)])
@@ -189,9 +189,9 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 
 
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
-    """Return the parameters whose gradients torch scatters together in a sharded module, in the order they lie.
+    """Return the parameters whose gradients torch scatters together in a sharded module, in memory order.
 
-    Returns each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
+    Each comes with the number of elements in this rank's rows, and that number including zero padding.
     """
     return [
         (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
@@ -202,9 +202,9 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
 
 
 def check_places(module: nn.Module) -> None:
-    """Check that each parameter sharded by torch is still in its place in the model.
+    """Check that no parameter sharded by torch has been replaced in the model.
 
-    Raises StrategyError: another one is in the place of one of them.
+    Raises StrategyError: A parameter was replaced.
     """
     names = {id(each): name for name, each in module.named_modules()}
     for field in (field for group in groups_of(module) for field in group.fsdp_params):
@@ -220,9 +220,9 @@ def check_places(module: nn.Module) -> None:
 
 
 def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
-    """Have a sharded module communicate by these, and user code change nothing of that.
+    """Set the communication functions of a sharded module, and prevent user code from changing them.
 
-    Raises StrategyError: user code has done so already.
+    Raises StrategyError: User code has already changed one.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         for field, setter in _SETTINGS.items():
@@ -240,20 +240,20 @@ def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce
 
 
 def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
-    """Report each parameter of a sharded module that has a gradient of its own when torch scatters gradients.
+    """Report each parameter of a sharded module that has its own gradient when torch scatters gradients.
 
-    Torch scatters zeros for the others, since ranks may use different parameters, and they cannot be told from
-    gradients later.
+    Torch scatters zeros for the other parameters, because ranks may use different ones, and these zeros cannot be
+    distinguished from gradients later.
 
     Args:
-        used: is called with the user's parameter, once or more in a backward pass.
+        used: Called with the user's parameter, once or more per backward pass.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         _put(group, post_backward=functools.partial(_post_backward, group, used))
 
 
 def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: Any) -> None:
-    """Report the used parameters of a group, then do what torch does once a backward pass has reached it."""
+    """Report the used parameters of a group, then call torch's handler for a backward pass that has reached it."""
     for field in group.fsdp_params:
         gathered = field._unsharded_param if hasattr(field, "_unsharded_param") else None
         if (gathered is not None and gathered.grad is not None) or field.unsharded_accumulated_grad is not None:
@@ -264,7 +264,7 @@ def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: An
 
 
 def _knows_unused() -> bool:
-    """True where torch itself scatters zeros for what a pass has not used."""
+    """True if torch itself scatters zeros for parameters that a pass has not used."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -273,13 +273,13 @@ def _refuse_setting(setter: str, *arguments: Any, **options: Any) -> None:
 
 
 def hollow_out(module: nn.Module, device: torch.device) -> None:
-    """Put stand-ins in the place of a sharded module's parameters that are on the meta device.
+    """Replace a sharded module's parameters on the meta device by stand-ins.
 
-    A stand-in is on the device, has the parameter's shape, and memory for one element. It reads as NaN, and torch
-    refuses to write other than one number into it.
+    A stand-in is on the device and has the parameter's shape, but memory for one element only. It reads as NaN, and
+    torch refuses to write more than one number into it.
 
     Args:
-        module: it; torch has sharded it on a mesh of one.
+        module: The module, which torch has sharded on a mesh of one.
     """
     for group in groups_of(module):
         for field in group.fsdp_params:
@@ -306,7 +306,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def to_sharded(module: nn.Module) -> None:
-    """Have the model hold its shards, whatever was in progress: a lost step, or a pass without gradients."""
+    """Return the model to its sharded state, whatever was in progress: a lost step, or a pass without gradients."""
     for state in states_of(module):
         if state._is_root:
             _reset(state)
@@ -320,7 +320,7 @@ def to_sharded(module: nn.Module) -> None:
 
 
 def _reset(root: Any) -> None:
-    """Wait for what is in progress in all sharded modules of a model, and clear it."""
+    """Wait for all operations in progress in a model's sharded modules, and clear them."""
     if hasattr(root, "_reset_iter_state"):  # from torch 2.13 on
         root._reset_iter_state()
         return
@@ -340,7 +340,7 @@ def _reset(root: Any) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let gathered parameters go, as torch does after a call of each sharded module."""
+    """Free gathered parameters, as torch does after a call of each sharded module."""
     for unit in units_of(module):
         unit.reshard()
 
@@ -351,10 +351,10 @@ def is_backward_over(module: nn.Module) -> bool:
 
 
 def reduce_rest(module: nn.Module) -> None:
-    """Have torch reduce gradients that it leaves behind at the end of a backward pass.
+    """Reduce gradients that torch leaves behind at the end of a backward pass.
 
-    Where a module is used several times under reentrant checkpointing, torch takes its part of the pass as over after
-    the first backward pass within that, and would add what comes later to the next step's gradients.
+    If a module is used several times under reentrant checkpointing, torch considers its part of the pass finished after
+    the first nested backward pass, and would add later gradients to those of the next step.
     """
     for group in groups_of(module):
         fields = [field for field in group.fsdp_params if hasattr(field, "_unsharded_param")]
@@ -369,11 +369,11 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
     """Return a shard's memory for torch.
 
     Args:
-        rows: that the shard has; None for none. They stay where they are if they are as many as there are to be and
-            nothing else lies in their memory.
-        chunk: rows of the largest shard, to which torch fills all of them up.
+        rows: Rows of the shard; None if it has none. They stay in place if there are ``chunk`` of them and nothing else
+            shares their memory.
+        chunk: Number of rows in the largest shard, to which torch pads all shards.
 
-    Returns all of it, zero beyond the rows, and the rows in it.
+    Returns the whole memory, zero beyond the rows, and the rows in it.
     """
     alone = rows is not None and rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
     if rows is not None and alone and len(rows) == chunk:
@@ -386,10 +386,10 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
 
 
 def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedParam, Tensor, Tensor]]) -> None:
-    """Have a model train in another group, with other shards; its parameters stay the objects that they are.
+    """Move a model to another group with different shards; its parameters stay the same objects.
 
     Args:
-        shards: of each of its parameters: memory, and the rows in it, as :func:`memory_for` gives them.
+        shards: For each parameter, the memory and the rows in it, from :func:`memory_for`.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
@@ -429,7 +429,7 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of this rank as a tensor that goes into the parameter's place."""
+    """Return rows of this rank as a tensor that can replace the parameter."""
     shard: Any = DTensor
     return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
 

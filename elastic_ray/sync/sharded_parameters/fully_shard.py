@@ -1,4 +1,4 @@
-"""``elastic_ray.fully_shard``: torch's, in a group of workers that may change (torch)."""
+"""Public ``elastic_ray.fully_shard``: torch's function for a group of workers that may change (torch)."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ def fully_shard(
     shard_size: int | None = None,
     **options: Any,
 ) -> Module:
-    """Shard a module's parameters, gradients and optimizer state over the workers, however many there are.
+    """Shard a module's parameters, gradients and optimizer state over the workers, whatever their number.
 
-    As ``torch.distributed.fsdp.fully_shard``, on which it is built: call it on blocks first and on the model last, then
-    make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become ``DTensor`` objects, which
-    stay the same objects when the group changes: their rows move. Each row lies with two workers or more, so that the
-    loss of any one loses nothing; the model is trained as replicated, up to rounding.
+    It is based on ``torch.distributed.fsdp.fully_shard`` and used in the same way: call it on blocks first and on the
+    model last, then make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become ``DTensor``
+    objects, which stay the same objects when the group changes: their rows move. At least two workers hold each row, so
+    that the loss of any one worker loses nothing. The model trains like a replicated one, up to rounding.
 
     Args:
-        module: a module with a ``forward``, on its device; its parameters have a first dimension, are contiguous, and,
-            as far as they are trained, of one dtype.
-        reshard_after_forward: whether to free gathered parameters between forward and backward; by default all but
-            those of the outermost module.
-        mp_policy: dtypes of computation and of reductions.
-        param_init_fn: of a module that was built on the meta device: fills the parameters and buffers that one of its
-            modules holds itself. By default each module's ``reset_parameters()`` does.
-        device: of a module that was built on the meta device: where its shards are to be; by default on the present
-            CUDA device, and without CUDA on the CPU.
-        shard_size: workers of a shard group (HSDP), the same for all modules of a model, 2 or more: each group divides
-            the whole model among its workers, and groups average gradients. Where the job's workers are not two or
-            more such groups, and by default, rows are divided among all of them.
-        options: others of torch's, for none of which there is room here.
+        module: Module with a ``forward``, on its device. Its parameters must have a first dimension and be contiguous,
+            and trained parameters must share one dtype.
+        reshard_after_forward: Whether to free gathered parameters between forward and backward. By default, all are
+            freed except those of the outermost module.
+        mp_policy: Dtypes of computation and of reductions.
+        param_init_fn: For a module that was built on the meta device: fills the parameters and buffers that one of its
+            submodules itself holds. By default, each submodule's ``reset_parameters()`` is called.
+        device: For a module that was built on the meta device: the device of its shards. The default is the current
+            CUDA device, or the CPU without CUDA.
+        shard_size: Number of workers in a shard group (HSDP), at least 2, equal for all modules of a model. Each group
+            divides the whole model among its workers, and groups average gradients. By default, or if the job's workers
+            do not form two or more such groups, rows are divided among all workers.
+        options: Further options of torch's function, none of which is supported.
 
     Returns:
         The module, changed in place.
 
     Raises:
-        TypeError: an argument is not torch's, or is of another type than here.
-        ValueError: the module cannot be sharded, or is sharded already; or its model was wrapped before; or an argument
-            is for modules on the meta device, and it is in memory; or ``shard_size`` is below 2, or another one than
-            that of modules inside.
-        UnknownTorchError: torch keeps shards in other fields than are known here.
+        TypeError: An option is unknown or not supported, or an argument has the wrong type.
+        ValueError: The module cannot be sharded, is already sharded, or belongs to a model that is already wrapped; an
+            argument for modules on the meta device is given for one in memory; or ``shard_size`` is below 2, or differs
+            from that of modules inside.
+        UnknownTorchError: The installed torch lacks the expected private fields.
     """
     for name in options:
         if name in _NOT_SERVED:
@@ -99,7 +99,7 @@ def fully_shard(
 
 
 def _check_types(module: object, reshard_after_forward: object, mp_policy: object, param_init_fn: Any) -> None:
-    """Raise TypeError if an argument is of another type than ``fully_shard`` takes."""
+    """Raise TypeError if an argument of ``fully_shard`` has the wrong type."""
     if isinstance(module, (list, tuple)):
         raise TypeError(
             f"module must be one torch.nn.Module, but got a {type(module).__name__} of {len(module)}: shard each of "
@@ -126,7 +126,7 @@ def _check_types(module: object, reshard_after_forward: object, mp_policy: objec
 def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
     """True if a module has parameters or buffers without memory.
 
-    Raises ValueError: its parameters are in memory, and not all else fits that.
+    Raises ValueError: Its parameters are in memory, but its buffers or the options do not match that.
     """
     buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if kind == "meta":
@@ -149,7 +149,7 @@ def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
 
 
 def _device_of(device: torch.device | str | None) -> torch.device:
-    """Return the device for parameters that are on none yet."""
+    """Return the device for parameters that have no memory yet."""
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     found = torch.device(device)

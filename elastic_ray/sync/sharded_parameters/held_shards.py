@@ -42,7 +42,7 @@ class Shard:
         self.states: dict[Parameter, State] = {}  # what the optimizer keeps of each view
 
     def put(self, param: int, view: Parameter, state: State) -> None:
-        """Hold rows of a parameter."""
+        """Store rows of a parameter."""
         self.views[param], self.states[view] = view, state
 
     def rows(self, param: int) -> Rows:
@@ -55,8 +55,8 @@ class HeldShards:
     """Shards that this rank holds.
 
     Attributes:
-        unread: by parameter, all rows in a checkpoint that this rank continues from, which are read when they are given
-            away or taken; nothing without one.
+        unread: All rows of each parameter in the checkpoint from which this rank continues. They are read when they are
+            sent or used; empty without a checkpoint.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -66,12 +66,12 @@ class HeldShards:
         self.unread: dict[int, Rows] = {}
 
     def keep(self, shards: Mapping[ShardId, Shard], unread: Mapping[int, Rows] | None = None) -> None:
-        """Hold these, and no others."""
+        """Hold these shards, and no others."""
         self.shards, self.unread = dict(shards), dict(unread or {})
 
     @property
     def ids(self) -> set[ShardId]:
-        """Ids of the shards that this rank can give."""
+        """Ids of the shards that this rank can send."""
         return {*self.shards, WHOLE} if self.unread else set(self.shards)
 
     def take(
@@ -80,11 +80,11 @@ class HeldShards:
         shard: ShardId,
         place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
     ) -> Shard:
-        """Return a shard made of what is held and of what was received; it may share memory with both (:func:`apart`).
+        """Return a shard assembled from held and received rows, with which it may share memory (:func:`apart`).
 
         Args:
-            move: rows that were received.
-            place: puts rows of a parameter where they are to be; by default they stay where they are.
+            move: Received rows.
+            place: Puts rows of a parameter into their final memory; by default they stay in place.
         """
         made = Shard()
         for piece in pieces_of(self.counts, shard):
@@ -94,7 +94,7 @@ class HeldShards:
         return made
 
     def _parts(self, piece: Piece, received: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Rows]]:
-        """Return parts of a piece that follow each other, each cut from what has it."""
+        """Return consecutive parts of a piece, each cut from a source that contains it."""
         sources = [*self._all_rows(piece.param), *received]
         found: list[tuple[Piece, Rows]] = []
         at = piece.start
@@ -116,11 +116,11 @@ class HeldShards:
                 yield piece, held.rows(param)
 
     def give(self, piece: Piece) -> Rows:
-        """Return rows that are held."""
+        """Return held rows, joined."""
         return joined(self._parts(piece, ()))
 
     def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:
-        """Return a whole parameter, and the optimizer's state of it, of memory of its own on the CPU."""
+        """Return a whole parameter and its optimizer state, in separate memory on the CPU."""
         mine = [each for each in received if each[0].param == param]
         parts = self._parts(Piece(param, 0, self.counts[param]), mine)
         rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
@@ -128,7 +128,7 @@ class HeldShards:
 
 
 def cut(rows: Rows, source: Piece, piece: Piece) -> Rows:
-    """Return a part of some rows; it shares memory with them, or is read."""
+    """Return a part of some rows, which shares memory with them or is read from the checkpoint."""
     first, count = piece.start - source.start, piece.stop - piece.start
     like = rows[VALUE].shape
     return {
@@ -144,7 +144,7 @@ def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
-    """Join consecutive rows; a single part is returned as it is, unless ``copies``."""
+    """Return consecutive rows, joined; a single part is returned unchanged, unless ``copies``."""
     (_, first), *_ = parts
     like = first[VALUE].shape
     found: Rows = {}
@@ -160,10 +160,10 @@ def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows
 
 
 def apart(shard: Shard, *, values: bool) -> Shard:
-    """Return a copy of the shard in memory of its own.
+    """Return the shard with memory that it shares with no larger tensor.
 
     Args:
-        values: whether rows of parameters are taken out of larger ones as well, not only the optimizer's states.
+        values: Whether to copy rows of parameters out of larger tensors, in addition to the optimizer state.
     """
     made = Shard()
     for place, view in shard.views.items():
@@ -173,7 +173,7 @@ def apart(shard: Shard, *, values: bool) -> Shard:
 
 
 def owned(value: Any) -> Any:
-    """Return a tensor that keeps no larger one in memory."""
+    """Return the tensor, copied if it would keep a larger one in memory; any other value unchanged."""
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value
@@ -186,11 +186,11 @@ def _on_cpu(rows: Rows) -> Rows:
 def carry_out(
     communicator: Communicator, moved: Sequence[RowMove], give: Callable[[Piece], Rows]
 ) -> list[tuple[Piece, Rows]]:
-    """Send rows to ranks that lack them; all ranks call it with the same moves. One message for each pair of ranks.
+    """Send rows to ranks that lack them, in one message per pair of ranks; called on every rank with the same moves.
 
-    Returns what this rank has received.
+    Returns the rows that this rank has received.
 
-    Raises CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
+    Raises CommunicationFailedError: The group broke, or a peer sent something else. Held rows are unchanged.
     """
     rank, pairs = communicator.rank, by_pair(moved)
     found: list[tuple[Piece, Rows]] = []
@@ -212,7 +212,7 @@ def _name(piece: Piece) -> str:
 def _checked(
     communicator: Communicator, peer: int, wanted: Sequence[Piece], trees: Mapping[str, Any]
 ) -> list[tuple[Piece, Rows]]:
-    """Return what a peer has sent, if it is what was agreed on."""
+    """Return the rows that a peer has sent, if they are those agreed on."""
     found = [(piece, trees.get(_name(piece))) for piece in wanted]
     for piece, rows in found:
         value = rows.get(VALUE) if isinstance(rows, dict) else None
@@ -225,11 +225,11 @@ def _checked(
 def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, share: ShardId) -> Written:
     """Return the rows of a shard, or a share of them, as pieces of the whole tensors.
 
-    What else an optimizer keeps of a parameter, such as a count of steps, is written with its first rows. A rank that
-    writes others names it as well, so that the names keep their order.
+    Other optimizer state of a parameter, such as a step count, is written with the parameter's first rows. A rank that
+    writes other rows also lists its name, so that the names keep their order.
 
     Args:
-        share: which of its owners, of how many, writes here.
+        share: Index of this rank among the shard's owners, and their number.
     """
     found: Written = {}
     for place, view in own.views.items():
@@ -255,9 +255,9 @@ def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
 
 
 def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> State:
-    """Return a parameter's state that was given whole, as by a checkpoint: what is no rows is where torch has it.
+    """Return a parameter's whole state, from a checkpoint say, with its non-row values on torch's device for them.
 
-    Rows that are not there yet are read, or copied there, once they are taken.
+    Rows that are not in memory yet are read, or copied to the device, when they are used.
     """
     return {
         key: value.whole() if isinstance(value, UnreadTensor) and tuple(value.shape) != param.shape else value
@@ -266,7 +266,7 @@ def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> Sta
 
 
 def rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
-    """Return a parameter's state cut to some of its rows, in memory of its own."""
+    """Return a parameter's state cut to some of its rows, in separate memory."""
     found: State = {}
     for key, value in state.items():
         if isinstance(value, UnreadTensor):

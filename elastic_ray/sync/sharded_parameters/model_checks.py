@@ -1,6 +1,6 @@
-"""Checks of sharded models: what cannot be sharded or trained so, with the way out (torch).
+"""Checks of sharded models: which cannot be sharded or trained, and the alternative (torch).
 
-Every model is asked: torch's side of it, which takes a second to load, is not loaded for the answer.
+These checks run for every model. They do not load torch's sharding modules, which takes a second.
 """
 
 from __future__ import annotations
@@ -56,35 +56,35 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return a key of layouts whose step times may be mixed.
+    """Return a key of layouts whose step times may be pooled.
 
-    That of all workers in one group is what it was before there were others, so what is known of earlier runs holds.
+    The key of one group of all workers has no size, as in records of earlier versions, which therefore stay valid.
     """
     return SHARDED.name if shard_size is None else f"{SHARDED.name}({shard_size})"
 
 
 def strategy_of(model: nn.Module) -> Strategy:
-    """Return a strategy that tells the layouts of sharded models apart, in what is known of earlier runs.
+    """Return a strategy that identifies a sharded model's layout in records of earlier runs.
 
-    Raises ValueError: some modules were sharded with another ``shard_size`` than others.
+    Raises ValueError: Modules were sharded with different values of ``shard_size``.
     """
     return dataclasses.replace(SHARDED, name=key_of(shard_size_of(model)))
 
 
 def is_sharded_model(module: nn.Module) -> bool:
-    """True if any module of the model is sharded by torch's ``fully_shard``, ours or not."""
+    """True if any module of the model is sharded by ``fully_shard``, torch's or ours."""
     return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
 
 
 def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Record what a module was sharded with."""
+    """Record the shard size with which a module was sharded."""
     setattr(module, _SHARD_SIZE, shard_size)
 
 
 def shard_size_of(model: nn.Module) -> int | None:
-    """Return the shard size that all sharded modules of a model have in common.
+    """Return the common shard size of all sharded modules of a model.
 
-    Raises ValueError: some with another value than others.
+    Raises ValueError: Modules were sharded with different values.
     """
     found = {getattr(each, _SHARD_SIZE): name for name, each in model.named_modules() if hasattr(each, _SHARD_SIZE)}
     if len(found) > 1:
@@ -97,7 +97,7 @@ def shard_size_of(model: nn.Module) -> int | None:
 
 
 def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Raise TypeError or ValueError if `shard_size` is no size, or not that of the sharded modules inside."""
+    """Raise TypeError or ValueError if `shard_size` is invalid, or differs from that of sharded modules inside."""
     if shard_size is not None and (isinstance(shard_size, bool) or not isinstance(shard_size, int)):
         raise TypeError(f"shard_size must be a number of workers or None, but got {shard_size!r:.80}")
     if shard_size is not None and shard_size < 2:
@@ -115,7 +115,7 @@ def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
-    """Raise ValueError if a sharded parameter has a hook on its gradient that torch never calls."""
+    """Raise ValueError if a sharded parameter has a gradient hook, because torch never calls it."""
     for each in params:
         if each.param._backward_hooks:
             raise ValueError(
@@ -128,8 +128,8 @@ def check_module(module: nn.Module, shard_size: int | None = None) -> str:
     """Check a module before torch shards it; return the device type of its parameters.
 
     Raises:
-        TypeError: ``shard_size`` is no number.
-        ValueError: the module cannot be sharded, or not with it.
+        TypeError: ``shard_size`` is not a number.
+        ValueError: The module cannot be sharded, or not with this ``shard_size``.
     """
     name = type(module).__name__
     if getattr(module, "elastic_ray_wraps", False):
@@ -177,8 +177,8 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
     """Check that a model with sharded modules can be trained.
 
     Raises:
-        StrategyError: it cannot be; the message says why, and the way out.
-        ValueError: the optimizer was made before the model was sharded.
+        StrategyError: The model cannot be trained; the message says why, and how to fix it.
+        ValueError: The optimizer was made before the model was sharded.
     """
     outside = [name for name, param in module.named_parameters() if not hasattr(param, "to_local")]
     stale = sum(1 for group in optimizer.param_groups for p in group["params"] if not hasattr(p, "to_local"))

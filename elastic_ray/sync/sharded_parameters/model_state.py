@@ -1,4 +1,4 @@
-"""Parameters and buffers of a sharded model, as they travel and are saved (torch)."""
+"""Parameters and buffers of a sharded model, in the form in which they are sent and saved (torch)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 
 
 class ShardedModelState:
-    """State of a sharded model: joining ranks receive buffers here, and rows as shards.
+    """State of a sharded model. Joiners receive only buffers through it; rows are sent as shards.
 
-    A checkpoint has whole parameters.
+    A checkpoint contains whole parameters.
 
     Attributes:
-        takes_unread: parameters in a checkpoint are read row by row, as their ranks need them.
+        takes_unread: Parameters of a checkpoint are read row by row, as ranks need them.
     """
 
     in_place, takes_unread = False, True
@@ -32,7 +32,7 @@ class ShardedModelState:
         return {"buffers": dict(self._module.named_buffers())}
 
     def capture_to_save(self) -> Any:
-        """Return the buffers, and whole parameters where this rank has them."""
+        """Return the buffers, and whole parameters if this rank has them."""
         whole = self._optimizer.gathered_whole()
         names = [each.name for each in self._optimizer.params]
         found = {} if whole is None else {"parameters": {names[place]: value for place, (value, _) in whole.items()}}
@@ -53,7 +53,7 @@ class ShardedModelState:
 
     @torch.no_grad()
     def restore(self, tree: Any) -> None:
-        """Adopt the state. Raises RuntimeError: it is of another model."""
+        """Restore a captured state. Raises RuntimeError: It belongs to another model."""
         buffers = dict(self._module.named_buffers())
         if "buffers" not in tree or buffers.keys() != tree["buffers"].keys():
             raise RuntimeError(
@@ -67,12 +67,12 @@ class ShardedModelState:
 
 
 def _key(prefix: str, name: str) -> str:
-    """Return a parameter's key in a state dict, without the name that activation checkpointing inserts."""
+    """Return a parameter's state dict key, without the name that activation checkpointing inserts."""
     return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
 
 def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-    """Replace whole parameters in a state dict by this rank's rows, before a sharded module loads it; a torch hook."""
+    """Replace whole parameters in a state dict by this rank's rows, before a sharded module loads it (torch hook)."""
     for name, param in module.named_parameters():
         key = _key(prefix, name)
         value = state_dict.get(key)
@@ -88,7 +88,7 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 class StateDicts:
-    """Hooks that let ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them."""
+    """Hooks by which a sharded model's ``state_dict()`` returns, and ``load_state_dict()`` takes, whole parameters."""
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
@@ -99,7 +99,7 @@ class StateDicts:
         hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
 
     def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace rows in a state dict by whole parameters, where this rank has them; see torch's hooks."""
+        """Replace rows in a state dict by whole parameters, if this rank has them (torch hook)."""
         sharded = {name for name, value in state_dict.items() if isinstance(value, Tensor) and is_sharded(value)}
         if not sharded:
             return
@@ -124,7 +124,7 @@ class StateDicts:
     def _take(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        """Receive rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
+        """Copy whole parameters' rows that this rank holds for others; raises RuntimeError for ``assign=True``."""
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) would put other parameters in the place of those that the optimizer of a "

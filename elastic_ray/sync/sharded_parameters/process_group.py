@@ -1,8 +1,8 @@
-"""Process group that a sharded model's tensors use: its ranks, with collectives that are ours (torch).
+"""Process group of a sharded model's tensors: its ranks, with elastic-ray's collectives (torch).
 
-Torch's own ``ProcessGroup`` of a generation would block in a collective whose peer is gone, and raise inside user code.
-This one has no connections: what user code asks of sharded tensors (``clip_grad_norm_``, ``full_tensor()``) comes by
-here, and continues as a collective of the present generation, or as none in a step that is lost.
+Torch's own ``ProcessGroup`` would block in a collective whose peer is lost, and raise inside user code. This one has no
+connections: collectives that user code triggers on sharded tensors (``clip_grad_norm_``, ``full_tensor()``) run in the
+current generation, or not at all in a lost step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MAKING = threading.Lock()
 
 
 class ShardProcessGroup(dist.ProcessGroup):
-    """Process group of a sharded model's tensors, which carries out their collectives in the present generation.
+    """Process group of a sharded model's tensors, which executes their collectives in the current generation.
 
     Args:
-        collectives: makes them; None for a group of one.
+        collectives: Collectives of the model; None for a group of one.
     """
 
     def __init__(self, rank: int, world_size: int, collectives: ShardCollectives | None) -> None:
@@ -53,7 +53,7 @@ class ShardProcessGroup(dist.ProcessGroup):
     def _collectives(self) -> ShardCollectives | None:
         """Collectives of the model; None for a group of one.
 
-        Raises RuntimeError: the model whose collectives they were is gone.
+        Raises RuntimeError: The model no longer exists.
         """
         found = self._known()
         if found is None and not self._alone:
@@ -99,11 +99,11 @@ class ShardProcessGroup(dist.ProcessGroup):
 def make_mesh(
     device_type: str, rank: int, world_size: int, collectives: ShardCollectives | None, *, name: str = ""
 ) -> DeviceMesh:
-    """Make a mesh that no other equals: torch remembers what it worked out for a mesh, and takes an equal one for it.
+    """Return a new mesh that equals no other, because torch caches results per mesh and reuses them for equal ones.
 
     Args:
-        collectives: among them; None for a group of one.
-        name: of it, another than all others'; one is made up where none is given.
+        collectives: Collectives of the mesh's ranks; None for a group of one.
+        name: Unique name of the mesh; generated if empty.
     """
     name = name or f"{_NAME}{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
@@ -114,9 +114,9 @@ def make_mesh(
 
 
 def _registered(name: str, make: Callable[[], Any]) -> Any:
-    """Return the group that torch knows by this name; if none, what ``make`` gives.
+    """Return the group registered in torch under this name; if there is none, register the result of ``make``.
 
-    Meshes of one on two devices share it.
+    Meshes of one on two devices share the group.
     """
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def _registered(name: str, make: Callable[[], Any]) -> Any:
 
 
 def forget_mesh(mesh: DeviceMesh) -> None:
-    """Unregister a mesh that no tensor uses any more."""
+    """Unregister a mesh that no tensor uses any longer."""
     for name in mesh._dim_group_names:
         _unregister_process_group(name)
 
@@ -141,9 +141,10 @@ def _number(call: Any, arguments: Any, options: Any) -> Any:
 
 
 def _norms(call: Any, arguments: Any, options: Any) -> Any:
-    """Compute norms of sharded tensors, or of one, as torch does, also where this rank has no rows of some.
+    """Return norms of one or several sharded tensors as torch does, even if this rank has no rows of some.
 
-    The largest and the smallest element of nothing are errors of torch. Here nothing is what changes neither.
+    Torch raises an error for the largest and the smallest element of an empty tensor. Here, an empty part has no effect
+    on the result.
     """
     dispatcher: Any = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(call, arguments, options)
@@ -161,7 +162,7 @@ def _norms(call: Any, arguments: Any, options: Any) -> Any:
 
 
 def explain_mixtures() -> None:
-    """Have torch say what to do where tensors of a sharded model meet others that are not of its present group."""
+    """Patch torch's error for mixing a sharded model's tensors with others, so that it says what to do."""
     dispatcher: Any = DTensor._op_dispatcher
     propagate = getattr(dispatcher, _PROPAGATE)
     if hasattr(propagate, "__wrapped__"):
@@ -182,10 +183,10 @@ def explain_mixtures() -> None:
 
 
 def make_numbers_whole() -> None:
-    """Have ``item()``, ``float()`` and ``bool()`` of a sharded tensor give the number that it is.
+    """Patch torch so that ``item()``, ``float()`` and ``bool()`` of a sharded tensor return its global value.
 
-    Torch gives this rank's part of it: of ``p.grad.norm()`` that of the rank's own rows, another one on each rank. And
-    have norms of any order know of ranks without rows.
+    Torch returns this rank's part: for ``p.grad.norm()``, the norm of the rank's own rows, which differs by rank. Norms
+    of any order are also patched to support ranks without rows.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
@@ -194,7 +195,7 @@ def make_numbers_whole() -> None:
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:
-    """Return the mesh that modules are sharded on before their model joins a run: this process alone."""
+    """Return the mesh on which modules are sharded before their model joins a run: this process alone."""
     with _MAKING:
         if device_type not in _ALONE:
             _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])

@@ -1,10 +1,10 @@
-"""Rows of parameters that each rank holds, and the moves when the group changes (pure).
+"""Layout of parameter rows over ranks, and the moves when the group changes (pure).
 
-Torch cuts each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
-``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two numbers,
-how many ranks the rows are cut for and its place among them. Each shard lies with two ranks or more: with its owner in
-each of several shard groups, or, in one group of all ranks, with its owner and one that follows it: the next rank, or,
-for the first step after a change, one that has the rows already.
+Torch divides each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
+``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, up to the number of rows. A shard is thus identified by two
+numbers: the number of parts and its index among them. At least two ranks hold each shard. With several shard groups,
+these are its owners, one in each group. In one group of all ranks, they are its owner and a follower: the next rank or,
+for the first step after a change, a rank that already has the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COPIES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class ShardId:
-    """A shard of the whole model."""
+    """Identifier of a shard of the whole model: number of parts and index."""
 
     world: int  # ranks that it was cut for, those of a shard group; 1 or more
     index: int  # its place, from 0 to ``world - 1``
@@ -33,11 +33,11 @@ class ShardId:
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Rows of one parameter.
+    """Consecutive rows of one parameter.
 
     Attributes:
-        param: position of the parameter in the model.
-        start, stop: first row, and the one after the last; ``start < stop``.
+        param: Position of the parameter in the model.
+        start, stop: First row, and the one after the last; ``start < stop``.
     """
 
     param: int
@@ -61,7 +61,7 @@ def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
 
 
 def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
-    """Return the pieces of a shard, without parameters that have no row in it."""
+    """Return the pieces of a shard, without parameters that have no rows in it."""
     ranges = [(param, *rows_of(count, shard)) for param, count in enumerate(rows)]
     return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
 
@@ -71,12 +71,12 @@ class Layout:
     """Assignment of shards to ranks: groups of ranks that divide the rows, and followers that hold copies.
 
     Attributes:
-        groups: the ranks of each shard group, ascending: those in which a rank's shard has its place. One group of all
-            ranks, whose shards lie with their followers as well, or several of one size, each with all rows.
-        followers: in a group of all ranks, the one that follows the owner of each shard; by default the next one.
+        groups: Ranks of each shard group, ascending, which is the order of their shards. Either one group of all ranks,
+            whose shards also have followers, or several groups of one size, each with all rows.
+        followers: In a group of all ranks, the rank that follows the owner of each shard; by default the next rank.
 
-    Raises ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by
-    another rank than its owner.
+    Raises ValueError: The groups differ in size or do not contain each rank once, or a shard has no follower other than
+    its owner.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -105,43 +105,43 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Number of shards that the rows are cut into."""
+        """Number of shards into which the rows are divided."""
         return len(self.groups[0])
 
     @property
     def is_replicated(self) -> bool:
-        """True if each shard has an owner in each of several groups, and no follower."""
+        """True if each shard has owners in several groups, and no follower."""
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks among which the rows of this one are gathered."""
+        """Return the ranks of the shard group to which a rank belongs."""
         return next(group for group in self.groups if rank in group)
 
     def owned_by(self, rank: int) -> ShardId:
-        """Return the shard in a rank's model."""
+        """Return the shard that a rank owns."""
         return ShardId(self.parts, self.group_of(rank).index(rank))
 
     def held_by(self, rank: int) -> tuple[ShardId, ...]:
-        """Return the shards that a rank holds: its own first, then those that it follows, in a lone group."""
+        """Return the shards that a rank holds: its own first, then those for which it is the follower."""
         own = self.owned_by(rank)
         before = [(own.index - i) % self.parts for i in range(1, self.parts)]
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
 
     def follower_of(self, index: int) -> int | None:
-        """Return the rank that follows the owner of the shard at a place.
+        """Return the rank that follows the owner of shard `index`.
 
-        None where there are other owners, or no others.
+        Return None if the shard has other owners, or if there are no other ranks.
         """
         if self.is_replicated or self.parts == 1:
             return None
         return self.followers[index] if self.followers else (index + 1) % self.parts
 
     def owners(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that own the shard at a place, one of each group, ascending."""
+        """Return the ranks that own shard `index`, one in each group, ascending."""
         return tuple(sorted(group[index] for group in self.groups))
 
     def holders(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that hold the shard at a place: owners, ascending, and the follower after them."""
+        """Return the ranks that hold shard `index`: its owners, ascending, then the follower."""
         follower = self.follower_of(index)
         return self.owners(index) if follower is None else (*self.owners(index), follower)
 
@@ -150,10 +150,10 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
     """Return the layout of the rows in a group of `world` ranks.
 
     Args:
-        shard_size: ranks of a shard group; None for one group of all. Where fewer than two such groups, or no whole
-            number of them, can be made of the ranks, there is one group of all as well.
-        nodes: of each rank, by default one for all. A group lies on one node as far as a node has enough ranks that are
-            in no group yet; the others are grouped in the order of their nodes.
+        shard_size: Number of ranks in a shard group; None for one group of all ranks. If the ranks do not form a whole
+            number of such groups, two at least, there is also one group of all.
+        nodes: Node of each rank; by default, all are on one node. Groups are formed within a node as long as it has
+            enough ungrouped ranks. The remaining ranks are grouped in the order of their nodes.
     """
     if shard_size is None or world < 2 * shard_size or world % shard_size:
         return Layout((tuple(range(world)),))
@@ -172,12 +172,12 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
 
 
 def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout) -> Layout:
-    """Return a layout that leads to another one, in which ranks that have the rows already follow.
+    """Return an interim layout before the target, in which the followers are ranks that already have the rows.
 
-    So that a new group need not wait for second copies before it trains. Each shard lies with two ranks in it as well.
+    A new group can thus train before second copies are sent. Two ranks hold each shard in the interim layout as well.
 
-    Returns the target, with others in the place of those followers that lack some rows, where there are others that
-    lack none: those in turn that follow the fewest.
+    Returns the target, in which each follower that lacks rows is replaced by a rank that lacks none, if there is one.
+    Of several, the rank that follows the fewest shards is chosen.
     """
     if target.follower_of(0) is None:
         return target
@@ -206,7 +206,7 @@ def _followers(layout: Layout) -> tuple[int, ...]:
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raise ValueError if ranks have sharded the model with different ``shard_size``, which is 0 for None."""
+    """Raise ValueError if ranks have sharded the model with different ``shard_size`` (0 stands for None)."""
     other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         raise ValueError(
@@ -216,7 +216,7 @@ def check_shard_sizes(sizes: Sequence[int]) -> None:
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
-    """Return for each parameter the ranges of rows that the shards hold together; in order and disjoint."""
+    """Return, for each parameter, the ranges of rows that the shards hold together, ordered and disjoint."""
     found: list[list[tuple[int, int]]] = []
     shards = sorted(shards)
     for count in rows:
@@ -236,7 +236,7 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
     """Return rows that no rank holds.
 
     Args:
-        held: the shards of each rank, which may be of several layouts.
+        held: Shards of each rank, possibly from several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
     return tuple(
@@ -249,15 +249,15 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
 def moves(
     rows: Sequence[int], held: Sequence[Set[ShardId]], layout: Layout, widths: Sequence[int] | None = None
 ) -> tuple[RowMove, ...]:
-    """Return the moves after which each rank holds its shards of the layout; nothing is sent that it has already.
+    """Return the moves after which each rank holds its shards of the layout, without rows that it already has.
 
-    Of several holders of a row the one sends that has sent the least so far, so that the ranks send about equally much.
+    If several ranks hold a row, the one that has sent the least so far sends it, to balance the load.
 
     Args:
-        held: the shards of each rank of the present group.
-        widths: elements of a row of each parameter; 1 by default.
+        held: Shards of each rank of the current group.
+        widths: Number of elements in a row of each parameter; 1 by default.
 
-    Raises ValueError: no rank holds some rows; see :func:`lost`.
+    Raises ValueError: No rank holds some rows; see :func:`lost`.
     """
     world = len(held)
     widths = widths or [1] * len(rows)
@@ -281,12 +281,12 @@ def to_code(shard: ShardId) -> int:
 
 
 def from_code(code: int) -> ShardId:
-    """Return the shard of :func:`to_code`; raises ValueError for what is no shard."""
+    """Return the shard encoded by :func:`to_code`; raises ValueError for an invalid code."""
     return ShardId(code >> 20, code & ((1 << 20) - 1))
 
 
 def _without(each: tuple[int, int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of a range that lie in none of others, which are in order."""
+    """Return the parts of a range that are outside the given ordered ranges."""
     first, last = each
     found = []
     for start, stop in ranges:
@@ -308,7 +308,7 @@ def _from_holders(
     sent: list[int],
     widths: Sequence[int],
 ) -> list[RowMove]:
-    """Return moves of missing rows, in as few pieces as their holders allow."""
+    """Return moves of missing rows, in as few pieces as their holders' ranges allow."""
     first, last = missing
     edges = {edge for ranges in have for each in ranges for edge in each if first < edge < last}
     found: list[RowMove] = []
@@ -325,7 +325,7 @@ def _from_holders(
 
 
 def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
-    """Return the pieces that each pair of ranks (source, destination) exchanges, in order."""
+    """Return the pieces to send, keyed by pair of ranks (source, destination), in order."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for move in moved:
         found.setdefault((move.source, move.destination), []).append(move.piece)

@@ -1,8 +1,8 @@
-"""The collectives of a sharded model, in the present generation (torch).
+"""Collectives of a sharded model in the current generation (torch).
 
-They wait as all others of a step do: until the generation is called off, or its timeout. From then on the step is lost,
-and what torch and user code still ask for in it is answered with numbers of the right size: no exception leaves
-``model(x)`` or ``backward()``, and the step is drawn again.
+They wait like all collectives of a step: until the generation is called off, or its timeout. After that the step is
+lost, and further requests of torch and user code in it get numbers of the right size: no exception leaves ``model(x)``
+or ``backward()``, and the step is drawn again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _REDUCES = 1  # what is announced; see Intent.SHARDS
 
 
 class _Sequence:
-    """Order of collectives seen so far, the same on all ranks."""
+    """Order of collectives observed so far, equal on all ranks."""
 
     def __init__(self) -> None:
         self._next: dict[int, set[int]] = {}
         self._at = 0
 
     def begin(self, place: int) -> None:
-        """Start a pass, as all ranks have agreed."""
+        """Start a pass, as agreed by all ranks."""
         self._at = place
 
     def knows(self, code: int) -> bool:
@@ -43,29 +43,31 @@ class _Sequence:
         return self._next.get(self._at) == {code}
 
     def note(self, code: int) -> None:
-        """Record that the collective `code` was made."""
+        """Record that the collective `code` was executed."""
         self._next.setdefault(self._at, set()).add(code)
         self._at = code
 
 
 class ShardCollectives:
-    """Collectives of one sharded model among the ranks of the present group.
+    """Collectives of one sharded model among the ranks of the current group.
 
-    Ranks whose models do different things, as one with a branch that follows from a rank's own samples, must not meet
-    in one collective. So a collective that has not always followed the one before is announced first. One that has is
-    not: a rank that waits in it says so, and the one that has come elsewhere hears of it there.
+    Ranks whose models do different things, because of a branch that depends on a rank's own samples, say, must not meet
+    in one collective. A collective that has not always come after the previous one is therefore announced first. A
+    collective that has is not announced: a rank that waits in it reports that, and a rank that has gone elsewhere
+    notices.
 
-    Parameters are gathered and gradients scattered in this rank's shard group. All ranks take part in each collective,
-    with nothing for those of other groups: one group of connections serves all of them, and is called off at once.
+    Parameters are gathered and gradients scattered within this rank's shard group. All ranks take part in each
+    collective, with empty data for ranks of other groups: a single set of connections serves all groups, and is called
+    off at once.
 
     Args:
-        number: of the model, in the order in which the loop wraps them.
-        shard_size: ranks of a shard group; None for one of all ranks.
+        number: Number of the model, in order of wrapping.
+        shard_size: Number of ranks in a shard group; None for one group of all ranks.
 
     Attributes:
-        layout: of the present group; for its first step some followers may be others than they are to be.
-        weight: of this rank's gradients in those of the step.
-        finiteness: of this rank's own gradients in the latest backward pass.
+        layout: Layout of the current group; before its first update, some followers may be interim ones.
+        weight: Weight of this rank's gradients in the step's mean.
+        finiteness: Finiteness of this rank's own gradients in the latest backward pass.
     """
 
     def __init__(self, run: Run, number: int, shard_size: int | None = None) -> None:
@@ -80,30 +82,30 @@ class ShardCollectives:
         self.weight = 1.0
 
     def follow(self, entered: Callable[[], None]) -> None:
-        """Have this called before each collective that torch asks for."""
+        """Set a function to be called before each collective that torch requests."""
         self._entered = entered
 
     def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
-        """Have this called with the shard group's weighted gradients of this rank's rows, [ranks, elements].
+        """Set a function that receives the shard group's weighted gradients of this rank's rows, [ranks, elements].
 
-        None ends it.
+        None removes the function.
         """
         self._scattered = scattered
 
     def enter_group(self) -> None:
-        """Enter a group, in which the order of collectives is unknown."""
+        """Enter a group, in which the order of collectives is not known yet."""
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def follow_in(self, layout: Layout) -> None:
-        """Adapt to other ranks as in this layout from now on; owners are the same."""
+        """Use the followers of this layout from now on; its owners are the same."""
         self.layout = layout
 
     def begin(self, what: Announced) -> None:
-        """Start a pass with all other ranks.
+        """Start a pass together with all other ranks.
 
-        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
         self._run.consensus.agree_on(what)
         if not self._some_are_idle:
@@ -111,16 +113,16 @@ class ShardCollectives:
 
     @property
     def _some_are_idle(self) -> bool:
-        """True if some ranks have no sample in the step in progress, and know of it only what is announced."""
+        """True if some ranks have no samples in the current step, and know only what is announced of it."""
         step = self._run.ledger.step
         return step is not None and step.leaves_ranks_idle
 
     def join(self, units: Sequence[FSDPModule], what: Announced) -> None:
-        """Join another rank's gather on a rank without a sample: let torch gather the unit, then reshard it.
+        """Join another rank's gather on a rank without samples: let torch gather the unit, then reshard it.
 
         Args:
-            units: the model's sharded modules.
-            what: the others have announced: a call of the model, or that one of them is gathered.
+            units: Sharded modules of the model.
+            what: Announcement of the other ranks: a call of the model, or the gathering of one unit.
         """
         if what.intent is not Intent.GATHER:
             for each in units:  # as the others do after the call; one with gradients may have left them gathered
@@ -134,9 +136,9 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """Agree with all ranks that `what` is the next collective; ``reductions_started`` ends it.
+        """Agree with all ranks that `what` is the next collective; ``reductions_started`` ends the agreement.
 
-        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
         """
         code, consensus = zlib.crc32(what.encode()), self._run.consensus
         if self._some_are_idle and self._unit >= 0:
@@ -152,20 +154,20 @@ class ShardCollectives:
         """Start a backward pass.
 
         Args:
-            weight: share of this rank's samples in the step's mean gradient.
+            weight: Share of this rank's samples in the step's mean gradient.
         """
         self.weight, self.finiteness = weight, Finiteness()
 
     def weigh_alone(self, tensor: Tensor) -> None:
-        """Weigh gradients in place in a group of one, for which torch makes no reduce-scatter."""
+        """Multiply gradients by their weight, in place, in a group of one, for which torch runs no reduce-scatter."""
         if self._run.group.world_size == 1 and self.weight != 1.0:
             tensor.mul_(self.weight)
 
     def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
-        """Gather ``tensor`` of each rank in the shard group into ``output``, in rank order; this rank's if that fails.
+        """Gather ``tensor`` from each rank in the shard group into ``output``; on failure, repeat this rank's tensor.
 
         Args:
-            unit: number of the sharded module whose parameters they are; -1 for none.
+            unit: Number of the sharded module to which the parameters belong; -1 for none.
         """
         self._entered()
         output, tensor, self._unit = output.detach(), tensor.detach(), unit
@@ -178,10 +180,11 @@ class ShardCollectives:
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
-        """Write this rank's part of the weighted sum of all ranks' ``tensor`` into `output`; zeros if that fails.
+        """Write this rank's part of the weighted sum of all ranks' ``tensor`` into `output`; zeros on failure.
 
-        Parts are added up in rank order, in single precision or that of the tensor, whichever is higher: first those of
-        the shard group, then those of the owners of the same rows in all groups, who end with the same bits.
+        Parts are summed in rank order, in float32 or the tensor's dtype, whichever is more precise. Those of the shard
+        group are summed first, then those of the owners of the same rows in all groups, which get bit-identical
+        results.
         """
         self._entered()
         tensor.mul_(self.weight)
@@ -193,7 +196,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Sum numbers of all ranks."""
+        """Return the sums of numbers over all ranks."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -205,7 +208,7 @@ class ShardCollectives:
         return found
 
     def _sum_over_owners(self, output: Tensor, unit: int) -> bool:
-        """Sum ``output`` over the groups, in place; False in a step that is lost. Each owner adds up a part."""
+        """Sum ``output`` over the groups, in place, each owner summing one part; False in a lost step."""
         owners = self.layout.owners(self.layout.owned_by(self._run.group.rank).index)
         what = f"{unit} {_like(output)}"
         mine = output.new_empty(-(-output.numel() // len(owners)))
@@ -219,9 +222,9 @@ class ShardCollectives:
         return True
 
     def sum_up(self, tensor: Tensor, op: Any) -> None:
-        """Reduce a tensor over the shard group, in place; it keeps this rank's numbers if that fails.
+        """Reduce a tensor over the shard group, in place; on failure, it keeps this rank's numbers.
 
-        Raises NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
+        Raises NotImplementedError: The operation is not a sum, mean, maximum or minimum.
         """
         self._entered()
         kinds = {
@@ -245,11 +248,11 @@ class ShardCollectives:
     def to_follower(
         self, tensors: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]], device: torch.device
     ) -> None:
-        """Send tensors to this rank's follower, and receive those of ranks that it follows, in place.
+        """Send tensors to this rank's follower; receive in place the tensors of ranks that this rank follows.
 
         Args:
-            received: as large as those of each rank that this one follows.
-            device: of all of them; ranks that have none meet the others on it.
+            received: Buffers of matching size, for each rank that this rank follows.
+            device: Device of all tensors, which a rank without tensors also needs.
         """
         group = self._run.group
         follower = self.layout.follower_of(self.layout.owned_by(group.rank).index)
@@ -271,25 +274,25 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """True if this rank is the one, of those that own its rows, by which they are counted once."""
+        """True if this rank is the first of the owners of its rows, and so counts them in sums over all ranks."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The ranks of the shard group."""
+        """Ranks of this rank's shard group."""
         return self.layout.group_of(self._run.group.rank)
 
     def _gathered(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> bool:
-        """Gather ``tensor`` of `ranks`, this one among them, into ``output``; True if it succeeded."""
+        """Gather ``tensor`` from `ranks`, which include this one, into ``output``; True if successful."""
         if len(ranks) == self._run.group.world_size:
             return self._carry_out(what, lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor)))
         return self._exchanged(what, output, _bytes(tensor).repeat(len(ranks)), ranks)
 
     def _summed(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> Tensor | None:
-        """Write this rank's part of the sum of ``tensor`` over `ranks`, this one among them, into ``output``.
+        """Write this rank's part of the sum of ``tensor`` over `ranks`, which include this one, into ``output``.
 
-        Returns what was added up, [ranks, elements]; None in a step that is lost.
+        Returns the summands, [ranks, elements]; None in a lost step.
         """
         parts = torch.empty_like(tensor)
         if not self._exchanged(what, parts, _bytes(tensor), ranks):
@@ -300,16 +303,16 @@ class ShardCollectives:
         return parts
 
     def _exchanged(self, what: str, output: Tensor, sent: Tensor, ranks: Sequence[int]) -> bool:
-        """Exchange parts of ``sent`` (bytes) among `ranks`, each with every other; True if it succeeded."""
+        """Exchange parts of ``sent`` (bytes) between all pairs of `ranks`; True if successful."""
         world, splits = self._run.group.world_size, list[int]()  # none: equal parts for all
         if len(ranks) < world:
             splits = [sent.numel() // len(ranks) if rank in ranks else 0 for rank in range(world)]
         return self._carry_out(what, lambda: self._gradients.all_to_all(_bytes(output), sent, splits, splits))
 
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
-        """Make a collective; False in a step that is lost, now or before.
+        """Execute a collective; False in a step that is already lost, or is lost by it.
 
-        Raises CommunicationFailedError: the group broke outside of steps.
+        Raises CommunicationFailedError: The group broke outside of steps.
         """
         ledger, consensus = self._run.ledger, self._run.consensus
         if self._joins:
@@ -330,7 +333,7 @@ class ShardCollectives:
 
 
 class GatherShards:
-    """Hook of torch for the all-gathers of one sharded module."""
+    """Torch hook for the all-gathers of one sharded module."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit
@@ -345,7 +348,7 @@ class GatherShards:
 
 
 class ScatterGradients:
-    """Hook of torch for its reduce-scatters; weighted sums take the place of means."""
+    """Torch hook for reduce-scatters, which computes weighted sums instead of means."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit
@@ -357,7 +360,7 @@ class ScatterGradients:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Add up."""
+        """Write the weighted sum of one module's gradients into the output tensor."""
         self._collectives.reduce_scatter(output_tensor, input_tensor, self._unit)
 
 
@@ -366,11 +369,11 @@ def _like(tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory as bytes, because gloo does not know all types."""
+    """Return a tensor's memory as bytes, because gloo does not support all dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Concatenate the bytes of the tensors."""
+    """Return the concatenated bytes of the tensors."""
     parts = [_bytes(each.detach().contiguous()) for each in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)

@@ -69,14 +69,14 @@ _LOW = (1 << 32) - 1
 class ShardHolder:
     """Holds this rank's shards and moves shards between ranks when the group changes.
 
-    Methods that communicate raise CommunicationFailedError where the group breaks.
+    Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        module: the model, sharded on a mesh of one.
-        number: of the model, in the order in which the loop wraps them.
+        module: The model, sharded on a mesh of one.
+        number: Number of the model, in order of wrapping.
 
     Attributes:
-        built_on_meta: whether the model was built without memory: by this rank, or, once a group was entered, by one of
+        built_on_meta: Whether the model was built without memory, by this rank or, after a group was entered, by any of
             its ranks.
     """
 
@@ -99,24 +99,24 @@ class ShardHolder:
             self._hold_whole()
 
     def _hold_whole(self) -> None:
-        """Hold the whole model as one shard, with what the optimizer knows so far."""
+        """Hold the whole model as one shard, with the optimizer's current state."""
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
         self._held.keep({WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
-        """Remove the optimizer's state of a whole parameter of the optimizer."""
+        """Return the optimizer's state of a whole parameter, removing it from the optimizer."""
         state = self._optimizer.state.pop(param.param, {})
         return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """The shards of the present layout: this rank's own first, then those that it follows."""
+        """Shards of this rank in the current layout: its own first, then those for which it is the follower."""
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """Return what this rank writes into a joint checkpoint: its share of the rows that it owns."""
+        """Return this rank's part of a joint checkpoint: its share of the rows that it owns."""
         own = self._layout.owned_by(self._rank)
         owners = self._layout.owners(own.index)
         share = ShardId(len(owners), owners.index(self._rank))
@@ -128,18 +128,18 @@ class ShardHolder:
         return bool(self._held.ids)
 
     def drop(self) -> None:
-        """Release all shards; other ranks hold the valid ones."""
+        """Release all shards, because other ranks hold the valid ones."""
         self._held.keep({})
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Raise RuntimeError if the model was built on the meta device and no group was entered yet."""
+        """Raise RuntimeError if the model was built on the meta device and no group has been entered yet."""
         if self._first is not None:
             raise RuntimeError(NO_MEMORY_YET)
 
     def _begin(self, seed: int, group: Group) -> None:
-        """Make this rank's rows in the first group, whose ranks hold nothing: each makes one module after the other."""
+        """Initialise this rank's rows, one module at a time, in the first group, in which no rank holds any rows."""
         assert self._first is not None, "only a model without memory is made here"
         own, shard, states = self._collectives.layout.owned_by(group.rank), Shard(), self._first
 
@@ -153,17 +153,17 @@ class ShardHolder:
         self._held.keep({own: shard})
 
     def look_around(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
-        """Gather the shards of all ranks, and whether one is ``opened``; called on every rank.
+        """Return the shards that each rank holds, and whether any rank is ``opened``; called on every rank.
 
-        A model without memory is made.
+        A model without memory is initialised.
 
         Args:
-            opened: whether rank 0 has the whole at hand, as far as this rank knows.
-            begun: whether a group was entered before, by this rank or by those that it has its state from.
+            opened: Whether, to this rank's knowledge, rank 0 has gathered the whole model.
+            begun: Whether this rank, or a rank whose state it has received, has entered a group before.
 
         Raises:
-            StateLostError: no rank holds some rows; raised on every rank.
-            ValueError: ranks have sharded the model with different ``shard_size``; raised on every rank.
+            StateLostError: No rank holds some rows; raised on every rank.
+            ValueError: Ranks have sharded the model with different ``shard_size``; raised on every rank.
         """
         communicator, shard_size = group.communicator, self._collectives.shard_size or 0
         own = sorted(to_code(shard) for shard in self._held.ids)
@@ -193,7 +193,7 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
-        """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold."""
+        """Receive the rows that this rank needs for the next step in a group; :meth:`settle` completes the layout."""
         held, target = self._held, self._collectives.layout
         layout = meanwhile(held.counts, everyone, target)
         received = self._received(group, everyone, layout)
@@ -227,22 +227,22 @@ class ShardHolder:
         self._first = None
 
     def _received(self, group: Group, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
-        """Receive the pieces of a layout that this rank lacks; all ranks send."""
+        """Return the pieces of a layout that this rank lacked, received from other ranks; called on every rank."""
         widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
         sent = moves(self._held.counts, everyone, layout, widths)
         return carry_out(group.communicator, sent, self._held.give) if sent else []
 
     def _memory(self, place: int, own: ShardId, value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the model's memory for rows that this rank owns of a parameter, and these in it."""
+        """Return the model's memory for this rank's own rows of a parameter, and the rows in it."""
         return memory_for(self.params[place], value, rows_of(self._held.counts[place], ShardId(own.world, 0))[1])
 
     @property
     def settles(self) -> bool:
-        """True if shards still have to be moved or copied to be as the present group requires; equal on all ranks."""
+        """True if shards must still be moved or copied to complete the current group's layout; equal on all ranks."""
         return self._shares_memory
 
     def settle(self, group: Group) -> None:
-        """Send the remaining copies and free unused memory; all ranks call it."""
+        """Send the remaining copies and free unused memory; called on every rank."""
         held, target = self._held, self._target
         mine = target.held_by(group.rank)
         if self._layout != target:
@@ -257,7 +257,7 @@ class ShardHolder:
         self._shares_memory = False
 
     def _lost_text(self, gone: Sequence[Piece]) -> str:
-        """Return a sentence: how many rows were lost, and with which workers they were."""
+        """Return a message on the share of rows that were lost, and the workers that held them."""
         rows = sum(piece.stop - piece.start for piece in gone)
         layout, how = self._layout, "two workers that follow each other"
         if layout.is_replicated:
@@ -269,7 +269,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Move shards before ranks leave, so that two staying ranks hold each; called on every rank."""
+        """Move shards before ranks leave, so that two staying ranks hold each shard; called on every rank."""
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [
@@ -286,9 +286,9 @@ class ShardHolder:
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     def compare(self, communicator: Communicator) -> None:
-        """Check that each rank's shard is bit by bit equal to the copies of its other holders.
+        """Check that all holders of each shard have bit-identical copies; called on every rank.
 
-        Raises ReplicasDifferError: it is not; raised on every rank.
+        Raises ReplicasDifferError: Copies differ; raised on every rank.
         """
         layout = self._layout
         held = [layout.held_by(rank) for rank in range(layout.world)]
@@ -316,7 +316,7 @@ class ShardHolder:
             )
 
     def collect(self, group: Group) -> Whole | None:
-        """Return the whole on rank 0; None elsewhere. All ranks call it."""
+        """Return the whole model and optimizer state on rank 0, None elsewhere; called on every rank."""
         layout, counts = self._layout, self._held.counts
         owned = [(rank, layout.owned_by(rank)) for rank in layout.group_of(0)]
         needed = [(rank, shard) for rank, shard in owned if shard not in layout.held_by(0)]
@@ -325,13 +325,13 @@ class ShardHolder:
         return self.whole(received) if group.rank == 0 else None
 
     def whole(self, received: Sequence[tuple[Piece, Rows]] = ()) -> Whole:
-        """Return the whole of what is held, and of what was received."""
+        """Return the whole model and optimizer state, assembled from held and received rows."""
         self.check_memory()
         return {place: self._held.whole(place, received) for place in range(len(self.params))}
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
-        """Copy this rank's rows of a whole parameter that is given anew."""
+        """Copy this rank's rows from a newly loaded whole parameter."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -339,7 +339,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def take_states(self) -> None:
-        """Copy this rank's rows of whole states that the optimizer was given."""
+        """Copy this rank's rows from whole states that were loaded into the optimizer."""
         self.check_memory()
         options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
@@ -352,11 +352,11 @@ class ShardHolder:
                     held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Hold the whole model, with these parameters; states follow by :meth:`take_states`.
+        """Hold the whole model, with these parameters; call :meth:`take_states` for the states.
 
-        Where some are not read, no rows are held: those that this rank is to hold are read once that is known.
+        If some parameters are unread, no rows are held until this rank knows which ones it needs, and reads them.
 
-        Raises RuntimeError: a parameter has another shape.
+        Raises RuntimeError: A parameter has a different shape.
         """
         shard, unread = Shard(), dict[int, Rows]()
         late = any(isinstance(values[each.name], UnreadTensor) for each in self.params)
@@ -381,7 +381,7 @@ class ShardHolder:
         }
 
     def take_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold what :meth:`to_keep` gave in a run before."""
+        """Hold the shards that :meth:`to_keep` returned in an earlier run."""
         shards: dict[ShardId, Shard] = {}
         for code, pieces in kept.items():
             shard = Shard()

@@ -1,8 +1,8 @@
-"""Statistics of a sharded model's gradients, while they are scattered (torch).
+"""Statistics of a sharded model's gradients, measured while they are scattered (torch).
 
-A rank that owns rows receives each gradient of them in its shard group by itself, and adds these up. So it knows their
-squared norms, and that of the mean over all groups, in units of its own optimizer state. Sums over the owners ride on
-what ranks agree by at the end of a backward pass.
+A rank that owns rows receives their gradients from each rank of its shard group, and sums them. It therefore knows
+their squared norms, and that of the mean over all groups, in units of its own optimizer state. Sums over the owners are
+sent with the ranks' agreement at the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 class RowDenominators:
-    """An optimizer of Adam's kind as statistics of gradients see it (``StatesSource``).
+    """Denominators of an Adam-like optimizer, as a ``StatesSource`` for gradient statistics.
 
-    Each rank measures the rows that it owns, in units of what its optimizer keeps of them. So nothing has to travel but
-    one number for each parameter: what denominators are floored at follows from the whole of it.
+    Each rank measures the rows that it owns, in units of its optimizer state. Only one number per parameter is sent,
+    from which the floor of the parameter's denominators is computed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
@@ -59,7 +59,7 @@ class RowDenominators:
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """Factors of this rank's rows, [elements], by the parameter's position; without those that are 1."""
+        """Factors of this rank's rows, [elements], keyed by the parameter's position; factors of 1 are left out."""
         return self._found
 
     @property
@@ -69,25 +69,25 @@ class RowDenominators:
 
     @property
     def outdated(self) -> bool:
-        """False: denominators are computed before they are needed."""
+        """False, because denominators are computed before they are needed."""
         return False
 
     def invalidate(self) -> None:
-        """Invalidate the denominators, because the rank owns other rows in a new group."""
+        """Discard the denominators, because the rank owns different rows in a new group."""
         self._found, self._round = {}, None
 
     def due(self, step: int) -> bool:
-        """True if denominators are computed before a measured step; the same on all ranks."""
+        """True if denominators must be computed before a measured step; equal on all ranks."""
         fresh = step // REFRESHED_EVERY == self._round and step > SETTLED_STEPS
         return self.adam_like and not fresh
 
     @torch.no_grad()
     def refresh(self, step: int, add_up: Callable[[Sequence[float]], Sequence[float]], *, counts: bool = True) -> None:
-        """Find them; all ranks call it.
+        """Compute the denominators; called on every rank.
 
         Args:
-            add_up: adds up numbers over all ranks.
-            counts: whether this rank's rows are to be counted here, and not with another owner's.
+            add_up: Sums numbers over all ranks.
+            counts: Whether this rank's rows are included in the sums, so that only one of several owners counts them.
         """
         own, groups, params = self._shards.own, self._shards.groups, self._shards.params
         sizes: dict[int, Tensor] = {}
@@ -112,7 +112,7 @@ class MovedRows:
     """Norms of the update, measured on the rows that each rank owns and summed over ranks.
 
     Args:
-        meter: knows which updates are to be measured, the same on all ranks, and receives them.
+        meter: Decides which updates are measured, equally on all ranks, and receives the norms.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
@@ -120,19 +120,19 @@ class MovedRows:
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
-        """Return how many numbers travel for `groups` parameter groups; the same on all ranks, measured or not."""
+        """Return how many numbers are sent for `groups` parameter groups, measured or not; equal on all ranks."""
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
     def forget(self) -> None:
-        """Discard the measured update in a new group, where others own the rows and some have measured nothing."""
+        """Discard the measured update in a new group, in which row owners differ and some ranks have no result."""
         self._waiting = None
 
     def measure(self, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Carry out an update whose gradient was measured; returns what it returns.
+        """Run an update whose gradient was measured, and measure its norms; return the update's result.
 
         Args:
-            alone: in a group of one, which has nobody to ask.
-            counts: whether this rank's rows are to be counted here, and not with another owner's.
+            alone: Whether the group has a single rank, so that no numbers are exchanged.
+            counts: Whether this rank's rows are included, so that only one of several owners counts them.
         """
         found = self._meter.take_unmoved()
         if found is None:
@@ -145,7 +145,7 @@ class MovedRows:
         return result
 
     def _rows(self, *, counts: bool) -> list[list[Parameter]]:
-        """Return the rows that the update moves on this rank, by parameter group."""
+        """Return the rows that the update changes on this rank, by parameter group."""
         rows: list[list[Parameter]] = [[] for _ in self._optimizer.param_groups]
         groups = self._shards.groups
         for place, view in self._shards.own.views.items() if counts else ():
@@ -162,7 +162,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """Receive the numbers of :meth:`values` summed over `ranks`."""
+        """Store the numbers of :meth:`values`, summed over `ranks` ranks."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -170,11 +170,11 @@ class MovedRows:
 
 
 class ShardStatistics:
-    """Gradient statistics of one sharded model, taken while torch scatters its gradients.
+    """Gradient statistics of one sharded model, measured while torch scatters its gradients.
 
     Args:
-        optimizer: its shards, and the state of the user's optimizer.
-        moved: how far it moves rows.
+        optimizer: Holds the model's shards, and the state of the user's optimizer.
+        moved: Measures how far the optimizer moves rows.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class ShardStatistics:
         self.rebuilt()
 
     def rebuilt(self) -> None:
-        """Rebuild the statistics for other trainable parameters or other requests."""
+        """Reset the statistics for changed trainable parameters or requests."""
         self._statistics.rebuilt(len(self._trainable.groups))
 
     def enter_group(self) -> None:
-        """Enter a group."""
+        """Enter a group, discarding measurements of the previous one."""
         if self._statistics.meter.outdated:
             self.rebuilt()
         self._statistics.enter_group()
@@ -215,17 +215,17 @@ class ShardStatistics:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the step in progress, which is lost."""
+        """Discard measurements of the current step, which is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)
 
     def close(self) -> None:
-        """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
+        """Exclude later backward passes (a GAN's other loss, say) from the statistics of an optimizer step."""
         self._open = False
 
     @property
     def layout(self) -> tuple[int, bool]:
-        """Layout that ranks must share: how many numbers travel, and whether denominators are computed first."""
+        """Layout that ranks must share: how many numbers are sent, and whether denominators are computed first."""
         return self._size, self._refreshes
 
     @property
@@ -243,7 +243,7 @@ class ShardStatistics:
         """Start a backward pass.
 
         Args:
-            step: that it belongs to; None outside of steps.
+            step: Step to which the pass belongs; None outside of steps.
         """
         ledger = self._run.ledger
         self._goes_on = self._measures = False
@@ -279,7 +279,7 @@ class ShardStatistics:
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:
-        """Measure the shard group's gradients of this rank's rows of a sharded module, [ranks, elements]."""
+        """Measure each rank's gradients of this rank's rows of a sharded module, [ranks, elements]."""
         step, groups = self._step, self._groups
         assert step is not None, "only steps are measured"
         weights = [[step.weight(rank)] for rank in self._collectives.peers]
@@ -305,13 +305,13 @@ class ShardStatistics:
         assert start == parts.shape[1], "torch has scattered the gradients of other parameters"
 
     def _mean_rows(self) -> list[MeanRows]:
-        """Return the entries of ``.grad`` for the rows that this rank owns."""
+        """Return the ``.grad`` of each parameter's rows that this rank owns."""
         groups = self._groups
         grads = [(place, each.local_grad) for place, each in enumerate(self._optimizer.params) if place in groups]
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
 
     def end_pass(self, step: LoaderStep) -> None:
-        """End a backward pass of a step, before ``.grad`` has anything of earlier micro-steps."""
+        """End a backward pass of a step, before gradients of earlier micro-steps are added to ``.grad``."""
         if self._measures and self._run.group.world_size == 1 and step.micro_steps > 1:
             for rows in self._mean_rows():
                 self._statistics.add(rows, step.weight(0))
@@ -319,7 +319,7 @@ class ShardStatistics:
     def conclude_alone(self, step: LoaderStep) -> None:
         """Conclude the statistics in a group of one.
 
-        In the last micro-step ``.grad`` holds the sum of all micro-steps.
+        In the last micro-step, ``.grad`` holds the sum over all micro-steps.
         """
         if not self._concludes or self._run.group.world_size > 1:
             return
@@ -334,7 +334,7 @@ class ShardStatistics:
         return self._measures and self._step is not None and self._step.is_last_micro
 
     def values(self) -> list[float]:
-        """Return the numbers that travel with the end of the pass."""
+        """Return the numbers that are sent at the end of the pass."""
         statistics = self._statistics
         own = [0.0] * (statistics.norms_size + statistics.mean_size)
         if self._concludes:
@@ -345,10 +345,10 @@ class ShardStatistics:
         return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size), *moved]
 
     def take(self, sums: Sequence[float], *, counts: bool) -> None:
-        """Receive the numbers of :meth:`values` summed over all ranks.
+        """Store the numbers of :meth:`values`, summed over all ranks.
 
         Args:
-            counts: whether the step's gradients are complete.
+            counts: Whether the step's gradients are complete.
         """
         norms, mean = self._statistics.norms_size, self._statistics.norms_size + self._statistics.mean_size
         shared = mean + self._statistics.shared_size
@@ -365,7 +365,7 @@ class ShardStatistics:
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
 
     def measured(self, update: Callable[[], Any]) -> Any:
-        """Carry out an update, and see how far it moves the parameters; returns what it returns."""
+        """Run an update, measuring how far it moves the parameters; return the update's result."""
         alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
         return self._moved.measure(update, alone=alone, counts=counts)
 
@@ -393,7 +393,7 @@ class MeanRows(_Rows):
 
     @property
     def is_used(self) -> bool:
-        """True if some of the gradient is not zero."""
+        """True if any element of the gradient is not zero."""
         return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
@@ -406,8 +406,8 @@ class ScatteredRows(_Rows):
 
     Args:
         parts: [ranks, elements], each rank's gradient times its share in the mean.
-        shares: these, [ranks, 1], in single precision at least.
-        before: what an earlier backward pass of the step has left in ``.grad``, [elements]; None for nothing.
+        shares: The shares, [ranks, 1], at least in float32.
+        before: Result of an earlier backward pass of the step in ``.grad``, [elements]; None if there was none.
     """
 
     def __init__(self, place: int, group: int, parts: Tensor, shares: Tensor, before: Tensor | None) -> None:
@@ -416,7 +416,7 @@ class ScatteredRows(_Rows):
         self._before = None if before is None else as_real(before).reshape(-1)
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Sum over the ranks of ``share * ||gradient||^2``, a scalar tensor; ranks without a share do not count."""
+        """Return the sum over ranks of ``share * ||gradient||^2``, a scalar tensor, leaving out shares of 0."""
         gradients = self._parts * self._roots.reciprocal().nan_to_num(posinf=0.0)
         if self._before is not None:
             gradients += self._before * self._roots

@@ -1,8 +1,8 @@
-"""Gradients of one sharded model around torch's own gathers, computation and scatters (torch).
+"""Gradients of one sharded model, around torch's own gathers, computation and scatters (torch).
 
 When ``backward()`` returns, ``.grad`` of each rank's rows holds the mean over the step's samples. As with replicated
-models, ranks say what they are about to do before collectives, agree on the step while they reduce, and leave a lost
-step without an exception in user code.
+models, ranks announce their actions before collectives, agree on the step while they reduce, and leave a lost step
+without an exception in user code.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients(Participant):
-    """Gradient synchronisation of one sharded model around torch's own gathers and scatters; a ``GradientSync``.
+    """Gradient synchronisation of one sharded model, around torch's own gathers and scatters; a ``GradientSync``.
 
     Args:
-        optimizer: its parameters, and the state of the user's optimizer.
-        number: of the model, in the order in which the loop wraps them.
+        optimizer: Holds the model's parameters, and the state of the user's optimizer.
+        number: Number of the model, in order of wrapping.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class ShardedGradients(Participant):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Prepare a forward pass, which all ranks make at the same place.
+        """Prepare a forward pass, which all ranks run at the same point.
 
         Raises:
-            RanksDisagreeError: others do something else here.
-            RuntimeError: the model cannot be called here; the message says why.
-            ValueError: a parameter was unfrozen that the optimizer does not step, or has a hook that torch ignores.
-            CommunicationFailedError: the group broke outside of steps.
+            RanksDisagreeError: Other ranks do something else at this point.
+            RuntimeError: The model cannot be called at this point; the message says why.
+            ValueError: An unfrozen parameter is not in the optimizer, or a parameter has a hook that torch ignores.
+            CommunicationFailedError: The group broke outside of steps.
         """
         run, step = self._run, self._run.ledger.step
         self._optimizer.check_memory()
@@ -117,9 +117,9 @@ class ShardedGradients(Participant):
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
 
     def _begin_anew(self, module: nn.Module, arguments: Any) -> None:
-        """Reset torch's state if an earlier backward pass ended with an exception, when the model is called.
+        """Reset torch's state when the model is called after a backward pass that ended with an exception.
 
-        Its end would be waited for without end in the next one.
+        The next backward pass would otherwise wait forever for the end of the failed one.
         """
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
@@ -128,7 +128,7 @@ class ShardedGradients(Participant):
     # Else what it looks at here, as the group, has torch compile the model anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Prepare for backward after the model has returned, also if user code has called it without its wrapper."""
+        """Prepare for backward after the model has returned, even if user code called it without its wrapper."""
         step = self._run.ledger.step
         if not torch.is_grad_enabled() or (step is not None and step.leaves_ranks_idle):
             reshard(self._module)  # torch leaves the outermost module gathered for a backward pass
@@ -140,13 +140,13 @@ class ShardedGradients(Participant):
                 each.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def join(self, what: Announced) -> None:
-        """Gather parameters with the ranks that call the model, because this rank has no sample."""
+        """Gather parameters with the ranks that call the model, because this rank has no samples."""
         self._collectives.join(units_of(self._module), what)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _on_gradient(self, gradient: Tensor, *, generation: int) -> None:
-        """Check a backward pass that has reached the model's output, and enter it."""
+        """Check and enter a backward pass when it reaches the model's output."""
         if torch.is_grad_enabled():
             raise RuntimeError(checks.CREATES_GRAPH)
         if generation != self._run.group.generation:
@@ -154,7 +154,7 @@ class ShardedGradients(Participant):
         self.entered()
 
     def entered(self) -> None:
-        """Enter a backward pass with its first collective, or when it reaches the model."""
+        """Enter a backward pass at its first collective, or when it reaches the model, unless already entered."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -162,12 +162,12 @@ class ShardedGradients(Participant):
             self._begin()
 
     def _reached(self, param: nn.Parameter) -> None:
-        """Record that a backward pass has a parameter's gradient, also where only a part of the model was called."""
+        """Record that a backward pass has a parameter's gradient, even if only a part of the model was called."""
         self.entered()
         self._has_gradient.add(param)
 
     def _begin(self) -> None:
-        """Start a backward pass: decide what is to become of it, and announce it."""
+        """Start a backward pass: decide how to handle its gradients, and announce it."""
         run, step = self._run, self._run.ledger.step
         run.moment("backward")
         self._reduces = self._meets
@@ -192,7 +192,7 @@ class ShardedGradients(Participant):
     def _begin_in(self, step: LoaderStep) -> None:
         """Start a backward pass of a loader's step.
 
-        Raises RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
+        Raises RuntimeError: The loop sets weights of micro-batches, or accumulates gradients over several steps.
         """
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
@@ -219,7 +219,7 @@ class ShardedGradients(Participant):
         return [each.local_grad for each in self._optimizer.params]
 
     def _finish(self) -> None:
-        """Finish the backward pass, unless torch's own end of it is still to come."""
+        """Finish the backward pass, or wait for torch to end it first."""
         if not is_backward_over(self._module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return
@@ -240,19 +240,19 @@ class ShardedGradients(Participant):
 
     @property
     def _used(self) -> list[bool]:
-        """True for each parameter that this rank has a gradient of, from this pass or one before."""
+        """List with True for each parameter of which this rank has a gradient, from this pass or an earlier one."""
         earlier = self._micro_steps.has
         return [each.param in self._has_gradient or earlier(i) for i, each in enumerate(self._optimizer.params)]
 
     def _leave_out_unused(self, used: Sequence[float]) -> None:
-        """Remove the zeros that torch gives to parameters that no rank has a gradient of, as without shards."""
+        """Set gradients to None for parameters that no rank has used, for which torch returns zeros."""
         for place, (each, count) in enumerate(zip(self._optimizer.params, used, strict=True)):
             if not count:
                 each.param.grad = None
                 self._micro_steps.leave_out(place)
 
     def _agree(self, step: LoaderStep | None) -> None:
-        """Agree on the step by what would ride on the reduction of its gradients."""
+        """Agree on the step in a separate reduction of the values that are usually sent with the gradients."""
         run, consensus, group = self._run, self._run.consensus, self._run.group
         flags = [0.0] * (group.world_size + 1)
         mean = Finiteness()
@@ -288,7 +288,7 @@ class ShardedGradients(Participant):
             raise CommunicationFailedError(cause)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Raise RuntimeError: ``no_sync`` is not supported for sharded models. Raises RuntimeError: always."""
+        """Raise RuntimeError, because ``no_sync`` is not supported for sharded models."""
         raise RuntimeError(
             "no_sync() is not supported for a sharded model, of which no rank could hold whole gradients: let the "
             "loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
@@ -302,12 +302,12 @@ class ShardedGradients(Participant):
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Reshard the model after a failed pass, which torch takes as in progress."""
+        """Reshard the model after a failed pass, which torch considers to be in progress."""
         self._task = -1
         to_sharded(self._module)
 
     def before_update(self) -> None:
-        """The optimizer was asked to step; raises RuntimeError where no pass has averaged its gradients."""
+        """Prepare for an optimizer step; raises RuntimeError if no pass has averaged its gradients."""
         step = self._run.ledger.step
         if step is not None and step.is_last_micro and self._meets and not self._waits and step is not self._step:
             refuse_own(self._gradients())
@@ -316,11 +316,11 @@ class ShardedGradients(Participant):
             self._waits = False
 
     def rebuild(self) -> None:
-        """Rebuild the statistics for other trainable parameters; torch itself looks at each backward pass anew."""
+        """Reset the statistics for other trainable parameters; torch itself adapts at each backward pass."""
         self._statistics.rebuilt()
 
     def require_statistics(self, user: str) -> None:
-        """Do nothing: statistics are always taken."""
+        """Do nothing, because statistics are always measured."""
 
     # -- steps that are lost -------------------------------------------------------------------------------------------
 
@@ -337,25 +337,25 @@ class ShardedGradients(Participant):
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy, for people."""
+        """Strategy to show to users."""
         return checks.SHARDED
 
     @property
     def strategy_name(self) -> str:
-        """Name of the strategy, for people."""
+        """Name of the strategy, to show to users."""
         return checks.SHARDED.name
 
     @property
     def strategy_key(self) -> str:
-        """Key that tells step times of layouts apart."""
+        """Key under which step times may be pooled, by layout."""
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
-        """Refuse another one. Raises StrategyError: always."""
+        """Raise StrategyError, because sharded models support no other strategy."""
         raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
-        """Refuse: there is none. Raises StrategyError: always."""
+        """Raise StrategyError, because a sharded model has no strategy to explain."""
         raise StrategyError(checks.NO_STRATEGY)
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class ShardedGradients(Participant):
 
     @property
     def settled(self) -> bool:
-        """True if this rank holds everything to save."""
+        """True if this rank holds everything that must be saved."""
         return self._optimizer.settled
 
     @property
@@ -373,20 +373,20 @@ class ShardedGradients(Participant):
         return self._optimizer.divided
 
     def collapse(self, *, gather: bool = True) -> None:
-        """Gather the whole model and optimizer state on rank 0 at the end of a pass, unless all must ask."""
+        """Compare shards and, if ``gather``, collect the model on rank 0 unless it was built on the meta device."""
         if gather:
             self._optimizer.end_pass()
 
     def prepare_to_save(self) -> None:
-        """Rank 0 holds them until the next update."""
+        """Gather the whole model and optimizer state on rank 0, which keeps them until the next update."""
         self._optimizer.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Hand over what only leaving ranks hold."""
+        """Hand over shards that only leaving ranks hold."""
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
-        """Enter a group, to which shards and mesh are moved."""
+        """Enter a group, moving shards and mesh to it."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.forget()
@@ -397,10 +397,10 @@ class ShardedGradients(Participant):
 # User code zeroes gradients in each micro-step as it always does: a micro-step contributes what `.grad` holds after
 # its last backward pass, and in the last one `.grad` holds the sum.
 class MicroSteps:
-    """Sums gradients over the micro-steps of one step.
+    """Sums of gradients over the micro-steps of one step.
 
     Args:
-        gradients: gives those of this rank's rows, None for parameters without any.
+        gradients: Returns the gradients of this rank's rows; None for parameters without a gradient.
     """
 
     def __init__(self, gradients: Callable[[], Sequence[Tensor | None]]) -> None:
@@ -411,7 +411,7 @@ class MicroSteps:
         self._added = False  # that sum is in .grad
 
     def forget(self) -> None:
-        """Clear the sums, because another step starts or the step in progress is lost."""
+        """Clear the sums, because another step starts or the current step is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def begin_pass(self, step: LoaderStep) -> None:
@@ -441,7 +441,7 @@ class MicroSteps:
         return self._before is not None and self._before[place] is not None
 
     def leave_out(self, place: int) -> None:
-        """Discard the zeros that the latest pass has left for a parameter that no rank has a gradient of."""
+        """Discard the zeros of the latest pass for a parameter that no rank has used."""
         if self._so_far is not None:
             self._so_far[place] = None
 

@@ -1,12 +1,12 @@
 """Parameters and optimizer state of one sharded model: updates, and changes of the group (torch).
 
-Each shard lies with its owner, in whose model it is, and with the rank that follows. Before an update each rank sends
-the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. Right after a
-change others may follow, which have the rows already; those that are to receive them after the first update. Where
-shards have an owner in each of several shard groups, there is no follower, and all owners have the gradients already.
-What one rank has heard decided can be done on every rank that lives: all holders of a shard have all that the update
-takes, and make it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training continues
-but rows for the new layout.
+Two ranks hold each shard: its owner, whose model contains it, and a follower. Before an update, each rank sends the
+gradients of its rows, as user code has left them, to its follower, and then all vote. Right after a change of group,
+the followers may be interim ones that already have the rows; the final followers receive them after the first update.
+If shards have owners in several shard groups, there are no followers, and all owners already have the gradients.
+An update that one rank knows to be decided can be made on every surviving rank: all holders of a shard have everything
+that the update needs, and make the same one. The loss of any one rank therefore loses nothing, and before training
+continues only rows for the new layout must be sent.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _ONE_GROUP = (
 
 
 class ShardedOptimizer:
-    """Optimizer of one sharded model. Methods that communicate raise CommunicationFailedError where the group breaks.
+    """Optimizer of one sharded model. Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        module: the model, sharded on a mesh of one.
-        number: of the model, in the order in which the loop wraps them.
+        module: The model, sharded on a mesh of one.
+        number: Number of the model, in order of wrapping.
     """
 
     idle = False  # its updates are never the user's optimizer's alone
@@ -74,18 +74,18 @@ class ShardedOptimizer:
 
     @property
     def params(self) -> Sequence[ShardedParam]:
-        """Parameters of the model, in its order."""
+        """Parameters of the model, in model order."""
         return self._holder.params
 
     @property
     def groups(self) -> dict[int, int]:
-        """Position of the group of each parameter in the optimizer, by the parameter's position in the model."""
+        """Number of each parameter's group in the optimizer, keyed by the parameter's position in the model."""
         numbers = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         return {place: numbers[id(each.param)] for place, each in enumerate(self.params) if id(each.param) in numbers}
 
     @property
     def own(self) -> Shard:
-        """The rows that this rank owns."""
+        """Shard that this rank owns."""
         return self._holder.mine[0]
 
     # -- updates -------------------------------------------------------------------------------------------------------
@@ -96,11 +96,11 @@ class ShardedOptimizer:
         return self._begun and self._run.group.world_size > 1
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's hooks that come before a step called with ``kwargs``; returns what they make of these."""
+        """Call the user's step pre-hooks with ``kwargs``; return the arguments as the hooks have changed them."""
         return StepHooks(self._optimizer).before(kwargs)
 
     def decide(self) -> bool:
-        """Vote on the update that is about to be made; False where the step is lost."""
+        """Vote on the coming update; False if the step is lost."""
         self._close()
         if not self.divided:
             return True
@@ -128,13 +128,13 @@ class ShardedOptimizer:
         return True
 
     def _close(self) -> None:
-        """Rank 0 has the whole state no more."""
+        """Record that rank 0 no longer has the whole state."""
         self._open, self._gathered, self._compared = False, None, False
 
     def _grads_of_followed(self) -> list[Grads]:
-        """Exchange gradients with followers.
+        """Send own gradients to this rank's follower, and receive those of the ranks that it follows.
 
-        Returns those that others have for shards that this rank follows, in return for its own to its follower.
+        Returns the received gradients, one mapping per followed shard.
         """
         layout, own = self._collectives.layout, self._own_grads()
         if layout.follower_of(0) is None:  # the other owners have the same
@@ -160,7 +160,7 @@ class ShardedOptimizer:
         return grad.dtype
 
     def _own_grads(self) -> dict[int, Tensor]:
-        """Return the gradients of the rows that this rank owns, by parameter."""
+        """Return the gradients of the rows that this rank owns, keyed by the parameter's position."""
         own = self._holder.mine[0]
         found = {place: each.local_grad for place, each in enumerate(self.params) if place in own.views}
         return {place: grad for place, grad in found.items() if grad is not None}
@@ -177,7 +177,7 @@ class ShardedOptimizer:
         return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups, self._by_hand)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update that is decided."""
+        """Make an update that has been decided; return the result of ``apply``."""
         followed, self._followed = self._followed, []
         result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
         self._last = self._last.next(self._run.group.generation, self._optimizer)
@@ -186,7 +186,7 @@ class ShardedOptimizer:
         return result
 
     def _settle(self) -> None:
-        """Send second copies to their new followers, after the group's first update."""
+        """Send second copies of shards to their new followers, after the group's first update."""
         run = self._run
         try:
             run.moment("restore")
@@ -197,15 +197,15 @@ class ShardedOptimizer:
             run.ledger.fail(str(error))
 
     def check_memory(self) -> None:
-        """Raise RuntimeError if the model was built on the meta device and has no memory before the first loop."""
+        """Raise RuntimeError if the model was built on the meta device and the first loop has not started."""
         self._holder.check_memory()
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Hold what this rank is to hold in the present group; all ranks that hold anything hold the same update.
+        """Receive the shards for the current group; all ranks that hold any shard hold the same update.
 
-        Raises StateLostError: no rank holds some rows; raised on every rank.
+        Raises StateLostError: No rank holds some rows; raised on every rank.
         """
         group = self._run.group
         self._by_hand.end()
@@ -220,7 +220,7 @@ class ShardedOptimizer:
             self._gathered = self._holder.collect(group)
 
     def _tell_of_layout(self) -> None:
-        """Report once that the present group cannot be made of several shard groups, if those are wanted."""
+        """Warn once if several shard groups are requested but the current group cannot be divided into them."""
         size, world = self._collectives.shard_size, self._run.group.world_size
         if size is None or world == 1 or self._collectives.layout.is_replicated or self._told:
             return
@@ -228,7 +228,7 @@ class ShardedOptimizer:
         self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Move shards before ranks leave, so that two staying ranks hold each; called on every rank."""
+        """Move shards before ranks leave, so that two staying ranks hold each shard; called on every rank."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -240,12 +240,12 @@ class ShardedOptimizer:
         return not self.divided or self._gathered is not None
 
     def end_pass(self) -> None:
-        """End a pass on all ranks: compare the holders of each shard, and gather the whole on rank 0.
+        """End a pass on all ranks: compare the holders of each shard, and gather the whole model on rank 0.
 
-        So code that saves a checkpoint after a loop may do so on rank 0 alone. A model that was built on the meta
-        device may be larger than rank 0's memory: it is compared, and gathered where all ranks ask for it.
+        Code after the loop may then save a checkpoint on rank 0 alone. A model that was built on the meta device may
+        exceed rank 0's memory: it is compared, but gathered only when all ranks request it.
 
-        Raises ReplicasDifferError: they differ; raised on every rank.
+        Raises ReplicasDifferError: Holders of a shard differ; raised on every rank.
         """
         if self._holder.built_on_meta:
             self._compare()
@@ -253,9 +253,9 @@ class ShardedOptimizer:
             self.gather()
 
     def gather(self) -> None:
-        """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
+        """Gather the whole model in rank 0's CPU memory until the next update; called on every rank.
 
-        Raises ReplicasDifferError: holders of a shard differ; raised on every rank.
+        Raises ReplicasDifferError: Holders of a shard differ; raised on every rank.
         """
         self._compare()
         if self.divided and not self._open:
@@ -270,7 +270,7 @@ class ShardedOptimizer:
             self._by_hand.note()
 
     def _whole(self) -> Whole | None:
-        """Return the whole state on ranks that asked for it; all ranks call it if rank 0 lacks it."""
+        """Return the whole state, None on ranks that lack it; if rank 0 lacks it, call this on every rank."""
         if not self.divided:
             return self._holder.whole()
         if not self._open and not self._run.ledger.replaying:  # others have done what a joiner only goes by
@@ -279,34 +279,34 @@ class ShardedOptimizer:
         return self._gathered
 
     def whole_states(self) -> dict[Tensor, State]:
-        """Return the optimizer's states by parameter, on rank 0, and none on the others.
+        """Return the optimizer's whole states keyed by parameter on rank 0, and an empty dict on other ranks.
 
-        Raises RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a
-        model that was built on the meta device, anywhere.
+        Raises RanksDisagreeError: Another rank does not make this call, which is required between an update and the end
+        of a pass, and always for a model that was built on the meta device.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
     def whole_params(self) -> dict[str, Tensor]:
-        """Return whole parameters by name, where this rank has them."""
+        """Return whole parameters keyed by name, empty if this rank does not have them."""
         return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
 
     def loaded(self) -> None:
-        """Keep this rank's rows of whole states that the optimizer was given, on all ranks alike."""
+        """Keep this rank's rows of whole states that were loaded into the optimizer, identically on all ranks."""
         self._holder.take_states()
         if self.divided:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """Keep this rank's rows of a whole parameter that is given anew, on all ranks alike."""
+        """Keep this rank's rows of a newly loaded whole parameter, identical on all ranks."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:
             self._close()
 
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
+        """Replace the held shards by the whole model, with these parameters; call :meth:`restore` for the states.
 
-        Raises RuntimeError: a parameter has another shape.
+        Raises RuntimeError: A parameter has a different shape.
         """
         self._holder.take_whole(values)
         self._close()
@@ -319,7 +319,7 @@ class ShardedOptimizer:
         return [each.param for each in self.params]
 
     def capture(self) -> dict[str, Any]:
-        """Return what all ranks share, without rows."""
+        """Return the state that all ranks share, without rows."""
         return {
             "update": [*self._last.key, list(self._last.rates)],
             "begun": self._begun,
@@ -327,12 +327,12 @@ class ShardedOptimizer:
         }
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """Return the optimizer's whole states where this rank has them."""
+        """Return the optimizer's whole states; None if this rank does not have them."""
         whole = self.gathered_whole()
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
     def gathered_whole(self) -> Whole | None:
-        """Return the whole parameters and states, if this rank has them."""
+        """Return the whole parameters and states; None if this rank does not have them."""
         if self.divided:
             return self._gathered
         return self._holder.whole() if self._holder.holds else None
@@ -344,7 +344,7 @@ class ShardedOptimizer:
         return {self.params[place].param: state for place, (_, state) in self._holder.written().items()}
 
     def written_params(self) -> dict[str, Pieces]:
-        """Return the parameter rows that this rank writes, by name, if other ranks hold some of the rows."""
+        """Return this rank's parameter rows for a joint checkpoint, keyed by name. Only call it on a divided model."""
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
@@ -352,12 +352,12 @@ class ShardedOptimizer:
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
+        """Adopt the state from :meth:`capture`; shards that are one update behind are updated.
 
         Args:
-            whole: whether the optimizer holds the whole state of that update, and the model all parameters.
+            whole: Whether the optimizer holds the whole state of that update, and the model all parameters.
 
-        Raises RuntimeError: it is of a model that is not sharded, or of another one.
+        Raises RuntimeError: The state belongs to a different model, or to one that is not sharded.
         """
         if tree is None:
             raise RuntimeError(
@@ -385,12 +385,12 @@ class ShardedOptimizer:
 
 
 class ShardUpdate:
-    """Update of shards: the parameters they are parts of, and the gradients.
+    """Update of shards with their gradients.
 
     Args:
-        hidden: ``id`` of the user's parameters, in whose place the optimizer steps rows of shards.
-        groups: position of each parameter's group in the optimizer.
-        by_hand: changes of parameters that are no update.
+        hidden: ``id`` of each of the user's parameters, which are replaced by rows of shards while the optimizer steps.
+        groups: Number of each parameter's group in the optimizer.
+        by_hand: Tracks changes of parameters outside updates.
     """
 
     def __init__(
@@ -399,10 +399,11 @@ class ShardUpdate:
         self._optimizer, self._hidden, self._groups, self._by_hand = optimizer, hidden, groups, by_hand
 
     def make(self, shards: Sequence[tuple[Shard, Mapping[int, Tensor]]], apply: Callable[[], Any]) -> Any:
-        """Make it.
+        """Make the update; return the result of ``apply``.
 
         Args:
-            shards: each with the gradients of its rows, by the parameter's position; without those that have none.
+            shards: Each shard with the gradients of its rows, keyed by the parameter's position; parameters without a
+                gradient are left out.
         """
         shown: list[tuple[Parameter, int]] = []
         states: dict[Parameter, State] = {}
@@ -427,12 +428,12 @@ class ShardUpdate:
 
 
 class PendingShards:
-    """Copies of what is needed to make an update once it is known to be decided.
+    """Copies of everything needed to make an update once it is known to be decided.
 
-    By then the optimizer may have the options of a later step, and the gradients are gone.
+    By then, the optimizer may have the options of a later step, and the gradients no longer exist.
 
     Args:
-        shards: as of ``ShardUpdate.make``; gradients are copied.
+        shards: As in ``ShardUpdate.make``; gradients are copied.
     """
 
     def __init__(
@@ -448,6 +449,6 @@ class PendingShards:
         self._options = options_of(optimizer)
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
-        """Make the update, as other ranks have."""
+        """Make the update, as other ranks have done."""
         with as_then(self._optimizer, self._options, rates):
             self._update.make(self._shards, apply)

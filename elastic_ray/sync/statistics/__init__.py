@@ -1,1 +1,1 @@
-"""Statistics of one model's gradients, taken inside the reductions that there are."""
+"""Statistics of one model's gradients, measured within existing reductions."""

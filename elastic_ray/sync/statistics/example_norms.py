@@ -1,4 +1,4 @@
-"""Squared norms of single samples' gradients, found in a model's layers while backward passes them (torch).
+"""Squared norms of single samples' gradients, measured in a model's layers during backward (torch).
 
 With a layer's input x and the gradient g of its output, [samples, positions, features], the gradient of one sample b is
 
@@ -6,11 +6,11 @@ With a layer's input x and the gradient g of its output, [samples, positions, fe
     normalising   sum_t g[b,t] x^[b,t], x^ normalised       bias    sum_t g[b,t]
     embedding     sum of g[b,t] over positions t of a word
 
-Normalisation layers alone tell the noise but for a factor (Gray et al. 2024, arXiv 2411.00999). Of each weight a pass
-computes the gradients of some columns, others each time, and counts them for all: x is kept for these alone, so that
-checkpointing saves what it does. Nothing is kept between steps. A loss that is a mean over B samples has gradients of
-1 / B: sum_b ||B g_b||^2 / B = B sum_b ||g_b||^2 is the mean squared norm of the samples' own gradients, and stands for
-K = B gradients in ``noise_scale.estimate``.
+Normalisation layers alone determine the noise up to a factor (Gray et al. 2024, arXiv 2411.00999). For each weight, a
+pass computes the gradients of some columns, different ones each time, and extrapolates to all. Only the matching part
+of x is kept, so that checkpointing still saves memory. Nothing is kept between steps. If the loss is a mean over B
+samples, gradients carry a factor 1 / B: sum_b ||B g_b||^2 / B = B sum_b ||g_b||^2 is the mean squared norm of the
+samples' own gradients, for K = B gradients in ``noise_scale.estimate``.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ ATTENTION_NODES = 100
 
 
 class _Layer(abc.ABC):
-    """Layer whose parameters' gradients are known sample by sample.
+    """Layer whose parameter gradients can be computed per sample.
 
     Args:
-        params: ids of the parameters that are measured.
+        params: Ids of the parameters that are measured.
 
     Attributes:
-        features: of which some are measured at a time.
+        features: Number of columns, some of which are measured at a time.
     """
 
     forwards: ClassVar[tuple[Any, ...]]  # classes with this very forward pass have such layers
@@ -92,14 +92,14 @@ class _Layer(abc.ABC):
 
     @abc.abstractmethod
     def leading(self, x: Tensor) -> Sequence[int]:
-        """Sizes of the input's dimensions that are no features."""
+        """Return the sizes of the input's dimensions that are not features."""
 
     def cut(self, weight: Tensor, columns: slice) -> Tensor:
-        """Return some columns of the weight, or of what the optimizer keeps of it."""
+        """Return some columns of the weight, or of the optimizer's state for it."""
         return weight[:, columns]
 
     def watch(self, output: Any, see: Callable[[Tensor], None]) -> bool:
-        """Call `see` with the output's gradient in the backward pass; False where there will be none."""
+        """Register `see` to be called with the output's gradient in the backward pass; False if there will be none."""
         if type(output) is not Tensor or not output.requires_grad:
             return False
         output.register_hook(see)  # type: ignore[no-untyped-call]
@@ -107,15 +107,15 @@ class _Layer(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, x: Tensor, columns: slice) -> Tensor:
-        """Return what backward needs of the input."""
+        """Return the part of the input that backward needs."""
 
     def ordered(self, kept: Tensor, g: Tensor) -> Tensor:
-        """Return the gradient with samples first."""
+        """Return the gradient with samples as the first dimension."""
         return g
 
     @abc.abstractmethod
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
-        """Return a tensor with the gradients of the weight's columns for each sample, times the optimizer's factors."""
+        """Return each sample's gradients of the weight's columns, times the optimizer's factors, as one tensor."""
 
     @property
     def usable(self) -> bool:
@@ -123,16 +123,16 @@ class _Layer(abc.ABC):
         return self.weight is not None or self.bias is not None
 
     def parts(self, x: Tensor | None, *, preconditioned: bool) -> int:
-        """Return the number of parts into which columns are cut; one is measured at a time."""
+        """Return the number of parts into which columns are divided; each measurement covers one part."""
         return max(1, min(MOST_PARTS, self.features // LEAST_COLUMNS))
 
     def columns(self, number: int, parts: int) -> slice:
-        """Return the columns that are measured in the ``number``-th measurement."""
+        """Return the columns covered by measurement ``number``."""
         part = number % parts
         return slice(part * self.features // parts, (part + 1) * self.features // parts)
 
     def has_samples_first(self, x: Tensor, samples: int) -> bool:
-        """True if the input's first dimension has the samples: where another is as large, as an earlier one had."""
+        """True if the input's first dimension is the samples. If that is ambiguous, an earlier input decides."""
         leading = self.leading(x)
         if not leading or leading[0] != samples:
             return False
@@ -145,7 +145,7 @@ class _Layer(abc.ABC):
 
 
 def _wide(numbers: Tensor) -> Tensor:
-    """Return the numbers in single precision at least: squares of half precision overflow."""
+    """Return the numbers in at least float32, because squares in half precision overflow."""
     return numbers.float() if numbers.dtype.itemsize < 4 else numbers
 
 
@@ -178,7 +178,7 @@ class _LinearLayer(_Layer):
 
 
 class _AttentionLayer(_LinearLayer):
-    """Projection of the input to queries, keys and values, where one tensor is all of them."""
+    """Projection of the input to queries, keys and values, if the same tensor is used for all three."""
 
     forwards = (nn.MultiheadAttention.forward,)
     names = ("in_proj_weight", "in_proj_bias")
@@ -207,7 +207,7 @@ class _AttentionLayer(_LinearLayer):
 
 
 class _NormLayer(_Layer):
-    """LayerNorm, RMSNorm, GroupNorm; BatchNorm where it uses its running statistics."""
+    """LayerNorm, RMSNorm or GroupNorm layer; also BatchNorm if it uses its running statistics."""
 
     forwards = (
         nn.LayerNorm.forward,
@@ -225,7 +225,7 @@ class _NormLayer(_Layer):
 
     @property
     def _is_last(self) -> bool:
-        """True if features are the last dimensions, not the second."""
+        """True if features are the last dimensions rather than the second."""
         return isinstance(self.module, (nn.LayerNorm, nn.RMSNorm))
 
     def leading(self, x: Tensor) -> Sequence[int]:
@@ -234,7 +234,7 @@ class _NormLayer(_Layer):
         return x.shape[: -len(self.module.normalized_shape)] if self._is_last else x.shape[:1]
 
     def _by_position(self, x: Tensor) -> Tensor:
-        """Return [samples, positions, features]."""
+        """Return the tensor in the shape [samples, positions, features]."""
         if self._is_last:
             return x.reshape(len(x), -1, self.features)
         return x.flatten(2).transpose(1, 2) if x.dim() > 2 else x.unsqueeze(1)
@@ -252,7 +252,7 @@ class _NormLayer(_Layer):
         return self._by_position(g).sum(1)
 
     def _normalised(self, x: Tensor) -> Tensor:
-        """Return the input without mean and scale, before the weight multiplies it."""
+        """Return the normalised input, before multiplication by the weight."""
         module = self.module
         if isinstance(module, nn.LayerNorm):
             return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
@@ -335,7 +335,7 @@ _KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _AttentionLayer, _NormLayer, _
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """Squared norms in some parameters of one parameter group, in the optimizer's units."""
+    """Squared gradient norms of some parameters of one parameter group, in the optimizer's units."""
 
     group: int
     whole: float  # of the gradient
@@ -344,7 +344,7 @@ class LayerNorms:
 
 
 class _LayerHook:
-    """Hook on the forward pass of a layer; copies and pickles of the module have one that does nothing."""
+    """Hook on the forward pass of a layer; in copies and pickles of the module it does nothing."""
 
     def __init__(self, see: Callable[[_Layer, tuple[Any, ...], Any], None], layer: _Layer) -> None:
         self._see, self._layer = see, layer
@@ -368,13 +368,13 @@ def _see_nothing(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 class ExampleNorms:
     """Meter of the squared norms of single samples' gradients in the layers of one model.
 
-    Hooks are on the layers from :meth:`begin` to :meth:`end` only. Steps are measured as often as costs a hundredth of
-    the time, one in 32 at least.
+    Hooks are registered on the layers only from :meth:`begin` to :meth:`end`. Steps are measured as often as possible
+    at one percent of the training time, and at least one step in 16.
 
     Args:
-        params: the trainable parameters.
-        every: steps from one measurement to the next; None for its own choice.
-        clock: the time [s]; only differences of it count.
+        params: The trainable parameters.
+        every: Steps from one measurement to the next; None for the meter's own choice.
+        clock: Returns the time [s]; only differences matter.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class ExampleNorms:
 
     @property
     def _mixes_samples(self) -> bool:
-        """True if a layer has each sample's gradient depend on the others."""
+        """True if a layer makes each sample's gradient depend on other samples."""
         return any(each.training for each in self._mixing)
 
     @property
@@ -419,7 +419,7 @@ class ExampleNorms:
         return bool(self._factors)
 
     def due(self, step: int, scale: float) -> bool:
-        """Return True if the step after ``step`` committed ones is measured; ``scale`` is that of the batch."""
+        """True if the step after ``step`` committed ones is measured; ``scale`` is the batch's scale."""
         if self.every is not None:
             return step % self.every == 0
         now_s, before = self._clock(), self._seen_at
@@ -435,12 +435,12 @@ class ExampleNorms:
     def begin(
         self, step: int, samples: int, buckets: Sequence[Bucket], preconditioner: Callable[[Bucket], Any]
     ) -> None:
-        """Measure the next backward pass, with its number of samples.
+        """Start to measure the next backward pass, over ``samples`` samples.
 
         Args:
-            step: committed steps.
-            buckets: the trainable parameters, with their groups.
-            preconditioner: returns the optimizer's factors for a bucket, None for 1.
+            step: Number of committed steps.
+            buckets: The trainable parameters, with their groups.
+            preconditioner: Returns the optimizer's factors for a bucket; None for 1.
         """
         self.stop()
         since_s = self._clock()
@@ -456,13 +456,13 @@ class ExampleNorms:
 
     @property
     def _spacing(self) -> int:
-        """Steps from one measurement to the next."""
+        """Number of steps from one measurement to the next."""
         if not self._step_s:
             return 1
         return min(MOST_SPACING, max(1, math.ceil(self._cost_s / (SHARE_OF_TIME * self._step_s))))
 
     def stop(self) -> None:
-        """Measure no more; drop what was found."""
+        """Stop measuring, and drop the results."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._samples, self._buckets = [], 0, []
@@ -470,7 +470,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     def end(self) -> list[LayerNorms] | None:
-        """End the measurement after the backward pass; None where layers have not seen half of the parameters."""
+        """End the measurement after the backward pass; None if layers cover less than half of the parameters."""
         since_s, found, buckets = self._clock(), self._found, self._buckets
         self.stop()
         numbers, kinds = list[Tensor](), list[tuple[int, bool]]()
@@ -495,7 +495,7 @@ class ExampleNorms:
         return norms
 
     def _forward(self, layer: _Layer, args: tuple[Any, ...], output: Any) -> None:
-        """Keep what backward needs of a layer's input."""
+        """Keep the part of a layer's input that backward needs."""
         since_s, x = self._clock(), args[0] if args else None
         if type(x) is Tensor and layer.has_samples_first(x, self._samples):
             parts = layer.parts(x, preconditioned=self.preconditioned)
@@ -506,7 +506,7 @@ class ExampleNorms:
         self._spent_s += self._clock() - since_s
 
     def _backward(self, layer: _Layer, number: int, parts: int, columns: slice, kept: Tensor, g: Tensor) -> None:
-        """Add the norms of a layer's parameters, once backward has the gradient of its output."""
+        """Add the norms of a layer's parameters, when backward has computed the gradient of its output."""
         if number != self._number or not self._samples:
             return
         since_s = self._clock()
@@ -526,7 +526,7 @@ class ExampleNorms:
         return None if factors is None else factors.factors_of([(param, cut)])[0]
 
     def _prepare(self) -> None:
-        """Compute the factors of small parts together."""
+        """Compute the optimizer's factors for small parts in one batch."""
         parts: dict[int, list[tuple[nn.Parameter, Cut]]] = {}
         for layer in self._layers:
             columns = layer.columns(self._number, layer.parts(None, preconditioned=True))
@@ -549,7 +549,7 @@ class ExampleNorms:
 
 
 def _node_with(weight: Tensor, last: Any) -> Any:
-    """Return the node before ``last`` in autograd's graph that multiplies by this very weight; None for none."""
+    """Return the autograd node before ``last`` that multiplies by this weight; None if there is none."""
     nodes = collections.deque([last])
     for _ in range(ATTENTION_NODES):
         node = nodes.popleft() if nodes else None
@@ -564,7 +564,7 @@ def _node_with(weight: Tensor, last: Any) -> Any:
 
 
 def _squared_norms(params: Sequence[Any], grads: list[Any], factors: FlatPreconditioner | None) -> list[Tensor]:
-    """Return the squared norm of each gradient, in single precision at least."""
+    """Return the squared norm of each gradient, in at least float32."""
     if factors is not None:
         return factors.squared_norms(params, grads)
     dtype = torch.promote_types(torch.float32, grads[0].dtype.to_real()) if grads else None
@@ -577,7 +577,7 @@ def _of_parameter(group: int, whole: float, of_examples: float | None) -> LayerN
 
 
 def _layers_of(module: nn.Module, params: set[int]) -> list[_Layer]:
-    """Return the layers that can be measured; those that torch has compiled cannot."""
+    """Return the layers that can be measured; those compiled by torch cannot."""
     marks = ("_compiled_call_impl", "_orig_mod")
     compiled = [each for each in module.modules() if any(getattr(each, mark, None) is not None for mark in marks)]
     hidden = {id(inner) for each in compiled for inner in each.modules()}

@@ -1,4 +1,4 @@
-"""Gradient variance, gradient norms and update norms of one model, where they are asked for (torch)."""
+"""Gradient variance, gradient norms and update norms of one model, measured on request (torch)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """The latest measures; each None before the first."""
+    """Latest measurements; each is None before the first."""
 
     variance: GradientVariance | None = None
     norms: GradientNorms | None = None
@@ -27,13 +27,13 @@ class Known:
 class GradientMeter:
     """Meter of one model's gradient variance, gradient norms and update norms, when they are requested.
 
-    Rank 0 measures. What it finds travels with the next gradient reduction, so that after each committed step of
-    training all ranks know the very same numbers, however their hardware rounds. What the optimizer does not apply does
-    not count.
+    Rank 0 measures. Its results are sent with the next gradient reduction, so that after each committed training step
+    all ranks know exactly the same numbers, whatever their hardware's rounding. Gradients that the optimizer does not
+    apply do not count.
 
     Attributes:
-        monitor: what is measured: the request when buckets were laid out last.
-        known: as all ranks know it.
+        monitor: The request in effect since buckets were last laid out.
+        known: The measurements that all ranks know.
     """
 
     def __init__(self, request: Callable[[], Monitor]) -> None:
@@ -50,11 +50,11 @@ class GradientMeter:
 
     @property
     def outdated(self) -> bool:
-        """True if the requested measurements differ from the present ones."""
+        """True if the requested measurements differ from the current ones."""
         return self._request() != self.monitor
 
     def rebuilt(self, groups: int) -> None:
-        """Rebuild the meter for buckets of `groups` parameter groups."""
+        """Reset the meter for buckets of `groups` parameter groups."""
         self.monitor = self._request()
         self.on = self.monitor.variance_every is not None or self.monitor.norms_every is not None
         if groups != self._groups:
@@ -64,26 +64,26 @@ class GradientMeter:
         self.invalidate()
 
     def enter_group(self) -> None:
-        """Enter a group, in which rank 0's knowledge is sent to all ranks with the first step."""
+        """Enter a group, in which rank 0's results are sent to all ranks with the first step."""
         self.known, self._received = Known(), []
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Invalidate the latest pass, because the batch changes or an update is left out."""
+        """Discard the latest pass's measurements, because the batch changes or an update is skipped."""
         self._variance = self._gradients = None
 
     def begin_step(self, step: int) -> None:
-        """Start a step after `step` committed ones."""
+        """Start a step, after `step` committed ones."""
         self._step = step
         self._variance = self._gradients = None
 
     def wants_variance(self, gradients: int, spacing: int, *, halved: bool) -> bool:
-        """Return True if the step's variance is measured.
+        """True if the step's variance is measured.
 
         Args:
-            gradients: of the step; one alone has none.
-            spacing: one in so many steps can be measured at all.
-            halved: the step was cut in two, so that it can be measured.
+            gradients: Number of gradients in the step; a single one has no variance.
+            spacing: Only one step in ``spacing`` can be measured at all.
+            halved: Whether the step was divided in two so that it can be measured.
         """
         every = self.monitor.variance_every
         return every is not None and gradients > 1 and (halved or self._step % every < spacing)
@@ -102,9 +102,9 @@ class GradientMeter:
         gradients: int,
         goes_on: bool = False,
     ) -> None:
-        """Receive the variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
+        """Store the variance of several gradients; arguments as in ``NoiseTracker.collect``, without preconditioning.
 
-        Two losses' noises count as independent, so that the variance of their sum is the sum of theirs.
+        The noises of two losses are assumed independent, so that the variance of their sum is the sum of the variances.
         """
         before, self._variance = self._variance, None
         if gradients < 2 or (goes_on and before is None):
@@ -120,7 +120,7 @@ class GradientMeter:
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
-        """Receive the squared norms of the step's gradient, by parameter group."""
+        """Store the squared norms of the step's gradient, by parameter group."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     @property
@@ -136,7 +136,7 @@ class GradientMeter:
             self._found(dataclasses.replace(self._own, variance=variance))
 
     def take_unmoved(self) -> GradientNorms | None:
-        """Return norms of the gradient that is applied, without those of the update; None where it was not measured."""
+        """Return the norms of the applied gradient, without those of the update; None if it was not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
@@ -147,7 +147,7 @@ class GradientMeter:
             self._found(dataclasses.replace(self._own, norms=dataclasses.replace(found, updates=norms)))
 
     def found_by_all(self, norms: GradientNorms) -> None:
-        """Store norms that all ranks have measured together, so that all know them at once."""
+        """Store norms that all ranks have measured together, and therefore know at once."""
         self._own = dataclasses.replace(self._own, norms=norms)
         self.known = dataclasses.replace(self.known, norms=norms)
 
@@ -162,13 +162,13 @@ class GradientMeter:
         return variance + (2 + 2 * groups if self.monitor.norms_every is not None else 0)
 
     def shared_values(self) -> list[float]:
-        """Rank 0's measures for the reduction; zeros while there are none."""
+        """Return rank 0's measurements for the reduction; zeros while there are none."""
         if self._sent is None or self._sent[0] is not self._own:
             self._sent = self._own, self._packed()
         return self._sent[1]
 
     def _packed(self) -> list[float]:
-        """Pack the values; steps count from 1, so that 0 says that there are no measures."""
+        """Return the measurements as numbers; step counts start at 1, so that 0 means no measurement."""
         variance, norms, values = self._own.variance, self._own.norms, list[float]()
         if self.monitor.variance_every is not None:
             none = [0.0] * (3 + self._groups)
@@ -179,7 +179,7 @@ class GradientMeter:
         return values
 
     def take_shared(self, values: list[float]) -> None:
-        """Rank 0's measures as all ranks got them."""
+        """Store rank 0's measurements, as all ranks received them."""
         if values == self._received:
             return
         self._received, groups = values, self._groups
@@ -196,7 +196,7 @@ class GradientMeter:
         self.known = Known(variance, norms)
 
     def follow_first(self) -> None:
-        """Adopt rank 0's values, so that this rank can continue from them should it become rank 0."""
+        """Adopt rank 0's values, so that this rank can continue from them if it becomes rank 0."""
         self._own = self.known
 
 
@@ -206,6 +206,6 @@ def _digits(step: int) -> tuple[float, float]:
 
 
 def _number(values: Sequence[float]) -> int | None:
-    """Return the number of steps that values begin with; None where there is none."""
+    """Return the number of steps encoded at the start of the values; None if there is no measurement."""
     step = round(values[0] * _DIGIT + values[1]) - 1
     return step if step >= 0 else None

@@ -1,4 +1,4 @@
-"""Statistics of one model's backward passes: the reducer's input, the noise tracker and the meter (torch)."""
+"""Statistics of one model's backward passes, collected for the noise tracker and the meter (torch)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _AddUp = Callable[[Sequence[float]], list[float]]
 
 
 class GradientStatistics:
-    """Collects the statistics of one model's backward passes for the noise tracker and the meter.
+    """Collector of one model's backward pass statistics, for the noise tracker and the meter.
 
-    A gradient's squared norm counts with the gradient's share of the step's samples, so that sums over ranks and
-    micro-steps are weighted means whatever the shares are. Norms for the noise scale are in the optimizer's units,
-    those for the variance are not; without preconditioning they are the same numbers, and taken once.
+    A gradient's squared norm is weighted by the gradient's share of the step's samples, so that sums over ranks and
+    micro-steps are weighted means for any shares. Norms for the noise scale are in the optimizer's units; norms for the
+    variance are not. Without preconditioning, both are the same numbers and are computed once.
 
     Attributes:
-        noise, meter: as given.
-        norms_size: how many local norms travel with reductions.
-        due: whether anything of this step is measured.
-        examples: measures single samples' gradients where a rank alone has one gradient in a step; None for nobody.
+        noise, meter: The tracker and the meter that receive the statistics.
+        norms_size: Number of local norms sent with reductions.
+        due: Whether anything is measured in this step.
+        examples: Measures single samples' gradients on a rank alone with one gradient per step; None if not used.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
@@ -48,18 +48,18 @@ class GradientStatistics:
         self._plain_mean: list[float] | None = None  # without preconditioning
 
     def rebuilt(self, groups: int) -> None:
-        """Rebuild the statistics for buckets of `groups` parameter groups."""
+        """Reset the statistics for buckets of `groups` parameter groups."""
         self._groups = groups
         self.meter.rebuilt(groups)
         self.norms_size = groups * (1 if self.meter.monitor.variance_every is None else 2)
         self.noise.rebuilt(groups, self.meter.monitor.noise_every)
 
     def enter_group(self) -> None:
-        """Enter a group."""
+        """Enter a group, discarding the meter's results from the previous one."""
         self.meter.enter_group()
 
     def invalidate(self) -> None:
-        """Invalidate the statistics, because the group or the batch changes, or an update is left out."""
+        """Discard uncommitted statistics, because the group or the batch changes, or an update is skipped."""
         self.noise.invalidate()
         self.meter.invalidate()
 
@@ -78,22 +78,22 @@ class GradientStatistics:
 
     @property
     def mean_size(self) -> int:
-        """Number of norms of the mean that are sent where each rank has a part of it."""
+        """Number of norms of the mean gradient that are sent if each rank has a part of it."""
         monitor = self.meter.monitor
         return self._groups * (1 if monitor.variance_every is None and monitor.norms_every is None else 2)
 
     @property
     def shared_size(self) -> int:
-        """Number of rank 0's values that are sent."""
+        """Number of rank 0's values that are sent to all ranks."""
         return self.noise.shared_size + self.meter.shared_size(self._groups)
 
     def shared_values(self) -> list[float]:
-        """Rank 0's numbers."""
+        """Return rank 0's values for the reduction."""
         values = self.noise.shared_values()
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def take_shared(self, values: list[float], *, first: bool) -> None:
-        """Receive rank 0's values as all ranks received them; ``first`` on rank 0."""
+        """Store rank 0's values, as all ranks received them; ``first`` on rank 0."""
         noise = self.noise.shared_size
         self.noise.take_shared(values[:noise])
         if len(values) > noise:
@@ -107,9 +107,9 @@ class GradientStatistics:
         """Start a step.
 
         Args:
-            replicas: ranks whose gradients are added up.
-            exact: whether gradients travel in a form that gives statistics.
-            spacing: one in so many steps does.
+            replicas: Number of ranks whose gradients are summed.
+            exact: Whether gradients are sent in a form from which statistics can be computed.
+            spacing: One step in ``spacing`` has that form.
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
@@ -129,7 +129,7 @@ class GradientStatistics:
 
     @property
     def in_units(self) -> bool:
-        """True if this step measures in the optimizer's units, if it has any."""
+        """True if this step measures in the optimizer's units, provided that it has any."""
         return self._noise_due
 
     @property
@@ -146,7 +146,7 @@ class GradientStatistics:
         self._carried = self.local_norms()
 
     def scale_carried(self, factor: float) -> None:
-        """Scale the norms of earlier micro-steps, whose shares are ``factor`` times what they were taken to be."""
+        """Multiply the norms of earlier micro-steps by ``factor``, to correct the shares assumed for them."""
         self._carried = [norm * factor for norm in self._carried]
 
     def add(self, bucket: MeasuredGradient, weight: float) -> None:
@@ -171,9 +171,9 @@ class GradientStatistics:
         """Return the norms of the step's mean gradient, for :meth:`take_mean_norms`.
 
         Args:
-            buckets: these hold it.
-            first: whether this is rank 0, which alone measures for all.
-            everywhere: some buckets hold a part of it, and all ranks measure.
+            buckets: Buckets that hold the mean gradient.
+            first: Whether this is rank 0, which alone measures for all.
+            everywhere: Whether some buckets hold only a part of the mean, so that all ranks measure.
         """
         self._first = first
         self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
@@ -184,10 +184,10 @@ class GradientStatistics:
         return found
 
     def take_mean_norms(self, numbers: Sequence[Number], add_up: _AddUp | None = None) -> None:
-        """Receive the numbers returned by :meth:`mean_norms`.
+        """Store the numbers returned by :meth:`mean_norms`.
 
         Args:
-            add_up: adds up numbers over all ranks, where each measures its part.
+            add_up: Sums numbers over all ranks, if each measures its own part.
         """
         known, size = read(numbers), 2 * self._groups
         self._mean = self._whole(known[:size], add_up) if self._noise_due else None
@@ -201,7 +201,7 @@ class GradientStatistics:
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
         """Return the norms of this rank's part of the mean gradient, which ranks sum for :meth:`take_mean`.
 
-        Returns :attr:`mean_size` numbers; zeros for what is not measured.
+        Returns :attr:`mean_size` numbers; zeros for anything not measured.
         """
         self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
         found = [0.0] * self._groups
@@ -214,7 +214,7 @@ class GradientStatistics:
         return found + found
 
     def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """Receive the norms of the mean summed over all ranks, which all then know; ``first`` on rank 0."""
+        """Store the norms of the mean gradient, summed over all ranks; ``first`` on rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self._noise_due else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self._norms_due else None
@@ -222,12 +222,12 @@ class GradientStatistics:
             self.meter.take_norms(self._plain_mean)
 
     def collect(self, step: LoaderStep, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
-        """Receive what the pass has shown, after :meth:`take_mean_norms`.
+        """Record the results of a pass, after :meth:`take_mean_norms`.
 
         Args:
-            norms: :meth:`local_norms`, added up over all ranks.
+            norms: The result of :meth:`local_norms`, summed over all ranks.
             grad_scale: AMP's loss scale that is still in the gradients.
-            goes_on: this pass added its loss's gradient to what the pass before had reduced.
+            goes_on: Whether this pass added its loss's gradient to the gradient that the previous pass had reduced.
         """
         groups, squared = self._groups, grad_scale * grad_scale
         gradients = sum(1 for row in step.sizes for size in row if size)
@@ -257,15 +257,16 @@ class GradientStatistics:
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
     def measure_in(self, examples: ExampleNorms | None) -> None:
-        """Measure single samples' gradients there from now on; None for nowhere."""
+        """Measure single samples' gradients with ``examples`` from now on; None to stop."""
         if self.examples is not None:
             self.examples.stop()
         self.examples = examples
 
     def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
-        """Receive what layers have shown of the gradient in ``.grad``; False where that is too little.
+        """Record the norms that layers have measured of the gradient in ``.grad``; False if they cover too little.
 
-        Parameters that are in no such layer count as those of their group, or of all, that are.
+        Parameters outside such layers are assumed to behave like those inside, of their group or else of the whole
+        model.
         """
         assert self.examples is not None, "it measures"
         preconditioned = self.examples.preconditioned
@@ -287,17 +288,17 @@ class GradientStatistics:
         return True
 
     def drop_examples(self) -> None:
-        """Drop what layers have shown: another backward pass adds to its gradient."""
+        """Drop the layers' measurements, because another backward pass adds to the gradient."""
         assert self.examples is not None, "it measured"
         self.examples.stop()
         self.noise.drop()
 
     def _norms_of_mean(self, buckets: Sequence[MeasuredGradient], *, preconditioned: bool) -> list[float]:
-        """Return squared norms of what the buckets hold, by parameter group."""
+        """Return squared norms of the buckets' contents, by parameter group."""
         return self._whole(read(self._squared_norms(buckets, preconditioned)), None)
 
     def _squared_norms(self, buckets: Sequence[MeasuredGradient], preconditioned: bool) -> list[Number]:
-        """Return the squared norms of buckets that hold the whole mean, then of those that hold a part of it."""
+        """Return the squared norms of buckets that hold the whole mean, then of buckets that hold a part of it."""
         found: list[list[Number]] = [[] for _ in range(2 * self._groups)]
         for bucket in buckets:
             preconditioner = self.noise.preconditioner(bucket) if preconditioned else None

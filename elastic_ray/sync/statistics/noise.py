@@ -1,4 +1,4 @@
-"""Measurement of one model's gradient noise scale in its training steps (torch; the mathematics is elsewhere)."""
+"""Measurement of one model's gradient noise scale in its training steps (torch; see ``batch.noise_scale``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVERY = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pending:
-    """Estimates of a backward pass, which count once the optimizer has applied its gradients."""
+    """Estimates from a backward pass, which count once the optimizer has applied its gradients."""
 
     estimates: tuple[NoiseScale, ...]  # raw noise scale of each group
     step: LoaderStep
@@ -33,11 +33,11 @@ class _Pending:
 
 
 class StatesSource(Protocol):
-    """View of an optimizer for statistics, with its ``param_groups`` and ``state``."""
+    """Protocol of an optimizer's view for statistics, with its ``param_groups`` and ``state``."""
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """Optimizer state by parameter."""
+        """Optimizer state, keyed by parameter."""
 
     @property
     def adam_like(self) -> bool:
@@ -45,31 +45,31 @@ class StatesSource(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """True if nothing can be measured at present; the same on all ranks."""
+        """True if nothing can be measured at present; equal on all ranks."""
 
 
 class NoiseTracker:
-    """Smoothed noise scale per parameter group.
+    """Tracker of the smoothed noise scale per parameter group.
 
-    Rank 0 measures; what it finds travels with the next gradient reduction, so that every rank scales its learning
-    rate by the very same numbers, one step later. A step that the optimizer does not apply (AMP found it not finite)
-    does not count.
+    Rank 0 measures. Its results are sent with the next gradient reduction, so that every rank scales its learning rate
+    by exactly the same numbers, one step later. A step that the optimizer does not apply (AMP found an overflow) does
+    not count.
 
     Args:
-        optimizer: for preconditioning, where it is of Adam's kind.
-        groups: number of parameter groups.
-        optimizers: number of the model's optimizers.
+        optimizer: Optimizer whose state preconditions gradients, if it is Adam-like.
+        groups: Number of parameter groups.
+        optimizers: Number of the model's optimizers.
 
     Attributes:
-        shared_size: number of :meth:`shared_values`.
-        progress: scale-invariant progress, in steps at the initial batch.
-        held_factors: of the latest step's learning rates, by parameter group of each of the model's optimizers; empty
-            where they do not follow the noise.
-        adam_steps: steps that each optimizer has made, and as many at the initial batch, where its second moments
-            follow the batch; and what these remember of the noise, see ``remembered``.
-        adam_like: whether the optimizer is of Adam's kind; None before it has a state that shows it.
-        counted_elsewhere: names of parameters that other workers of the unit count; None before that is known.
-        looks: whether that is to be found out, once more where a parameter had no gradient yet.
+        shared_size: Number of :meth:`shared_values`.
+        progress: Scale-invariant progress, in steps at the initial batch.
+        held_factors: Factors on the latest step's learning rates, per optimizer and parameter group; empty if they do
+            not depend on the noise.
+        adam_steps: For each optimizer whose second moments depend on the batch: its steps, their equivalent at the
+            initial batch, and the noise in its second moments (see ``remembered``).
+        adam_like: Whether the optimizer is Adam-like; None before it has a state that shows it.
+        counted_elsewhere: Names of parameters that other workers of the unit count; None before they are known.
+        looks: Whether these names must still be determined, again if a parameter had no gradient yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
@@ -96,31 +96,31 @@ class NoiseTracker:
         self.looks = True
 
     def read_from(self, source: StatesSource) -> None:
-        """Copy groups and states of the optimizer from there: it may not hold all of them itself."""
+        """Read the optimizer's groups and states from ``source``, because the optimizer may not hold all of them."""
         self._source = source
 
     @property
     def value(self) -> NoiseScale | None:
-        """The whole model's noise scale, None before there is an estimate."""
+        """Noise scale of the whole model; None before there is an estimate."""
         return self._whole
 
     @property
     def signal(self) -> NoiseSignal:
-        """Signal beside its noise, as rank 0 knows it."""
+        """Strength of the gradient signal relative to its noise, as known to rank 0."""
         return self._smoothed.signal
 
     @property
     def by_group(self) -> tuple[NoiseScale | None, ...]:
-        """Noise scale of each parameter group, as every rank knows it in this step; another tuple when it changes."""
+        """Noise scale of each parameter group, equal on all ranks; a new tuple whenever it changes."""
         return self._shared
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
-        """Return True if this step's statistics are taken.
+        """True if this step's statistics are measured.
 
         Args:
-            step: committed steps.
-            gradients: of the step, replicas x micro-batches; one alone tells nothing.
-            halved: the step was cut in two for them.
+            step: Number of committed steps.
+            gradients: Number of gradients in the step, replicas x micro-batches; a single one is not enough.
+            halved: Whether the step was divided in two for the measurement.
         """
         self._step = step
         self._pending = None
@@ -128,7 +128,7 @@ class NoiseTracker:
         return due and gradients > 1 and self.looks_at(step)
 
     def looks_at(self, step: int) -> bool:
-        """Return True if single samples' gradients may be measured after ``step`` committed steps."""
+        """True if single samples' gradients may be measured after ``step`` committed steps."""
         self._step = step
         if self.adam_like is None:
             self.learn_kind()
@@ -140,7 +140,7 @@ class NoiseTracker:
             self.adam_like = is_adam_like(self._optimizer) if self._source is None else self._source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
-        """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
+        """Return the optimizer's current factors for the bucket's gradients; None if it is not Adam-like."""
         if not self.adam_like:
             return None
         source: Any = self._source or self._optimizer
@@ -159,15 +159,15 @@ class NoiseTracker:
         preconditioned: bool,
         goes_on: bool = False,
     ) -> None:
-        """Estimate from several gradients, by parameter group; see ``estimate``.
+        """Estimate the noise from several gradients, by parameter group; see ``estimate``.
 
         Args:
-            mean_sq_norms: means of the squared norms of all gradients, weighted by their samples.
-            sq_norms_of_mean: squared norms of the weighted mean of them.
-            gradients: how many there are, 2 or more.
-            preconditioned: whether norms are in the optimizer's units.
-            goes_on: this pass added its loss's gradient to what the pass before had reduced, so each gradient has only
-                this loss's own noise.
+            mean_sq_norms: Means of the squared norms of all gradients, weighted by samples.
+            sq_norms_of_mean: Squared norms of the weighted mean gradient.
+            gradients: Number of gradients, at least 2.
+            preconditioned: Whether norms are in the optimizer's units.
+            goes_on: Whether this pass added its loss's gradient to the gradient that the previous pass had reduced.
+                Each gradient then has only this loss's own noise.
         """
         before, self._pending = self._pending, None
         estimates = estimate_groups(
@@ -196,7 +196,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Receive the sum of all parts of the model for the latest estimates; none where one of them is missing."""
+        """Replace the latest estimates by their sum over all parts of the model; discard them if a part is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -209,7 +209,7 @@ class NoiseTracker:
         self._pending = None
 
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
-        """Leave out parameters that other workers of the unit count; ``looks`` if there may be more of them."""
+        """Exclude parameters that other workers of the unit count; ``looks`` if there may be more of them."""
         if counted_elsewhere != self.counted_elsewhere:
             self.counted_elsewhere = counted_elsewhere
         self.looks = looks
@@ -242,7 +242,7 @@ class NoiseTracker:
         return self._sent[1]
 
     def take_shared(self, values: list[float]) -> None:
-        """Rank 0's noise scale as all ranks got it."""
+        """Store rank 0's noise scale, as all ranks received it."""
         if values == self._received:
             return
         self._received = values
@@ -255,18 +255,18 @@ class NoiseTracker:
         self.progress += 1.0 if scale == 1.0 else step_gain(scale, noise)
 
     def invalidate(self) -> None:
-        """The group or the batch changes: all ranks compute preconditioners anew together."""
+        """Discard preconditioners when the group or the batch changes, so that all ranks recompute them together."""
         self._pending = None
         self._received = []
         for preconditioner in self._preconditioners.values():
             preconditioner.invalidate()
 
     def rebuilt(self, groups: int, every: int | None) -> None:
-        """Rebuild the tracker for buckets of `groups` parameter groups.
+        """Reset the tracker for buckets of `groups` parameter groups.
 
         Args:
-            groups: of parameters; where there are others than before, estimates start afresh.
-            every: steps from one measurement to the next; None is the tracker's own choice.
+            groups: Number of parameter groups; if it has changed, estimates start afresh.
+            every: Steps from one measurement to the next; None for the tracker's own choice.
         """
         self._preconditioners = {}
         self._every = every
@@ -277,7 +277,7 @@ class NoiseTracker:
         self.invalidate()
 
     def capture(self) -> Any:
-        """Return state for joiners and checkpoints."""
+        """Return the state for joiners and checkpoints."""
         shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self._shared, self._whole)]
         return {
             "smoothed": self._smoothed.to_dict(),
@@ -307,8 +307,8 @@ class NoiseTracker:
 
 
 def _added(first: Sequence[NoiseScale], second: Sequence[NoiseScale], scale: float) -> tuple[NoiseScale, ...]:
-    """Return the noise of a sum of two losses: ``second`` saw the sum's mean with the second loss's noise only.
+    """Return the noise of a sum of two losses; ``second`` measured the sum's mean and the second loss's noise.
 
-    Their noises count as independent: var = var1 + var2, and sqr2 still holds var1 / scale of the first's noise.
+    Their noises are assumed independent: var = var1 + var2, and sqr2 still contains var1 / scale of the first's noise.
     """
     return tuple(NoiseScale(sqr=b.sqr - a.var / scale, var=a.var + b.var) for a, b in zip(first, second, strict=True))

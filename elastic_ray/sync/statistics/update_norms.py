@@ -19,17 +19,17 @@ def with_update_norms(
     *,
     whole: bool = True,
 ) -> tuple[Any, tuple[float, ...]]:
-    """Carry out a step of the optimizer, and tell ``||p_after - p_before||`` of each parameter group.
+    """Run an optimizer step and measure ``||p_after - p_before||`` of each parameter group.
 
-    PyTorch's SGD tells it by itself, as rate x ||momentum|| or rate x ||gradient||, but for the rounding of the
-    difference; any other takes a copy of the parameters.
+    For PyTorch's SGD, it is computed from the state as rate x ||momentum|| or rate x ||gradient||, up to the rounding
+    of the difference. Any other optimizer requires a copy of the parameters.
 
     Args:
-        optimizer: about to step, at the rates that it is to step with.
-        groups: its trainable parameters, by parameter group.
-        whole: whether it holds the whole state.
+        optimizer: Optimizer that is about to step, with its rates already set.
+        groups: Trainable parameters of the optimizer, by parameter group.
+        whole: Whether the optimizer holds the whole state.
 
-    Returns what ``apply`` returns, and the 2-norms.
+    Returns the result of ``apply``, and the 2-norms.
     """
     steps = [_GroupStep(optimizer, *each, whole=whole) for each in zip(optimizer.param_groups, groups, strict=True)]
     result = apply()
@@ -37,7 +37,7 @@ def with_update_norms(
 
 
 class _GroupStep:
-    """Measures one parameter group's part of a step that is about to be made."""
+    """Measurement of one parameter group's part of a step that is about to be made."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class _GroupStep:
         self._before = [p.detach().clone() for p in params] if self._rate is None else []
 
     def norm(self) -> float:
-        """Return the norm of the group's change, once the step is made."""
+        """Return the norm of the group's change, after the step."""
         if self._rate is not None:
             return self._rate * _norm(self._steps())
         if self._before:
@@ -68,7 +68,7 @@ class _GroupStep:
 
 
 def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[torch.nn.Parameter]) -> bool:
-    """True if the optimizer's state after the step gives the change of this group's parameters."""
+    """True if the change of this group's parameters can be computed from the optimizer's state after the step."""
     if type(optimizer) is not torch.optim.SGD or options.get("fused") or options["nesterov"]:
         return False
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:

@@ -1,1 +1,1 @@
-"""Strategy of a model in training: the one in force, and the change to the next (torch)."""
+"""Strategy of a model in training: the current one, and the switch to the next (torch)."""

@@ -1,10 +1,11 @@
-"""The strategy of one model: in force, asked for by hand, or found by ``Auto`` (torch).
+"""Current strategy of one model, and its replacement on request or by ``Auto`` (torch).
 
-A strategy takes effect between two steps, when buckets are laid out anew. What decides over it changes with it: until
-then all ranks do what they have agreed on, whichever of them has asked for something else.
+A strategy takes effect between two steps, when buckets are laid out again. The tuner that decides about the strategy
+changes at the same time: until then, all ranks do what they have agreed on, even if one of them has requested something
+else.
 
-What ``Auto`` does is decided in ``elastic_ray.sync.choosing``. It measures where a step's gradients have just been
-reduced: all ranks are there, in the same step, and nothing else uses the gradient group.
+The decisions of ``Auto`` are made in ``elastic_ray.sync.choosing``. It measures right after a step's gradients have
+been reduced: all ranks are at that point, in the same step, and nothing else uses the gradient group.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _HEARING_S = 10.0  # a race waits for so long for what earlier jobs have found
 
 
 class StrategyTuner:
-    """Tuner that finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
+    """Tuner that finds a strategy for ``Auto`` during training; its state is equal on all ranks and sent to joiners.
 
     Args:
-        auto: how the choice is made.
-        number: of the model, in the order in which the loop wraps them.
+        auto: Settings of the choice.
+        number: Number of the model, in order of wrapping.
     """
 
     def __init__(self, context: Run, auto: Auto, model: StrategyInForce, strategy: Strategy, number: int) -> None:
@@ -62,12 +63,12 @@ class StrategyTuner:
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy to be in force from the next step."""
+        """Strategy to use from the next step on."""
         return self._choice.strategy
 
     @property
     def choice(self) -> Choice:
-        """State of the choice."""
+        """Current state of the choice."""
         return self._choice
 
     @property
@@ -77,7 +78,7 @@ class StrategyTuner:
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Strategies that won a race, by the form of the group, for other jobs of the same model."""
+        """Strategies that won a race, keyed by the form of the group, for other jobs of the same model."""
         choices = {**self._known, self._form: self._choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -86,7 +87,7 @@ class StrategyTuner:
         }
 
     def tell(self, table: Callable[[], str]) -> None:
-        """Notify the job's user of a choice, once it is in force; called on every rank."""
+        """Notify the job's user of a choice, once it has taken effect; called on every rank."""
         choice = self._choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
@@ -125,7 +126,7 @@ class StrategyTuner:
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
-        """Agree on the slowest rank's time, the most rows, and what rank 0 knows; 0 s for what was not measured."""
+        """Return the slowest rank's time, the most rows, and rank 0's known strategy; 0 s means not measured."""
         touched = self._model.touched
         own = [*self._known_strategy(), round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
@@ -139,7 +140,7 @@ class StrategyTuner:
         )
 
     def _known_strategy(self) -> tuple[int, int]:
-        """Return a digest of what earlier jobs found fastest, and its step time [ns]; 0 for nothing."""
+        """Return a digest of the strategy that earlier jobs found fastest, and its step time [ns]; 0 if unknown."""
         heard = self._context.membership.known_strategies
         if heard is None and time.monotonic() - self._entered_s < _HEARING_S:
             return UNHEARD, 0
@@ -152,7 +153,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=auto.exact, most=most, works=works)
 
     def enter_group(self) -> None:
-        """Enter a group: continue with what is known of its form, or start to measure."""
+        """Enter a group: continue with the known choice for its form, or start to measure."""
         self._since_s, self._step, self._entered_s = None, None, time.monotonic()
         form = self._form_of(self._model.topology)
         if form != self._form:
@@ -164,7 +165,7 @@ class StrategyTuner:
         self._before = self._choice
 
     def _form_of(self, topology: Topology) -> str:
-        """Return the kind of link and which ranks share nodes, whatever these are called; "" for a rank alone."""
+        """Return the backend and which ranks share nodes, regardless of the nodes' names; "" for a rank alone."""
         if topology.world_size == 1:
             return ""
         levels = [list(map(list(dict.fromkeys(each)).index, each)) for each in (topology.nodes, topology.domains)]
@@ -172,7 +173,7 @@ class StrategyTuner:
         return f"{self._context.group.communicator.backend} {size} {digest(levels):x}"
 
     def remember(self) -> None:
-        """Remember the choice at the start of a step."""
+        """Store the choice at the start of a step, for rollback."""
         self._before = self._choice
 
     def roll_back(self) -> None:
@@ -181,7 +182,7 @@ class StrategyTuner:
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
-        """Return state for joiners and checkpoints, as plain values."""
+        """Return the state for joiners and checkpoints, as plain values."""
         return {
             "auto": dataclasses.asdict(self._auto),
             "form": self._form,
@@ -210,12 +211,12 @@ class _Asked:
 
 
 class StrategyInForce:
-    """Strategy of one model with its plan, and the change to another strategy or tuner.
+    """Strategy of one model with its plan, and the switch to another strategy or tuner.
 
     Args:
-        number: of the model, in the order in which the loop wraps them.
+        number: Number of the model, in order of wrapping.
 
-    Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
+    Raises StrategyError: The strategy cannot be used with this model and optimizer.
     """
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
@@ -255,13 +256,13 @@ class StrategyInForce:
 
     @property
     def topology(self) -> Topology:
-        """Topology of the present group."""
+        """Topology of the current group."""
         group = self._context.group
         return Topology(nodes=group.nodes, domains=group.domains if all(group.domains) else ())
 
     @property
     def touched(self) -> Mapping[str, int]:
-        """Rows of this rank's latest gradient, by table; of tables whose rows travel."""
+        """Number of rows in this rank's latest gradient, keyed by table, for tables whose rows are sent."""
         return {name: bucket.touched for name, bucket in self._rows.items()}
 
     @property
@@ -271,14 +272,14 @@ class StrategyInForce:
 
     @property
     def label(self) -> str:
-        """Name of the present strategy, and of the one about to take effect."""
+        """Name of the current strategy, and of the one about to take effect."""
         asked = self._asked.strategy if self._asked is not None else self._wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
 
     @property
     def asked_digest(self) -> int:
-        """A digest of the strategy that is to take effect, and of whether it is being chosen; 0 for none."""
+        """Digest of the strategy about to take effect, and of whether a tuner chooses it; 0 if there is none."""
         asked = self._asked
         strategy = asked.strategy if asked is not None else self._wanted
         if strategy is None:
@@ -287,14 +288,14 @@ class StrategyInForce:
 
     @property
     def agenda(self) -> str:
-        """Measurement agenda of a step, equal on all ranks; empty if there is none."""
+        """Settings of the tuner's measurements as text, equal on all ranks; empty without a tuner."""
         return self.tuner.agenda if self.tuner is not None else ""
 
     @property
     def key(self) -> str | None:
-        """Key of strategies whose step times must not be mixed; None while one is being chosen.
+        """Key under which step times may be pooled, by strategy; None while a strategy is being chosen.
 
-        ``auto/`` stands before what a choice has led to: another group may have another, and both count.
+        The prefix ``auto/`` marks a chosen strategy: the choice may differ in another group, and both count.
         """
         if self.tuner is None:
             return self._key
@@ -302,7 +303,7 @@ class StrategyInForce:
         return f"{CHOSEN}{self._key}" if in_force else None
 
     def works(self, plan: SyncPlan) -> bool:
-        """True if the model can carry out the plan."""
+        """True if the model supports the plan."""
         try:
             self._model.check(plan)
         except StrategyError:
@@ -310,12 +311,12 @@ class StrategyInForce:
         return True
 
     def ask(self, given: object) -> None:
-        """Continue with another strategy from the next step on; ``Auto`` begins to choose. All ranks must ask alike.
+        """Request another strategy from the next step on, identically on all ranks; ``Auto`` starts to choose one.
 
         Args:
-            given: as of ``AdaptiveDataParallel(strategy=...)``.
+            given: As in ``AdaptiveDataParallel(strategy=...)``.
 
-        Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
+        Raises StrategyError, TypeError: The strategy does not exist, or cannot be used with this model.
         """
         builder = resolve_strategy(given)
         strategy = builder.build(self.profile, self.topology)
@@ -328,21 +329,21 @@ class StrategyInForce:
         self._asked = _Asked(strategy, tuner)
 
     def ask_topology(self, topology: str) -> None:
-        """Continue with the present strategy, or the one that was asked for last, by another way through the group."""
+        """Request another topology for the current strategy, or for the strategy that was requested last."""
         self.ask((self._asked.strategy if self._asked is not None else self.plan.strategy).with_topology(topology))
 
     def before_forward(self) -> None:
-        """Adopt the tuner's wish, between two steps or in one."""
+        """Adopt the strategy that the tuner proposes, between two steps or within one."""
         if self.tuner is not None:
             self.tuner.tell(lambda: str(self.explain()))
             wanted = self.tuner.strategy
             self._wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True) -> SyncPlan:
-        """Put the requested plan into force, for which buckets are laid out.
+        """Apply the requested plan, for which buckets are laid out.
 
         Args:
-            switch: whether another strategy can take over now; else it is asked for still.
+            switch: Whether another strategy may take effect now; if not, the request stays pending.
         """
         strategy = self.plan.strategy
         if switch:
@@ -361,7 +362,7 @@ class StrategyInForce:
         return self.plan
 
     def _tell_fallback(self) -> None:
-        """Notify the job's user once that two levels are one here."""
+        """Notify the job's user, once per reason, that ``two_level`` falls back to ``all_reduce`` in this group."""
         topology, strategy = self.topology, self.plan.strategy
         why = topology.why_flat if strategy.asks_for("two_level") and topology.world_size > 1 else ""
         if why and why != self._told:
@@ -378,14 +379,14 @@ class StrategyInForce:
         """Record the reduction of a pass's gradients on all ranks.
 
         Args:
-            bucket_s: from the beginning of each bucket's reduction to its end [s].
+            bucket_s: Duration of each bucket's reduction [s].
         """
         self._bucket_s.append(tuple(bucket_s))
         if self.tuner is not None:
             self.tuner.reduced()
 
     def stepped(self) -> None:
-        """Record when the optimizer was asked to step."""
+        """Record the time of an optimizer step."""
         now_s, steps = time.perf_counter(), self._context.states.progress.steps
         if self._stepped is not None and steps == self._stepped[0] + 1:
             self._step_s.append(now_s - self._stepped[1])
@@ -403,7 +404,7 @@ class StrategyInForce:
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
     def remember(self) -> None:
-        """Remember the request at the start of a step."""
+        """Store the request at the start of a step, for rollback."""
         self._asked_before, self._entering = self._asked, False
         if self.tuner is not None:
             self.tuner.remember()
@@ -416,7 +417,7 @@ class StrategyInForce:
             self._wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the strategy where it is another than at the beginning, and the tuner's state."""
+        """Return the strategy if it differs from the initial one, and the tuner's state."""
         asked = self._asked
         strategy = (asked.strategy if asked is not None else self._wanted or self.plan.strategy).to_json()
         tuner = asked.tuner if asked is not None else self.tuner
@@ -427,7 +428,7 @@ class StrategyInForce:
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Restore a captured state; True if buckets need a new layout.
 
-        The strategy of a run that began with another one stays behind with it.
+        A state is ignored if its run started with a different strategy.
         """
         if tree.get("given", self._given) != self._given:
             return False
@@ -447,7 +448,7 @@ class StrategyInForce:
         return tuner
 
     def explain(self) -> StrategyTable:
-        """Return a table of the synchronisation of each parameter, and why."""
+        """Return a table of each parameter's synchronisation, with reasons."""
         times: dict[int, float] = {}
         if self._bucket_s:
             times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}
