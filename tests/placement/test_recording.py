@@ -51,6 +51,7 @@ from tests.placement.views import AT_ONCE, cluster, model, node, view
 
 SEEN = Observation(1, 2, 32.0, 1, 0.1 + 0.2, grad_time=1 / 3, count=7.0)
 FULL = JobView(
+    noise_growth=1.25,
     job="a",
     bundle={"CPU": 1, "GPU": 0.5},
     min_workers=2,
