@@ -40,19 +40,19 @@ class ElasticConfig(NamesArguments):
             the job keeps this number of idle processes for itself.
         warm_worker_memory_bytes: Resident memory above which a leaving worker exits instead of returning to the warm
             pool.
-        heartbeat_timeout_s: Silence after which a member counts as hung.
-        join_timeout_s: Time from a new worker's reservation until it must be ready to join. After a worker was late,
-            the limit doubles for the next ones, up to eight times the setting, until one is ready.
-        reserve_timeout_s: Time after which an unfulfilled reservation of resources is given back.
-        switch_timeout_s: Time within which a generation must form its communicator and exchange state.
+        heartbeat_timeout_s: Time without a heartbeat from a worker after which the worker counts as hung.
+        join_timeout_s: Time that a new worker has to become ready, from the reservation of its resources. Each time a
+            worker is late, the limit doubles, up to eight times this setting, until a worker is ready in time.
+        reserve_timeout_s: Time after which a reservation of resources that is still unfulfilled is cancelled.
+        switch_timeout_s: Time limit for the workers of a new generation (group) to connect and to exchange state.
         collective_timeout_s: Longest wait in a collective for a slow but living peer. It must exceed the longest step.
         lease_s: Time without a sign of life from the driver after which the job saves its state and ends.
         restart: Restart a job that lost all its workers from its newest checkpoint even if
             ``FailureConfig(max_failures)`` is 0, Ray Train's default. The job fails once three restarts in a row have
-            produced no new checkpoint. A larger ``max_failures`` is applied as the limit instead.
+            produced no new checkpoint. If ``max_failures`` is not 0, it is the limit instead.
         controller_timeout_s: Time for which workers keep training without the job's controller before they exit. Ray
             restarts the controller's process if it dies.
-        report_interval_s: Time between rank 0's step reports.
+        report_interval_s: Time between rank 0's reports to the controller about its steps.
         fixed_batch: Keep batch sizes constant even if the loader allows the job to adapt them.
         automatic_checkpoints: Save the whole elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage periodically and when the job finishes. A job that loses all its workers,
@@ -65,16 +65,17 @@ class ElasticConfig(NamesArguments):
             checkpoint and the frequency of worker losses (Young 1974, Daly 2006), and keeps the cost below 0.5 %.
         stragglers: Response to a worker that takes at least 1.25 times as long as the others for the same work:
             ``ignore`` it, ``tell`` the user (by an event, and in the status), ``share`` a step's samples so that it
-            gets fewer, or ``replace`` it as well if it stays slow. With ``share``, the other workers get more samples
-            each than an equal split gives them, within ``local_bsz_bounds``. Do not use it with a loop that assumes
-            equal local batches.
-        straggler_patience_s: Time for which a worker must be slow before ``replace`` requests another.
+            gets fewer, or ``replace``, which shares in the same way and then replaces the worker if it stays slow. With
+            ``share``, each of the other workers gets more samples than in an equal split, within ``local_bsz_bounds``.
+            Do not use it with a loop that assumes equal local batches.
+        straggler_patience_s: Time for which a worker must be slow before ``replace`` requests a new one.
         private_files: On file systems of the nodes (including NFS mounts), make files readable by the job's user only:
             mode 0600, and 0700 for directories. A run directory that another user owns is refused. False leaves
             permissions to the umask and to the directory's owner. Other storage applies its own rules.
         storage_timeout_s: Longest wait for the run's storage to respond. A reported checkpoint that is not stored in
             time (or within half of ``collective_timeout_s``, because the other ranks wait) is dropped with an event,
-            and training continues. A job that cannot read its earlier checkpoints in time fails rather than start anew.
+            and training continues. A job that cannot read its earlier checkpoints in time fails instead of starting
+            from scratch.
         verify_checkpoints: When a job continues from its stored run, read its reported checkpoints completely and
             compare their checksums with those stored at writing. A checkpoint that differs is skipped, with an event.
             Sizes, and the checksums of automatic checkpoints, are always compared.
@@ -84,8 +85,8 @@ class ElasticConfig(NamesArguments):
         tracker_timeout_s: Time that TensorBoard and the run's callbacks have to finish after the job has ended.
         webhook: URL (``http://``, ``https://``) to which a JSON object is posted when the job has ended, and when it
             has waited for resources too long (docs/trackers.md). None disables it. The URL is never displayed.
-        webhook_waits_s: Time that the job waits for resources before the webhook is called.
-        faults: Script of faults to inject, for trying out a set-up; None for production.
+        webhook_waits_s: Time for which the job must wait for resources before the webhook is called.
+        faults: Faults to inject, for testing a setup (``elastic_ray.faults.Faults``); None injects nothing.
 
     Examples:
         >>> from elastic_ray import ElasticConfig
@@ -173,22 +174,24 @@ class SchedulingConfig(NamesArguments):
     """Scheduling options of a job in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
 
     Attributes:
-        priority: Jobs of higher priority get their minimum of workers, and then grow, before lower ones of the tenant.
+        priority: Precedence of the job among its tenant's jobs. A job of higher priority gets its minimum of workers
+            first, and also grows first.
         tenant: Owner of the job. Tenants share the cluster by weight (``AllocatorConfig.tenants``). Capacity that a
-            tenant does not use is lent to others until the tenant requests it.
+            tenant does not use is lent to other tenants until its owner requests it.
         preemptible: Whether the running job may be stopped for a job that ranks above it. If False, the job keeps its
             minimum of workers until it ends or its nodes are lost.
-        deadline_s: Seconds after ``submit()`` by which the job should be done. After the first epoch, when the job's
-            length is known, the allocator reserves as many workers as the deadline requires, if it can.
+        deadline_s: Seconds after ``submit()`` by which the job should be done; None for no deadline. After the first
+            epoch, when the job's length is known, the allocator reserves as many workers as the deadline requires, if
+            it can.
         whole_nodes: Prefer entire nodes that no other job uses, as long as that leaves no resources idle.
         spot: How the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them whenever
             they are available, or ``mixed``: the minimum of workers on on-demand nodes, the others anywhere.
-        budget_usd: Most that the job may cost [USD]. The autoscaler plans with it and reports at once if it will be
-            exceeded.
+        budget_usd: Limit on the cost of the job [USD]; None for no limit. The autoscaler plans with it and reports at
+            once if it will be exceeded.
         utility: Value of completing the job as a function of the seconds after ``submit()``: pairs of time and value
             [USD], such as ``((3600, 50), (7200, 0))``. Values are interpolated linearly, constant before the first
-            pair, and extrapolated along the last segment. Once its length is known, the job gets no worker that costs
-            more than it gains.
+            pair, and extrapolated along the last segment. Once the job's length is known, the job gets no worker that
+            costs more than the value it adds. None ignores costs.
         weight: Importance of the job's speed relative to other jobs of its tenant and priority. When several jobs could
             grow, a job of weight 2 gets about twice the workers of a job of weight 1. Minimums are always served first.
         tenant_weight: Weight of the job's tenant, if ``AllocatorConfig.tenants`` does not list it; None means 1. The
@@ -197,7 +200,7 @@ class SchedulingConfig(NamesArguments):
             job can use. Each type gets samples of a step in proportion to its speed, within ``local_bsz_bounds``, as
             with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` mixes types deliberately; other
             policies keep to their own rules.
-        sizes: The only numbers of workers with which the job trains, in ascending order; None allows any number within
+        sizes: Numbers of workers with which the job may train, in ascending order; None allows every number within
             ``num_workers``. After losing a worker, the job continues with the remaining ones until the allocator has
             decided again, which takes a second or two.
         multiple_of: Restricts the number of workers to multiples of this number, like ``sizes``; None for no
@@ -206,9 +209,9 @@ class SchedulingConfig(NamesArguments):
             (``Unit(tp=2)``). The workers of a unit form a fixed group of ``torch.distributed``, in which a model is
             parallelised as under ``torchrun``. Sizes of the job then count units (``JobHandle.resize``, events,
             ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of the unit's size. See docs/units.md.
-        memory: Bytes that each worker needs, as a function of the number of workers among which the model is divided,
-            and bytes that it has. The job gets no group in which a worker has too little, except after losing workers,
-            which an event reports. ``elastic_ray.sharded_memory(model, ...)`` computes it. None if every size fits.
+        memory: Memory that a worker needs, by the number of workers that divide the model, and memory that it has.
+            ``elastic_ray.sharded_memory(model, ...)`` computes both. The job never runs on too few workers for the
+            model to fit, except after losing workers, which an event reports. None if any number of workers suffices.
 
     Examples:
         >>> from elastic_ray import SchedulingConfig
@@ -244,7 +247,7 @@ class SchedulingConfig(NamesArguments):
 
     @property
     def allowed_sizes(self) -> AllowedSizes:
-        """Group sizes that ``sizes``, ``multiple_of`` and ``memory`` together allow."""
+        """Numbers of workers that satisfy ``sizes``, ``multiple_of`` and ``memory``."""
         return AllowedSizes(
             sizes=() if self.sizes is None else self.sizes,
             multiple_of=1 if self.multiple_of is None else self.multiple_of,

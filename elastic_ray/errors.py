@@ -71,7 +71,7 @@ __getattr__, _ = lazy_names("elastic_ray.errors", _HOMES)
 
 
 class JobNameTakenError(RuntimeError):
-    """Error raised if an active job already has this name."""
+    """Error raised if a job is submitted under the name of an active job."""
 
 
 class ImpossibleResourcesError(ValueError):
@@ -103,11 +103,11 @@ class JobLostError(TrainingFailedError):
 class WorkersLostError(WorkerGroupError):
     """Error raised if all members of a job were lost more often than ``FailureConfig.max_failures`` allows.
 
-    If that is 0, the default, the limit is the number of restarts without progress.
+    If ``max_failures`` is 0, the default, the number of restarts in a row without progress is limited instead.
 
     Attributes:
         job: Name of the job.
-        failures: Number of times that all members were lost.
+        failures: Number of times that all workers were lost.
         max_failures: The limit.
         reason: Cause of the last loss.
         worker_failures: Empty, because no worker raised.
@@ -133,17 +133,17 @@ class WorkersLostError(WorkerGroupError):
 
 
 class TrainFunctionError(WorkerGroupError):
-    """Error raised if the train function raises on several workers, or on the last one; it is not retried.
+    """Error raised if the train function raises on several workers, or on the last one; the job is not retried.
 
-    Instances come from :meth:`of`. They are also of the user's exception type, unless Python does not allow it:
-    both ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.
+    An instance, made by :meth:`of`, also has the type of the user's exception, unless Python does not allow it: both
+    ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.
 
     Attributes:
         cause: The user's exception; None if it could not be unpickled in this process.
         rank: Rank of the worker that raised it.
         node: Node of that worker.
         traceback_text: The traceback as formatted on that worker.
-        worker_failures: The user's exception, keyed by the rank that raised it; this error if there is no cause.
+        worker_failures: The user's exception (this error if ``cause`` is None), keyed by the rank that raised it.
     """
 
     def __init__(self, traceback_text: str, rank: int, node: str, cause: BaseException | None = None) -> None:

@@ -137,7 +137,7 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """Event in a job's life: one change.
+    """Event of a job, such as a change of its size or a failure.
 
     Attributes:
         kind: Kind of the event.
@@ -147,10 +147,11 @@ class JobEvent:
         reason: Reason for the decision, a sentence.
         pause_s: Seconds between the last step of the old generation and readiness for the first step of the new one;
             the longest over the ranks that stayed. 0 if nothing paused.
-        generation: The generation to which the event led.
+        generation: Number of the generation after the event.
         detail: Further JSON-serialisable values (batch sizes, node, rank...). A change of size or a failure has
             ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``. A start has ``start_s``, the time since
-            its processes were started. A restart has ``steps``, where it resumes, and ``reached_steps``.
+            its processes were started. A restart has ``steps``, the step at which it resumes, and ``reached_steps``,
+            the steps reached before.
 
     Examples:
         >>> from elastic_ray.events import EventKind, JobEvent
@@ -252,29 +253,29 @@ class JobStatus:
     Attributes:
         job: Name of the job.
         phase: Phase of the job between submission and end.
-        workers: World size of the generation that is training (0 before the first).
-        target_workers: World size that the job is changing to.
-        generation: Number of the current generation.
+        workers: World size of the group that is training; 0 before the first group.
+        target_workers: World size to which the job is changing.
+        generation: Number of the current generation (group of workers).
         epoch: Epoch in progress, from 0.
-        epochs: Number of epochs, if the loop declared it.
+        epochs: Number of epochs that the loop declared; None if it declared none.
         step: Optimizer steps committed so far.
         batch_size: Global batch size M [samples].
         throughput: Measured throughput [samples/s].
-        goodput: Throughput x statistical efficiency [samples/s]; None before the model is fitted.
-        efficiency: Statistical efficiency of the current batch M: (M0 + B) / (M + B), at most 1, with the initial batch
-            M0 and the gradient noise scale B; None before the model is fitted.
+        goodput: Throughput x statistical efficiency [samples/s]; None before the job's speed model is fitted.
+        efficiency: Statistical efficiency (progress per sample) of the current batch M, relative to the initial batch
+            M0: (M0 + B) / (M + B), with the gradient noise scale B; None before the speed model is fitted.
         metrics: The latest metrics that rank 0 reported.
-        message: What the job waits for, or why it ended; empty while it simply runs.
-        cost_usd: Cost so far [USD], at the prices of the allocator's autoscaling; None without prices.
+        message: Sentence on the reason why the job waits or has ended; empty while the job trains normally.
+        cost_usd: Cost so far [USD], at the prices of the allocator's autoscaling; None if prices are unknown.
         note: Warnings while the job runs: a deadline or budget that cannot be met, with the best alternative; workers
-            that find no node; storage that does not answer, and for which request; non-finite gradients; warnings from
+            that find no node; storage that does not respond, with the request; non-finite gradients; warnings from
             workers; slow workers.
-        waits_for: What the job cannot continue without: slots (of which type), a placement group, a node of the
-            autoscaler, starting processes, storage; empty while it simply runs.
+        waits_for: Resource that the job waits for: slots (with their type), a placement group, a node of the
+            autoscaler, starting processes, storage; empty while the job trains normally.
         start_s: Estimated time until enough slots are free for a job that waits for them [s], from the ETAs of running
             jobs and assuming that no other job gets them first; None if unknown.
-        progress: The job's progress, 0 to 1. None without a declared length, which is the number of epochs or, for a
-            trial, the most that its sweep allows.
+        progress: The job's progress, 0 to 1. None if the job has no declared length (its number of epochs or, for a
+            trial, the limit of its sweep).
         samples_left: Samples until the job ends; None if its length, or its number of samples, is unknown.
         steps_left: Steps until the job ends, at the current batch; None if unknown.
         tokens_per_s: Throughput in tokens, if the loader's batch is declared in tokens; else None.
@@ -291,17 +292,18 @@ class JobStatus:
         last_pause: The last pause, split by phase; None before the first.
         learning_rate_factor: Factor on the first model's learning rates, from its batch and from policies; None before
             the first step.
-        gpu_memory_used_bytes: Peak GPU memory held by tensors of any one worker; None without GPUs.
+        gpu_memory_used_bytes: Peak GPU memory held by tensors of any one worker; None if the job uses no GPUs.
         gpu_memory_reserved_bytes: Peak GPU memory reserved by any one worker, caches included.
-        memory_bound: Most samples that a worker processes at once, because a worker ran out of memory with more; None
-            if none did.
+        memory_bound: Limit on the samples that a worker processes at once, because a worker ran out of memory with
+            more; None if no worker ran out of memory.
         backend: Backend that carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
         mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown.
-        reports: Number of reports of rank 0, including those of earlier runs from which the job continues.
+        reports: Number of reports by rank 0, including reports of earlier runs from which the job continues.
         checkpoint: Path of the reported or automatic checkpoint from which a restart would continue; empty before the
             first.
         trial: Facts about a trial of a sweep; None for any other job.
-        metric: Metric by which the job is judged: its sweep's, or its checkpoints' score; empty if it has none.
+        metric: Name of the metric that ranks trials of the job's sweep, or the job's checkpoints; empty if there is
+            none.
 
     Examples:
         >>> from elastic_ray.events import JobPhase, JobStatus
@@ -374,7 +376,8 @@ class Report:
         metrics: Metrics as rank 0 reported them.
         checkpoint: Path of the stored checkpoint on the job's storage file system; None if there was none.
         workers: Number of workers of the job at the report.
-        epochs_done: Number of epochs complete at the report. The epoch in progress counts if its loops were complete.
+        epochs_done: Number of epochs complete at the report. The epoch in progress counts if its loops over the data
+            were complete.
         steps: Number of optimizer steps committed at the report.
 
     Examples:

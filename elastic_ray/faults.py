@@ -61,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Script of faults; each is injected once per process.
+    """Script of faults, each injected once, at a ``moment`` of a given rank, step and worker (None for any).
 
     Examples:
         >>> from elastic_ray.faults import Faults

@@ -13,10 +13,11 @@ UNNAMED = "unit"
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Unit:
-    """Unit given by the dimensions of its mesh, slowest-changing first: ``Unit(pp=2, tp=4)`` has 8 workers.
+    """Fixed set of workers on one node, as a mesh with named dimensions: ``Unit(pp=2, tp=4)`` has 8 workers.
 
-    Workers that differ in ``tp`` (tensor), ``pp`` (pipeline), ``cp`` (context) or ``ep`` (experts) read the same
-    samples. Workers that differ in ``shard`` (torch's ``fully_shard``) each read their own part of the unit's samples.
+    The last dimension changes fastest from rank to rank. Workers that differ in ``tp`` (tensor), ``pp`` (pipeline),
+    ``cp`` (context) or ``ep`` (experts) read the same samples. Workers that differ in ``shard`` (torch's
+    ``fully_shard``) each read their own part of the unit's samples.
 
     Args:
         **sizes: Number of workers along each dimension.

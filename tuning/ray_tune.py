@@ -129,9 +129,9 @@ def elastic(
     keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
-    """Make a trainable for ``ray.tune.Tuner``.
+    """Return a trainable for ``ray.tune.Tuner`` whose trials are elastic jobs.
 
-    Each trial is an elastic job, sized by the cluster's allocator.
+    The cluster's allocator decides how many workers each trial has.
 
     ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the
     train loop gets the trial's parameters in its config. The reports that it makes with ``elastic_ray.report(metrics,
@@ -149,21 +149,21 @@ def elastic(
         train_loop_config: Config shared by all trials; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``; without a tenant the sweep becomes a tenant itself.
+        scheduling_config: As for ``ElasticTrainer``; if it names no tenant, the sweep is a tenant of its own.
         model_fingerprint: Name of the model, to be given only if no parameter changes the model's speed; by default
             trials with the same architecture recognise each other.
         weight: Weight of the sweep relative to other jobs; ``AllocatorConfig.tenants`` overrides it.
-        promise: How running trials are compared, so that those near the top grow and those about to be cut do not. By
-            default it is derived from Tune's scheduler (ASHA, HyperBand, and median stopping by reports); without a
-            scheduler that stops trials, they compete by speed alone.
+        promise: Rule that compares running trials, so that the best get more workers (see ``Promise``). None derives
+            the rule from Tune's scheduler (ASHA, HyperBand, and median stopping by reports). Without such a scheduler,
+            trials get workers by speed alone.
         reports_ahead: Number of reports by which training may run ahead of Tune's last decision. With 0, as in a Tune
-            function trainable, training waits at every report for Tune's answer: a stopped trial has then trained
-            nothing in vain and frees its processes at once. 1 hides the wait if epochs are short.
-        keep_s: How long a finished trial's processes wait for the sweep's next trial [s]. They hold no resources
+            function trainable, training waits at every report for Tune's decision, so a stopped trial wastes no
+            training and frees its processes at once. 1 hides the wait if epochs are short.
+        keep_s: Time for which a finished trial's processes wait for the sweep's next trial [s]. They hold no resources
             meanwhile, and end at the latest 10 s after the last trial.
         sweep: Name of the sweep and of its tenant; by default the name of the Tune experiment. ``fit()`` raises
-            ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds of an earlier
-            one of its name reuses its processes. A ``tuning.Sweep`` also sets a deadline or a budget.
+            ``SweepRunsError`` while another sweep of this name runs. A sweep that starts within seconds after another
+            of the same name reuses that sweep's processes. A ``tuning.Sweep`` also sets a deadline or a budget.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -458,7 +458,7 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return the promise equivalent to a Tune scheduler; None if it stops no trials, or not by number of reports.
+    """Return the promise equivalent to a Tune scheduler; None if it does not stop trials by number of reports.
 
     Args:
         scheduler: Scheduler of the experiment, with its metric set.

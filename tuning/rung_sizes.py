@@ -40,8 +40,10 @@ class Sweep(NamesArguments):
 
     Attributes:
         name: Name of the sweep and its tenant; by default the name of the Tune experiment.
-        deadline_s: Time after ``fit()`` by which all trials should be done [s]; each rung gets the cheapest sizes.
-        budget_usd: Limit on the cost of the trials' workers [USD]; without a deadline, rungs get the fastest sizes.
+        deadline_s: Time after ``fit()`` by which all trials should be done [s]; None for no limit. Trials of each rung
+            (see ``Promise``) get the cheapest numbers of workers that keep it.
+        budget_usd: Limit on the cost of the trials' workers [USD]; None for no limit. Without a deadline, trials get
+            the fastest numbers of workers that keep it.
         usd_per_worker_h: Price of a worker [USD/h]; required with a budget.
 
     Examples:

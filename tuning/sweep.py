@@ -151,9 +151,10 @@ def release_sweep(name: str, driver: SweepDriver) -> None:
 
 
 def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
-    """Stop a running sweep. No more trials start, and running ones end after their current step.
+    """Stop a running sweep; no more trials start, and running trials end after their current step.
 
-    The sweep's ``Tuner.fit()`` or ``Experiment.run()`` then returns the results so far.
+    The call does not wait for the trials. Once they have ended, the sweep's ``Tuner.fit()`` or ``Experiment.run()``
+    returns the results so far.
 
     Args:
         name: Name of the sweep and its tenant: ``tuning.elastic(sweep=...)``, by default the experiment's name.

@@ -29,14 +29,15 @@ _MOST_RUNGS = 32  # that are shown
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Promise(NamesArguments):
-    """Rule by which running trials of a sweep are compared, in ``ASHAScheduler``'s terms.
+    """Rule that compares running trials of a sweep, so that the best get more workers; fields as in ASHAScheduler.
 
     Attributes:
         metric: Name of the reported metric; a nested one is named as in Ray Tune, "eval/accuracy".
         mode: "max" if a larger metric is better, "min" otherwise.
-        max_t: Reports of a trial that is never cut; None uses the most reports that any trial has made.
-        grace_period: Number of reports at the first rung.
-        reduction_factor: eta; one trial in eta passes a rung.
+        max_t: Number of reports of a trial that is never stopped early; None uses the most reports that any trial has
+            made.
+        grace_period: Number of reports at the first rung; after each rung, the scheduler stops all but the best trials.
+        reduction_factor: Ratio of consecutive rungs (eta); one trial in ``reduction_factor`` passes a rung.
 
     Examples:
         >>> from tuning import Promise
@@ -72,7 +73,7 @@ class Promise(NamesArguments):
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Numbers of reports after which a trial may be cut, and ``max_t``; only the first if many, empty without."""
+        """Numbers of reports after which trials may be stopped (the first ones), and ``max_t``; else empty."""
         if self.max_t is None:
             return ()
         found = [self.grace_period]

@@ -23,9 +23,9 @@ class Policy:
     """Control loop over a run (KungFu's ``BasePolicy``); override the hooks that you need.
 
     Each hook receives a :class:`PolicyView` and returns a request, several, or None. Every rank calls its own copy with
-    an equal view, so a hook must decide by the view and its own attributes alone, never by a clock or at random. The
-    view has both times and samples. Requests travel with the next step's reduction. If all ranks make the same request,
-    it is applied on all of them after that step; otherwise on none, and the policy is not called again.
+    an equal view, so a hook must decide from the view and its own attributes alone, never from a clock or at random.
+    The view holds elapsed time and sample counts. Requests travel with the next step's reduction. If all ranks make the
+    same request, it is applied on all of them after that step; otherwise on none, and the policy is not called again.
 
     Attributes that a hook changes are the policy's state: joining workers receive it, checkpoints include it, and it is
     rolled back if the step is lost or the hook fails. The state must be numbers, strings, None, or lists, tuples and
@@ -33,10 +33,10 @@ class Policy:
 
     Attributes:
         watches: names of metrics, as passed to ``elastic_ray.report``, to include in the view (numbers only).
-        strict: an error, an invalid request, a refusal or a disagreement ends the job. Otherwise the job continues
-            without the request, as reported by an event of kind ``policy``.
+        strict: if True, an error, an invalid or refused request, or a disagreement of ranks ends the job. Otherwise the
+            job continues without the request, and an event of kind ``policy`` reports it.
         deadline_s: longest time that a hook may take [s]; a policy that takes longer is not called again.
-        owns_batch: ignore other policies' requests for a batch size.
+        owns_batch: if True, other policies' requests for a batch size are ignored.
 
     Examples:
         >>> from elastic_ray.adaptation import Policy, PolicyView, Resize
@@ -78,7 +78,7 @@ class Policy:
         return None
 
     def coming_batches(self, view: PolicyView) -> Sequence[tuple[float, int]]:
-        """Return future batches that the policy knows: (samples from now, batch size), for the allocator."""
+        """Return known future batch sizes as pairs (samples from now, batch size), for the allocator's planning."""
         return ()
 
     def state_dict(self) -> Mapping[str, Any]:

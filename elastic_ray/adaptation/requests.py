@@ -128,9 +128,10 @@ class SetStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetTopology:
-    """Request for another topology of all-reduces from the next step on; the rest of the strategy is unchanged.
+    """Request for another topology (path of the data) of all-reduces from the next step on.
 
-    It also ends the search of an ``"auto"`` strategy, which stays as it is then.
+    The rest of the strategy is unchanged. If the strategy is ``"auto"``, its search ends, and the current strategy is
+    kept.
 
     Attributes:
         topology: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``, as in ``Reduce``.

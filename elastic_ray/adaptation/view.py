@@ -32,8 +32,8 @@ class PolicyView:
         batch_size: global batch of a full step [samples].
         initial_batch_size: global batch that the learning rate was chosen for [samples].
         max_batch_size: largest batch that the loader allows [samples]; None if the batch is fixed.
-        critical_batch: largest batch at which each sample still counts in full, as measured by the job's branches
-            [samples]; None if not measured.
+        critical_batch: largest batch that wastes no samples, as measured by the job's branches [samples]; None if not
+            measured.
         learning_rates: learning rates of the first model's parameter groups, as set by user code and schedulers.
         rate_factor: product of all ``ScaleRate`` requests so far.
         noise: gradient noise of the first model; None before it is measured.

@@ -16,7 +16,7 @@ _FEWEST = 2
 
 
 class BranchError(RuntimeError):
-    """Error raised if a job cannot be branched, or its branches cannot be compared."""
+    """Error raised if branches of a job cannot be started, or cannot be compared."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class BranchLoss:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BranchResult:
-    """Losses of a job's branches at equal samples."""
+    """Losses of a job's branches, compared after training on equally many samples."""
 
     step: int  # of the job, where they began
     samples: int  # that each has trained on
@@ -88,7 +88,7 @@ class BranchResult:
 
     @property
     def critical_batch(self) -> int | None:
-        """Largest batch that, like all smaller ones, is at most ``tolerance`` worse; None if noise hides it."""
+        """Largest batch up to which the metric is at most ``tolerance`` worse; None if noise hides it."""
         found = self.losses[0].batch_size
         for each in self.losses[1:]:
             if each.worse > self.tolerance and each.worse - each.error > 0:

@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: NCCL groups that never block a process for ever."""
+"""SHELL over torch.distributed: NCCL groups that never block a process forever."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ABORT_S = _START_S + 10.0
 
 
 def identity_of(gpu: int) -> str:
-    """Return what NCCL tells GPUs apart by; it takes two ranks with the same for an error.
+    """Return the identity by which NCCL distinguishes GPUs; two ranks with the same identity are an error in NCCL.
 
-    It compares GPUs of one host only: with a ``NCCL_HOSTID`` for each process, several ranks may share a GPU.
+    NCCL compares only GPUs of one host: if each process has its own ``NCCL_HOSTID``, several ranks may share a GPU.
     """
     return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
@@ -48,17 +48,17 @@ def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 def connect_nccl(
     backend: Any, store: Any, device: torch.device, until_s: float, called_off: Callable[[], bool]
 ) -> None:
-    """Connect the ranks of an NCCL backend, and start no collective: the present group's are under way on this GPU.
+    """Connect the ranks of an NCCL backend without starting a collective, since the current group may be busy.
 
-    Two communicators whose collectives start in another order on each rank may wait for each other for ever. So a new
-    one's first collective is the caller's, after the ranks have left the present group in the same step.
+    Two communicators that start collectives in different orders on different ranks may wait for each other forever.
+    So the caller starts the new group's first collective, after all ranks have left the current group in the same step.
 
     Args:
-        store: what it was made with, kept as long as it is in use.
-        until_s: deadline [s, monotonic].
-        called_off: True once the group is not wanted any more.
+        store: The store that the backend was created with, kept alive while it is in use.
+        until_s: Deadline [s, monotonic].
+        called_off: Function that returns True once the group is no longer wanted.
 
-    Raises RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
+    Raises RuntimeError: a peer is gone, the deadline has passed, or the group is no longer wanted.
     """
     connecting = _Connecting(backend, store, device, until_s)
     while connecting.is_alive() and time.monotonic() < until_s and not called_off():
@@ -68,10 +68,10 @@ def connect_nccl(
 
 
 class _Connecting(threading.Thread):
-    """Connects a backend, and aborts it where that fails or is not wanted any more.
+    """Thread that connects a backend, and aborts it if that fails or the group is no longer wanted.
 
-    An abort while another thread is within a call of the backend frees what that call continues to use: torch has the
-    two take turns and does not exclude each other. So this thread aborts, once it is out of the call.
+    If another thread aborted the backend during a call, it would free memory that the call still uses, since torch
+    does not exclude the two from each other. So this thread aborts the backend itself, after the call has returned.
     """
 
     def __init__(self, backend: Any, store: Any, device: torch.device, until_s: float) -> None:
@@ -83,7 +83,7 @@ class _Connecting(threading.Thread):
         self.start()
 
     def failure_or_stop(self) -> str:
-        """Return why it has failed, or stop what is under way and return that; empty once connected."""
+        """Return the reason of the failure, empty if connected; if still connecting, stop and return that as reason."""
         with self._deciding:
             self._stopped = not self._over
         if self._stopped:
@@ -91,13 +91,13 @@ class _Connecting(threading.Thread):
         return self._failure or ("NCCL was not ready in time, or the group was called off" if self._stopped else "")
 
     def _watch(self) -> None:
-        """Abort from outside where no call returns: torch's own time is up long since."""
+        """Abort from this thread if the call never returns; torch's own timeout is long past by then."""
         self.join(_ABORT_S)
         if self.is_alive():
             abort_nccl(self._backend)
 
     def run(self) -> None:
-        """Connect, and abort the backend if that fails or is unwanted by then."""
+        """Connect, and abort the backend if that fails or the group is no longer wanted by then."""
         try:
             self._connect()
         except RuntimeError as error:
@@ -109,7 +109,7 @@ class _Connecting(threading.Thread):
             abort_nccl(self._backend)
 
     def _connect(self) -> None:
-        """Connect; returns sooner once stopped. Raises RuntimeError: a peer is gone, or the time is up."""
+        """Connect; return early once stopped. Raises RuntimeError: a peer is gone, or the deadline has passed."""
         backend, rank = self._backend, self._backend.rank()
         backend.eager_connect_single_device(self._device)
         # A rank's copy to itself meets no peer, and starts when NCCL is ready: many ranks take long.
@@ -130,9 +130,9 @@ class _Connecting(threading.Thread):
 
 
 def abort_nccl(backend: Any) -> None:
-    """Abort an NCCL backend in a thread of its own; end the process, as one that is lost, where that does not return.
+    """Abort an NCCL backend in a separate thread; if the abort does not return, kill this process.
 
-    Kernels of a communicator that cannot be aborted occupy the GPU for ever, whatever else the process does.
+    The process then counts as lost. Kernels of a communicator that cannot be aborted occupy the GPU forever.
     """
 
     def abort() -> None:
@@ -153,13 +153,13 @@ def abort_nccl(backend: Any) -> None:
 
 
 def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
-    """True if the operations have run by the deadline and were not aborted.
+    """True if the operations have completed by the deadline and were not aborted.
 
-    Where a peer is gone they never run, though NCCL's own wait has ended: that is for what the GPU does next.
+    If a peer is gone they never complete, even though NCCL's ``wait`` returns: it only orders later work on the GPU.
 
     Args:
-        works: some of them may be gloo's.
-        deadline: how long to wait [s, monotonic].
+        works: Operations, of NCCL or gloo.
+        deadline: Time until which to wait [s, monotonic].
     """
     while not all(work.is_completed() for work in works):
         if voided.is_set() or time.monotonic() > deadline:

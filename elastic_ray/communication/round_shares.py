@@ -1,6 +1,7 @@
-"""SHELL over TCP: which rank makes which steps of a round; who has made its own takes what others have not begun.
+"""SHELL over TCP: decides which rank makes which steps of a round, so that fast ranks make steps of late ones.
 
-Each rank's steps of a round are counted where rank 0 lives. Who makes a step counts it first, so each is made once.
+A server on rank 0 counts the steps that have begun for each rank. A rank counts a step before it makes the
+step, so each step is made once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _EARLY = 1.5  # answers' times before a step's end at which the next one is coun
 
 
 class _Counts(socketserver.ThreadingTCPServer):
-    """Counts of the steps that ranks have begun in the present round."""
+    """Server with the number of steps that have begun for each rank in the current round."""
 
     daemon_threads = True
     block_on_close = False
@@ -43,12 +44,12 @@ class _Counts(socketserver.ThreadingTCPServer):
         super().__init__((host, 0), _Caller)
 
     def end(self) -> None:
-        """Stop to answer, and release the port."""
+        """Stop answering, and release the port."""
         self.shutdown()
         self.server_close()
 
     def count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
-        """Return how many steps each of these ranks had begun; with ``adds`` the first one begins another."""
+        """Return the steps begun for each of these ranks; with ``adds``, then count one more for the first of them."""
         with self._lock:
             if number > self._round:
                 self._round, self._counts = number, [1] * self._ranks  # each has begun its first
@@ -59,12 +60,12 @@ class _Counts(socketserver.ThreadingTCPServer):
 
 
 class _Caller(socketserver.BaseRequestHandler):
-    """Answers one rank."""
+    """Handler of one rank's connection."""
 
     server: _Counts
 
     def handle(self) -> None:
-        """Answer until the rank has gone."""
+        """Answer requests until the rank disconnects."""
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.request.settimeout(_TOKEN_S)
         try:
@@ -82,7 +83,7 @@ class _Caller(socketserver.BaseRequestHandler):
 
 
 class RoundShares:
-    """Steps of rounds that this rank makes: its own, and those of ranks that are late."""
+    """Steps of a round that this rank makes: its own steps, and steps of ranks that are late."""
 
     def __init__(self) -> None:
         self._server: _Counts | None = None
@@ -100,7 +101,7 @@ class RoundShares:
         self._since_s = self._answer_s = self._step_s = 0.0
 
     def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
-        """Enter a group; all ranks call it, with the same ``wanted``.
+        """Enter a group; all ranks call this with the same ``wanted``, and False shares no steps.
 
         Raises CommunicationFailedError: the group broke, or rank 0 cannot be reached.
         """
@@ -138,11 +139,11 @@ class RoundShares:
 
     @property
     def stands(self) -> bool:
-        """True if the ranks of the present group can share out their steps."""
+        """True if the ranks of the current group can share their steps."""
         return self._thread is not None
 
     def begin_round(self, number: int, steps: int) -> None:
-        """Start a round of as many steps for each rank; ``number`` is larger than those before in the group."""
+        """Start a round of ``steps`` steps per rank; ``number`` must exceed that of the group's earlier rounds."""
         self.active, self._number, self._steps = True, number, steps
         self._counted = self._looked = None
         self._own, self._leaves, self._since_s = 0, False, time.monotonic()
@@ -153,7 +154,7 @@ class RoundShares:
         self.active = False
 
     def is_own(self, step: int) -> bool:
-        """True if this rank makes its own step of this number; False if another has begun it, or will.
+        """True if this rank makes its own step of this number; False if another rank has begun it, or will.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
@@ -166,7 +167,7 @@ class RoundShares:
         return step == self._own
 
     def of_another(self) -> tuple[int, int] | None:
-        """Return rank and number of a step that this rank begins for a late one; None if none is left.
+        """Return (rank, step number) of a late rank's step that this rank now begins; None if none is left for it.
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
@@ -186,9 +187,9 @@ class RoundShares:
         return None
 
     def _count_ahead(self) -> None:
-        """Ask shortly before an answer is due where it is not cheap beside a step: count the next own step, or look.
+        """Count the next own step in the background, shortly before it is due, unless answers are fast enough.
 
-        What is looked at is whether all steps have been begun, as they have where no rank is late.
+        After its last own step, this checks whether all steps have begun, as they have if no rank is late.
         """
         if self._own < self._steps and self._answer_s > _CHEAP * self._step_s:
             wait_s = max(0.0, self._step_s - _EARLY * self._answer_s)
@@ -199,13 +200,13 @@ class RoundShares:
                 self._looked = self._thread.submit(self._all_begun, wait_s)
 
     def _submit(self, wait_s: float) -> Future[int]:
-        """Count the next own step after so long, unless others are so much faster that it is left to them."""
+        """Count this rank's next step after ``wait_s`` seconds, unless faster ranks will make it."""
         assert self._thread is not None, "a round is in progress"
         self._due.clear()
         return self._thread.submit(self._count, self._own + 1, wait_s)
 
     def _count(self, before: int, wait_s: float) -> int:
-        """Return the number of the own step that is begun; as many as there are for none."""
+        """Return the number of the own step that begins now, or the number of steps of a round if there is none."""
         self._due.wait(wait_s)
         asked_s = time.monotonic()
         (begun,) = self._ask(self._rank, 1, adds=False)
@@ -228,7 +229,7 @@ class RoundShares:
             raise CommunicationFailedError("the group was left") from error
 
     def _ask(self, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
-        """Ask rank 0, and wait for its answer for as long as the group is wanted."""
+        """Send a request to rank 0 and return the answer; stop waiting once the group is called off."""
         answer, wanted = bytearray(), 4 * ranks
         try:
             with self._lock:

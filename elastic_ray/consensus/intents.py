@@ -15,7 +15,7 @@ _INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact i
 
 
 class RanksDisagreeError(RuntimeError):
-    """Error raised if ranks make different calls in the same step, so that their collectives do not match."""
+    """Error raised if ranks make different calls in the same step, so that their collectives cannot match."""
 
 
 class Intent(enum.IntEnum):

@@ -38,7 +38,7 @@ _Setting: TypeAlias = tuple[BatchChoice, StepSplit, bool]
 
 
 class PlanFacts:
-    """Facts that must agree on all ranks so that they divide a loader's samples alike."""
+    """Facts on which all ranks must agree to divide a loader's samples in the same way."""
 
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
@@ -73,16 +73,17 @@ class AdaptiveDataLoader(ResumableLoader):
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are reused.
-        batch_size: global batch size M0, at least 1; a batch larger than the dataset holds all of its samples. Or a
-            schedule by progress (0 to 1), such as ``[(0, 64), (0.1, 256)]``: M0 is the first size, and 256 becomes 255
-            on 3 workers.
+        batch_size: global batch size, at least 1; a batch larger than the dataset holds all of its samples. Or a
+            schedule by progress (0 to 1), such as ``[(0, 64), (0.1, 256)]``: the first size is the initial batch, for
+            which learning rates are set, and 256 becomes 255 on 3 workers.
         batch_tokens: global batch in tokens, instead of ``batch_size``, rounded down to whole samples; or a schedule by
             tokens trained on, such as ``[(0, 65_536), ("0.25B", 262_144)]``.
         tokens_per_sample: tokens in each sample; ``"weigh"`` if the loop counts them with :meth:`weigh`.
-        scale_with_workers: ``batch_size`` is per worker, and the scaling rule adapts the learning rate of one worker.
+        scale_with_workers: if True, ``batch_size`` is per worker, so the global batch grows with the job; the scaling
+            rule adapts the learning rate, which is set for one worker.
         max_batch_tokens: largest batch in tokens, as in :meth:`autoscale_batch_size`; None keeps the batch fixed.
         shuffle: use a new order in each epoch; True by default, except with a ``sampler`` or ``whole_batches``.
-        sampler: order of the indices.
+        sampler: order of the indices; None uses ``shuffle``.
         batch_sampler: yields batches as lists of indices; requires ``whole_batches``.
         drop_last: drop a last step smaller than the batch.
         seed: seed of the order.
@@ -190,7 +191,8 @@ class AdaptiveDataLoader(ResumableLoader):
     ) -> None:
         """Let the job choose the global batch size, from ``batch_size`` to ``max_batch_size``, to maximise goodput.
 
-        The scaling rule of ``AdaptiveDataParallel`` adapts the learning rate.
+        Call this on every worker before training. The scaling rule of ``AdaptiveDataParallel`` adapts the learning
+        rate.
 
         Args:
             max_batch_size: largest global batch [samples].

@@ -117,8 +117,9 @@ class JobHandle:
     """Handle of a submitted job, to query it, fix its size, wait for it and stop it.
 
     While the handle's process lives, a thread renews the job's lease. Without renewal the job ends after
-    ``ElasticConfig.lease_s``, unless another process attaches in time. After the job has ended, all methods answer from
-    stored results. All methods are thread-safe.
+    ``ElasticConfig.lease_s``, unless another process attaches in time. All methods are thread-safe. A request to the
+    controller raises TimeoutError if the controller does not respond. After the job has ended, methods return stored
+    results.
     """
 
     def __init__(self, controller: Any, spec: JobSpec) -> None:
@@ -136,14 +137,14 @@ class JobHandle:
 
     @classmethod
     def attach(cls, job: str) -> JobHandle:
-        """Return the handle of a job that another process submitted, for example after a driver restart.
+        """Return a handle of a running job that another process submitted, for example after a driver restart.
 
         Args:
             job: The job's name (``RunConfig.name`` or ``JobHandle.job``).
 
         Raises:
             ValueError: If no such job is running.
-            ConnectionError: If the cluster named by RAY_ADDRESS or `ray start` does not answer.
+            ConnectionError: If the cluster named by RAY_ADDRESS or `ray start` does not respond.
             AccessRefusedError: If the cluster requires a token, and this process has none or a wrong one.
         """
         join()
@@ -169,7 +170,7 @@ class JobHandle:
         return self._spec.job
 
     def done(self) -> bool:
-        """True if the job has ended, successfully or not."""
+        """True if the job has ended, successfully or not; returns at once."""
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -208,14 +209,14 @@ class JobHandle:
         return result
 
     def status(self) -> JobStatus:
-        """Return the job's current status."""
+        """Request the job's current status from its controller and return it."""
         answer = self._ask("status")
         if answer is not None and self._lease.ending is None:
             self._lease.answer(answer)
         return self._lease.last
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return rank, node and process of every member of the current generation; empty if there is none."""
+        """Return rank, node and process of every worker in the current group; empty if the job has no group."""
         return tuple(self._ask("workers") or ())
 
     @property
@@ -232,7 +233,7 @@ class JobHandle:
         """Return the job's events so far, oldest first.
 
         Args:
-            since: Number of oldest events to skip.
+            since: Number of events to skip, counted from the oldest.
         """
         if since < 0:
             raise ValueError(f"since must be 0 or more, but got {since}")
@@ -247,13 +248,13 @@ class JobHandle:
         return events[since:]
 
     def explain(self) -> Explanation | None:
-        """Explain the job's number of workers, and the effect of one more; ``str()`` formats the result as text.
+        """Return the reason for the job's number of workers, and the effect of one more; ``str()`` formats it.
 
         Returns:
-            None if the job has ended, or the allocator does not know it yet.
+            None if the job has ended, or if the allocator is not running or does not know the job yet.
 
         Raises:
-            TimeoutError: The allocator does not answer.
+            TimeoutError: The allocator does not respond.
         """
         if self._lease.ending is not None:
             return None
@@ -279,7 +280,7 @@ class JobHandle:
         """Return the last choice made by ``strategy="auto"``, as a table of parameters and measured times.
 
         Returns:
-            A table as text; None if no choice was made yet, or if the strategy was set by hand.
+            A table as text; None if no choice was made yet, or if the user named a strategy other than ``"auto"``.
         """
         chosen = [event for event in self.events() if event.kind is EventKind.STRATEGY]
         return str(chosen[-1].detail.get("table", chosen[-1].reason)) if chosen else None
@@ -287,7 +288,8 @@ class JobHandle:
     def resize(self, workers: int) -> None:
         """Hold the job at this number of workers until :meth:`release`; do nothing if it has ended.
 
-        Returns once the controller has the request; ``status()`` and ``events()`` show when the size is reached.
+        The call returns once the controller has accepted the request, without waiting for the workers; ``status()`` and
+        ``events()`` show when the size is reached.
 
         Raises:
             ValueError: If the job is not allowed to have this size.
@@ -311,8 +313,8 @@ class JobHandle:
     def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
         """Save the job after the current step and free its slots until :meth:`resume`.
 
-        Returns once the controller has the request; ``status().phase`` is ``PAUSED`` when the slots are free. A paused
-        job keeps its place in the order of arrival, and its driver must continue to renew the lease.
+        The call returns once the controller has accepted the request; ``status().phase`` is ``PAUSED`` when the slots
+        are free. A paused job keeps its position in the queue, and its driver must stay alive to renew the lease.
 
         Args:
             reason: Reason shown in the job's message and events.
@@ -344,13 +346,14 @@ class JobHandle:
         """Measure the largest batch that does not waste samples, and keep the job's batch below it.
 
         Each branch is a job of the lowest weight. It starts from this job's newest automatic checkpoint and trains on
-        the same samples with a different batch, while this job continues. Waits for the result; see docs/batch.md.
+        the same samples with a different batch, while this job continues. The call blocks until the result is known;
+        see docs/batch.md.
 
         Args:
             factors: Batches to try, as multiples of the current one; any above the loader's largest batch are skipped.
             steps: Steps of the branch that keeps the current batch; the other branches train on as many samples.
             metric: Name of a reported metric; smaller is better.
-            tolerance: Accepted increase of the metric at a larger batch, relative to the branch with the current batch.
+            tolerance: Accepted relative increase of the metric over that of the branch with the current batch.
             timeout: Longest wait [s]; None waits for ever. The branches continue after a timeout.
 
         Raises:
@@ -387,7 +390,7 @@ class JobHandle:
         self._ask("weigh", float(weight))
 
     def next_report(self, after: int | None = None, timeout: float = 10.0) -> Report | None:
-        """Return the train function's next report.
+        """Wait for the train function's next report and return it.
 
         Args:
             after: ``index`` of the previous report; None returns the first one of this run. A trial blocks in
@@ -395,7 +398,8 @@ class JobHandle:
             timeout: Longest wait [s].
 
         Returns:
-            None if there was none within ``timeout``, or if the job has ended without another (see :meth:`done`).
+            The report; None if none came within ``timeout``, or if the job has ended without another (see
+            :meth:`done`).
         """
         deadline = time.monotonic() + timeout
         while self._lease.ending is None:
@@ -423,7 +427,7 @@ class JobHandle:
         self._lease.leave()
 
     def stop(self, *, now: bool = False, reason: str = "JobHandle.stop() was called") -> None:
-        """End the job; ``result()`` then returns the results so far, without an error.
+        """Request the end of the job; ``result()`` then waits for it and returns the results without an error.
 
         Args:
             now: If True, end in the middle of a step without saving, and kill the workers at once. Otherwise the job

@@ -136,7 +136,7 @@ def replay(
     timeout_s: float = 3600.0,
     **options: Any,
 ) -> ReplayResult:
-    """Train part of a run again with a different number of workers, and compare the models at its end.
+    """Train part of a run again with a different number of workers, and compare the resulting models.
 
     The replay starts at the run's last automatic checkpoint before ``step``, or at the beginning of training, and ends
     at the next checkpoint. The run's own files are not changed. For example, ``replay(train, "/runs/digits", step=120,
@@ -148,7 +148,7 @@ def replay(
         step: Any step in the part to train again.
         workers: Number of workers of the replay.
         adaptation: The run's adaptation policies.
-        timeout_s: Longest wait [s].
+        timeout_s: Longest time to wait for the end of the replay [s].
         **options: Further arguments of ``ElasticTrainer``, as used for the run.
 
     Raises:

@@ -26,9 +26,10 @@ def sharded_memory(
 
     The result is for ``SchedulingConfig(memory=)``.
 
-    The sharded part is three times the parameters and the optimizer states of trainable ones, in two copies: this
-    peak occurs while rows move between workers. Gradients are empty then, and smaller than that otherwise. Buffers are
-    counted in full. Activations and gathered parameters are not counted; include them in ``other_bytes``.
+    The sharded part is three times the sum of all parameters and the optimizer states of trainable parameters, held in
+    two copies. This peak occurs while rows move between workers. Gradients are empty at that moment, and fit into the
+    same memory otherwise. Buffers are counted in full. Activations and gathered parameters are not counted; include
+    them in ``other_bytes``.
 
     Args:
         model: The model before ``fully_shard``; on the meta device it uses no memory.
@@ -36,7 +37,7 @@ def sharded_memory(
         other_bytes: Further memory that each worker needs regardless of the number of workers.
         optimizer_states: Tensors of a parameter's shape that the optimizer keeps per parameter: 2 for Adam and AdamW,
             1 for SGD with momentum.
-        shard_size: As passed to ``fully_shard``.
+        shard_size: Value passed to ``fully_shard``; None if it is omitted there.
 
     Raises:
         TypeError: The model is not a ``torch.nn.Module``.

@@ -160,7 +160,7 @@ _STOP_TIMEOUT_S = 150.0  # it saves itself first
 
 
 class ElasticTrainer:
-    """Trainer of a PyTorch loop on workers that come and go while it runs.
+    """Trainer that runs a PyTorch train function on workers that may join and leave while it runs.
 
     The arguments are Ray Train's, so that a ``TorchTrainer`` becomes elastic by changing one import. Arguments that an
     elastic job does not support raise an error with the reason. Options given to ``elastic-ray submit`` on the command
@@ -198,15 +198,16 @@ class ElasticTrainer:
             train_loop_config: Config passed to the function.
             scaling_config: Number of workers (an int, or ``(min, max)``) and the resources of each.
             run_config: Name, storage, failure handling and checkpoints.
-            elastic_config: How the job changes size and how fast it detects failures.
-            scheduling_config: Priority, tenant, deadline: how the allocator treats the job relative to others.
+            elastic_config: How the job changes size and how fast it detects failures; None for the defaults.
+            scheduling_config: Priority, tenant, deadline and other inputs to the allocator; None for the defaults.
             datasets: ``ray.data.Dataset`` by name, for ``elastic_ray.get_dataset_shard(name)`` in the train function.
             model_fingerprint: Name for the model, such as ``"resnet18-224"``. Jobs with the same name and the same
                 resources per worker share measured step times, even after they have ended. By default, it is derived
                 from the model (see ``elastic_ray.record.fingerprint``).
-            adaptation: One or several control loops over the run (see ``elastic_ray.adaptation``). They are called in
-                order, before those that the train function passes to ``AdaptiveDataParallel(policy=...)``. A policy
-                passed in both places (same class, equal attributes) is called once.
+            adaptation: One or several adaptation policies: control loops over the run (see ``elastic_ray.adaptation``).
+                They are called in order, before the policies that the train function passes to
+                ``AdaptiveDataParallel(policy=...)``. A policy passed in both places (same class, equal attributes) is
+                called once.
             **unsupported: Other arguments of ``TorchTrainer`` raise an error that names an alternative.
 
         Raises:
@@ -243,12 +244,12 @@ class ElasticTrainer:
 
         Raises:
             RuntimeError: If called within the train function of another job.
-            ConnectionError: If the cluster named by RAY_ADDRESS or `ray start` does not answer.
+            ConnectionError: If the cluster named by RAY_ADDRESS or `ray start` does not respond.
             AccessRefusedError: If the cluster requires a token, and this process has none or a wrong one.
             ImpossibleResourcesError: If the cluster could never run the job, and has no autoscaler that could add the
                 missing resources.
             JobNameTakenError: If an active job has the same name.
-            OSError: If the run's directory cannot be written, or its storage does not answer.
+            OSError: If the run's directory cannot be written, or its storage does not respond.
         """
         return self._submit(self.spec())
 
@@ -285,7 +286,7 @@ class ElasticTrainer:
         return JobHandle(controller, spec)
 
     def fit(self) -> Result:
-        """Run the job to its end, showing its progress; Ctrl-C stops it.
+        """Run the job, show its progress and wait until it ends; Ctrl-C stops the job.
 
         Returns:
             Ray Train's ``Result``: last metrics, newest checkpoint, all reported rows and rank 0's return value.

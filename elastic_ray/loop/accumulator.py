@@ -23,9 +23,9 @@ class Accumulator(Mapping[str, float]):
     """Named sums, such as losses and hits, to which every rank adds inside a loader's loop.
 
     Values added during a step count when the step is committed. A step voided by a failure leaves nothing behind and
-    counts when it is drawn again, and a lost worker does not take its part of the sums with it. Reading returns the sum
-    over all ranks and committed steps, the same on every rank. Between two passes of a loader, all steps are committed.
-    Every rank must add to the same names in a step, even if only 0.0.
+    counts when it is drawn again. The contributions of a lost worker are kept. Reading returns the sum over all ranks
+    and committed steps, which is the same on every rank, without communication. Between two passes of a loader, all
+    steps are committed. Every rank must add to the same names in a step, even if only 0.0.
 
     Examples:
         >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until

@@ -89,12 +89,12 @@ def _take_along(leading: weakref.ref[Any], session: Session) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ElasticContext:
-    """Position of this worker, in the style of ``ray.train.get_context()``. Each call returns the current value.
+    """Rank and group of this worker, as in ``ray.train.get_context()``; each method returns the current value.
 
-    Before the first epoch no group is formed yet; ranks and sizes are then those of the group that this worker is
-    expected to join. Of the workers that start or restart a job, exactly one sees rank 0, and one on each node sees
-    local rank 0; workers that join a running job never see rank 0. ``if get_world_rank() == 0: download()`` is thus
-    also correct before the first epoch, but the other workers do not wait for it there.
+    Before the first epoch no group exists; ranks and sizes then describe the group that this worker is expected to
+    join. Of the workers that start or restart a job, exactly one sees rank 0, and one on each node sees local rank 0;
+    workers that join a running job never see rank 0. ``if get_world_rank() == 0: download()`` is thus also correct
+    before the first epoch, but the other workers do not wait for rank 0.
     """
 
     _session: Session
@@ -137,25 +137,25 @@ class ElasticContext:
 
 
 def get_context() -> ElasticContext:
-    """Return the context of this worker in its job."""
+    """Return this worker's context: its ranks, the size of its group, and the job's name and step."""
     return ElasticContext(current_session())
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-    """Report metrics, and optionally a checkpoint to keep, from every rank; rank 0's metrics are recorded.
+    """Report metrics, and optionally a checkpoint; call it on every rank, but only rank 0's metrics are recorded.
 
     Metrics are numbers, strings, None, and lists, tuples and dicts (with string keys) of these, up to 256 KiB in total
     as JSON: they are read by processes of the cluster that run no user code. NumPy scalars, and arrays and tensors of
     one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
 
-    Replicas are identical, so rank 0's checkpoint stands for all. If other ranks pass a checkpoint in the same call,
+    Replicas are identical, so a checkpoint from rank 0 is enough. If other ranks pass a checkpoint in the same call,
     their files are added to rank 0's directory, unless rank 0 has a file of the same name. If rank 0 has passed none,
-    they are not kept, and a ``warning`` event says so. The call returns when the files have been copied to the run's
-    storage and the job has been notified.
+    their files are not kept, and a ``warning`` event says so. The call blocks until the files have been copied to the
+    run's storage and the job has been notified.
 
-    If storage is silent, failing or missing for ``ElasticConfig(storage_timeout_s)``, only the checkpoint is lost, as
-    reported by an event of kind ``storage``. Training continues, the metrics count, and the next checkpoint is tried
-    again.
+    If storage does not respond, fails or is missing for ``ElasticConfig(storage_timeout_s)``, the checkpoint is
+    dropped, as an event of kind ``storage`` reports. Its metrics are recorded, training continues, and the next
+    checkpoint is attempted as usual.
 
     Raises:
         TypeError: ``metrics`` is not a mapping, or rank 0's metrics have an unsupported type; the message names it.
@@ -180,7 +180,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the checkpoint to start from: the latest reported one when a job restarts, None otherwise.
+    """Return the last reported checkpoint if the job is restarting from one, None otherwise.
 
     Workers that join a running job receive their state from the other workers and need no checkpoint.
     """
@@ -252,7 +252,8 @@ def unit_mesh() -> DeviceMesh:
     """Return torch's ``DeviceMesh`` over the workers of this worker's unit; see docs/units.md.
 
     Its dimensions are those of ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, with their names and in that order, or a
-    single one for ``unit=2``. It is constant while the worker lives, because units join and leave as a whole.
+    single one for ``unit=2``. It is constant while the worker lives, because units join and leave as a whole. The first
+    call creates the mesh, so all workers of the unit must make it.
 
     Raises:
         RuntimeError: the job has no units, or the code does not run in a job.

@@ -49,10 +49,11 @@ def all_reduce(value: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor: ...
 def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | torch.Tensor:
     """Return the sum, mean, minimum or maximum of all ranks' values; the same on every rank.
 
-    Every rank must call this at the same place. The result is this rank's own value before the worker has joined the
-    job (before its first epoch), and while it replays code that the other ranks have already run. If a rank is lost
-    within a step, the step is voided and drawn again; between steps, the remaining ranks repeat the call automatically.
-    To sum over the steps of a pass, use an ``Accumulator``, which needs no extra collective.
+    Every rank must call this at the same point of the train function; the call blocks until all have done so. The
+    result is this rank's own value before the worker has joined the job (before its first epoch), and while it replays
+    code that the other ranks have already run. If a rank is lost within a step, the step is voided and drawn again;
+    between steps, the remaining ranks repeat the call automatically. To sum over the steps of a pass, use an
+    ``Accumulator``, which needs no extra collective.
 
     Args:
         value: a number, or a tensor of the same shape and type on every rank, on the CPU or a GPU; it is not modified.
@@ -143,8 +144,8 @@ def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 def all_gather(value: T) -> list[T]:
     """Return every rank's value, in rank order; the same list on every rank.
 
-    Lost ranks, and calls before this worker has joined the job, are treated as in :func:`all_reduce`; the list has one
-    entry for each rank that participated.
+    Every rank must call this; the call blocks until all have done so. Lost ranks, and calls before this worker has
+    joined the job, are treated as in :func:`all_reduce`; the list has one entry for each rank that participated.
 
     Args:
         value: tensors and plain values, in lists, tuples and dicts; ranks may pass different structures. Received
@@ -173,8 +174,9 @@ def all_gather(value: T) -> list[T]:
 def broadcast(value: T, src: int = 0) -> T:
     """Return the value of rank ``src``, on every rank.
 
-    Lost ranks, and calls before this worker has joined the job, are treated as in :func:`all_reduce`. If the worker
-    with rank ``src`` is lost, another worker takes its rank, and that worker's value is returned.
+    Every rank must call this. Lost ranks, and calls before this worker has joined the job, are treated as in
+    :func:`all_reduce`. If the worker with rank ``src`` is lost, another worker takes its rank, and that worker's value
+    is returned.
 
     Args:
         value: tensors and plain values, in lists, tuples and dicts; ignored on ranks other than ``src``.

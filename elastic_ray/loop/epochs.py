@@ -9,7 +9,7 @@ from elastic_ray.run.current import check_present, session_of_thread
 
 
 class Epochs:
-    """Epochs still to train: ``remaining_epochs_until`` for training loops that are not a ``for`` loop of your own.
+    """Epochs still to train, for training loops that cannot iterate over ``remaining_epochs_until``.
 
     Examples:
         >>> import elastic_ray as er
@@ -39,9 +39,9 @@ class Epochs:
         self._begun = self._within = False
 
     def join(self) -> None:
-        """Join the job, as the first :meth:`begin_epoch` does, when everything is built and nothing is trained yet.
+        """Join the job after everything is built and before training, as the first :meth:`begin_epoch` would do.
 
-        Afterwards this worker has the job's state and knows its rank in the group.
+        The call blocks until this worker has the job's state and knows its rank in the group.
 
         Raises:
             RuntimeError: passes over a loader from ``ray.train.torch.prepare_data_loader`` already count as epochs.
@@ -102,7 +102,9 @@ class Epochs:
 
 
 def remaining_epochs_until(epochs: int) -> Iterator[int]:
-    """Return the epochs still to train, from the current one on; a joining worker starts at the job's current epoch.
+    """Iterate over the epochs still to train; a joining worker starts at the job's current epoch.
+
+    Every worker must iterate. The first epoch starts once this worker has joined the job and has its state.
 
     Args:
         epochs: total number of epochs; 0 or more.

@@ -127,9 +127,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             ranks, ``"raise"`` ends the training, ``"ignore"`` does nothing. Except with ``"ignore"``, a train function
             that returns with non-finite parameters fails.
         strategy: A name (``"all_reduce"``, ``"powersgd"``, ... see ``elastic_ray.sync``), a builder, a ``Strategy``, or
-            the path of one as JSON; None is ``"all_reduce"``.
-        policy: Control loops over the run, see ``elastic_ray.adaptation``; one or several, called in order.
-        monitor: Quantities to measure in addition to the noise scale; :attr:`measures` returns them.
+            the path of one as JSON; None means ``"all_reduce"``.
+        policy: One or several adaptation policies (control loops over the run, see ``elastic_ray.adaptation``), called
+            in order; None for none.
+        monitor: Quantities to measure in addition to the noise scale, for :attr:`measures`; None for none.
         stragglers: Response to slow workers in a run without a trainer: ``"ignore"`` (same as None), ``"tell"`` (log
             them), or ``"share"``.
         fold_random: Seed torch's generators differently on each rank, for different dropout masks; False leaves them.
@@ -379,7 +380,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def strategy(self) -> Strategy:
-        """Current strategy."""
+        """Current strategy for synchronising the model."""
         return self._sync.strategy
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
@@ -398,14 +399,15 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.set_strategy(strategy)
 
     def explain_strategy(self) -> StrategyTable:
-        """Return a table of each parameter's synchronisation, with measured times and reasons; ``str()`` formats it."""
+        """Return a table of how each parameter is synchronised, and why, with measured times; ``str()`` formats it."""
         return self._sync.explain_strategy()
 
     @property
     def noise_scale(self) -> NoiseScale | None:
         """Smoothed gradient noise scale, equal on all ranks; None before the first estimate.
 
-        With several optimizers, which have different units, each is weighted by the number of elements that it steps.
+        With several optimizers, whose gradients have different units, each optimizer's estimate is weighted by the
+        number of elements that it updates.
         """
         if len(self._optimizers) == 1:
             return self._tracker.value
@@ -421,16 +423,17 @@ class AdaptiveDataParallel(torch.nn.Module):
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
     def gain(self, scale: float) -> float:
-        """Return the gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
+        """Return how many steps at the initial batch size one step at ``scale`` x that size is worth (its gain).
 
-        It is between 1 and ``scale``, and 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
+        With the gradient's variance ``var`` and squared norm ``sqr``, the gain is (var + sqr) / (var / scale + sqr):
+        between 1 and ``scale``, and 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
         """
         noise = self.noise_scale
         return 1.0 if noise is None else float(noise.gain(scale))
 
     @property
     def scale_invariant_steps(self) -> float:
-        """Progress in steps at the initial batch size: the sum of the gains of all steps."""
+        """Progress in steps at the initial batch size: the sum of all steps' gains (see :meth:`gain`)."""
         return self._tracker.progress
 
     def _grad_scale(self) -> float:

@@ -1,4 +1,4 @@
-"""Round of steps that each rank makes independently, and that all ranks commit together (pure)."""
+"""Round of steps that each rank makes independently and that all ranks commit together (pure)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_ray.steps.step import LoaderStep
 
 @dataclasses.dataclass(slots=True)
 class StepRound:
-    """Round in progress: the steps up to the next average of models.
+    """Round in progress: the steps until the models are next averaged.
 
     Attributes:
         loader_pass: The pass to which the round belongs.
@@ -20,8 +20,8 @@ class StepRound:
         loader_steps: Steps committed before the round.
         counts: Samples of each step of the round; empty if unknown.
         left: Remaining steps of this rank.
-        steps: Steps that this rank has ended.
-        trained: Whether any step has trained.
+        steps: Steps that this rank has completed.
+        trained: True if any step has trained.
         last: The latest step of this rank; None before the first.
     """
 
@@ -36,7 +36,7 @@ class StepRound:
     _sum: int | None = 0  # of the hashes of this rank's samples
 
     def add(self, step: LoaderStep, hashes: int | None, *, trained: bool) -> None:
-        """Add a step that has ended on this rank, with the hashes of its own samples (None if unknown)."""
+        """Add a step that this rank has completed, with the sum of its samples' hashes (None if unknown)."""
         if not step.taken:
             self.left, self.steps, self.last = self.left - 1, self.steps + 1, step
         self.trained = self.trained or trained

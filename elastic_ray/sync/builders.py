@@ -151,7 +151,7 @@ class RandomAxisPartitionAR:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallax:
-    """Touched rows of embedding tables, all-reduce for the rest (Parallax, EuroSys 2019; AutoDist: Parallax).
+    """Strategy that exchanges used rows of embedding tables and all-reduces the rest (Parallax, EuroSys 2019).
 
     Attributes:
         update: Layout of a table's ``.grad`` after synchronisation; see ``Rows``.
@@ -215,7 +215,7 @@ class LocalSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
-    """Local steps, followed by an outer Nesterov step towards the mean model (Douillard et al., arXiv 2311.08105).
+    """Strategy of local steps, then an outer Nesterov step to the mean (Douillard et al., arXiv 2311.08105).
 
     Attributes:
         period: Number of local steps between outer steps.
@@ -346,7 +346,7 @@ class AdaptiveSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Race between candidate strategies over real training steps; the fastest is kept.
+    """Strategy that is chosen by a race between candidates over real training steps; the fastest is kept.
 
     Attributes:
         exact: Whether to race only strategies whose step equals plain data-parallel training.
@@ -407,7 +407,7 @@ class _Tiles:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ZeRO1(_Tiles):
-    """All-reduced gradients, and optimizer state in tiles that are owned by a few ranks each (ZeRO-1, SC 2020).
+    """Strategy that all-reduces gradients and divides optimizer state among the ranks (ZeRO-1, SC 2020).
 
     In ZeRO each rank owns one slice. Here the state is cut into tiles that are the same for every group size, so
     that few of them move when the size changes. Each tile has a second owner that makes the same updates, so that
@@ -429,9 +429,9 @@ class ZeRO1(_Tiles):
 class ZeRO2(_Tiles):
     """Variant of ``ZeRO1`` that sends gradients only to the owners of their tile (ZeRO-2, SC 2020).
 
-    A rank sends each part of its gradient to one owner, which sums the parts and sends the sum to the second
-    owner. So ``.grad`` has no elements. Its 2-norm is known, and clipping by that norm and AMP's ``GradScaler``
-    work unchanged; operations that need the elements raise an error.
+    A rank sends each part of its gradient to one owner, which sums the parts and sends the sum to the second owner.
+    Therefore ``.grad`` has no elements. Its 2-norm is known, and clipping by that norm and AMP's ``GradScaler`` work
+    unchanged; operations that need the elements raise an error.
 
     Attributes:
         copies: Number of owners per tile.
@@ -448,11 +448,11 @@ class ZeRO2(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedPS(_Tiles):
-    """Parts of each tensor with owners that update them (AutoDist: PartitionedPS, synchronous).
+    """Strategy that divides tensors into parts, which their owners update (AutoDist: PartitionedPS).
 
-    A tensor is divided along its first dimension, into as many parts as the dimension's smallest divisor above 1,
-    but at most 64. In AutoDist each part is on one server, which receives its gradients. Here each part has
-    ``copies`` owners among the ranks, and gradients are all-reduced, so that user code can clip them.
+    A tensor is divided along its first dimension, into as many parts as the dimension's smallest divisor above 1, but
+    at most 64. Updates are synchronous. In AutoDist each part is on one server, which receives its gradients. Here each
+    part has ``copies`` owners among the ranks, and gradients are all-reduced, so that user code can clip them.
 
     Attributes:
         copies: Number of owners per part.

@@ -96,7 +96,7 @@ class ModelProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Locations of a group's ranks.
+    """Locations of a group's ranks: their nodes and network domains.
 
     Attributes:
         nodes: Node of each rank, by any name.

@@ -91,7 +91,7 @@ NATIVE = Wire()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """All-reduce in flat buckets.
+    """All-reduce of gradients in flat buckets.
 
     Attributes:
         bucket_bytes: Size at which a new bucket starts [bytes]. It is limited to an eighth of the gradients that are
@@ -138,17 +138,18 @@ ALL_REDUCE = Reduce()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Owner for each tensor, which collects its gradient and sends the mean back, like a parameter server.
+    """Synchronisation by owners: each tensor has a rank that collects its gradient and sends the mean back.
 
-    Every rank keeps the complete optimizer state, so losing an owner loses nothing. With tiles (``unit="tile"``),
-    the optimizer state of each tile is held by ``copies`` ranks, which make the same updates and send new
-    parameters to all ranks (ZeRO-1). A group of no more than ``copies`` ranks trains replicated.
+    An owner acts like a parameter server, but every rank keeps the complete optimizer state, so losing an owner loses
+    nothing. With ``unit="tile"``, parameters are divided into tiles. Only ``copies`` ranks hold a tile's optimizer
+    state; they make the same updates and send new parameters to all ranks (ZeRO-1). A group of no more than ``copies``
+    ranks trains replicated.
 
     Attributes:
         unit: ``"tensor"`` or ``"tile"``.
         gradients: For tiles: ``"full"`` gradients are all-reduced, so that user code can read them; ``"sliced"``
             gradients go only to the owners of their tile (ZeRO-2).
-        copies: Number of owners per tile, on different nodes as far as balance allows.
+        copies: Number of owners per tile, on different nodes if balance allows.
         cut: For tiles: ``"equal"`` parts of all tensors together, or AutoDist's parts of each tensor (``"divisor"``,
             ``"uneven"``). With an optimizer that is not element-wise, tensors are not cut.
         placement: For whole tensors: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
@@ -193,7 +194,7 @@ class Owner:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Exchange of only the touched rows of a table.
+    """Exchange of only those rows of an embedding table that the step has used.
 
     Attributes:
         update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for autograd's layout.
@@ -211,7 +212,7 @@ Sync: TypeAlias = Reduce | Owner | Rows
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
-    """Averaging of models whose ranks update with their local gradients.
+    """Averaging of the ranks' models, each of which is updated with its rank's own gradients.
 
     Between two averages the ranks hold different models. At a change of group, a checkpoint, the end of a loader's
     pass and the end of the run, all ranks adopt the consensus, which is the mean of all models.
@@ -270,7 +271,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Strategy that keeps the replicas of one model together, parameter by parameter.
+    """Strategy that synchronises the replicas of one model, with a rule for each parameter.
 
     The first rule that matches a parameter's name applies.
 
@@ -344,7 +345,7 @@ class Strategy:
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the gradient noise scale can be measured in every step; with compression only in some."""
+        """True if the gradient noise scale can be measured in every step; with compression, only some steps."""
         return self.average is None and all(_wire(sync).gives_statistics for sync in self.syncs)
 
     @property
@@ -354,12 +355,12 @@ class Strategy:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """Synchronisations that may apply: those of the rules, and the default."""
+        """Synchronisations that may apply: one of each rule, and the default."""
         return (*(rule.sync for rule in self.rules), self.default)
 
     @property
     def invariant(self) -> str:
-        """Sentence that states what holds after each step."""
+        """Sentence that states the relation between the replicas after each step."""
         if self.average is None:
             kept = "; the sum over ranks of what compression left out is kept" if self.keeps_residuals else ""
             copies = {each.copies for each in self.syncs if isinstance(each, Owner) and each.owns_tiles}

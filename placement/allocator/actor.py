@@ -80,18 +80,19 @@ logger = logging.getLogger("placement.allocator")
 
 
 class PolicyConflictError(ValueError):
-    """Error raised if the allocator runs another policy for existing jobs."""
+    """Error raised if a policy is requested while jobs run under another one."""
 
 
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
-    """Return the cluster's allocator, created on first use, on the head node if Ray reveals it.
+    """Return the handle of the cluster's allocator, creating it on first use (on the head node if known).
 
-    A cluster has one policy and one configuration at a time. The arguments take effect if there is no allocator yet,
-    or if it has no jobs. It is then replaced, and arguments that are None keep their current values.
+    A cluster has one policy and one configuration at a time. The arguments take effect only if there is no allocator
+    yet, or if it has no jobs. An allocator without jobs is replaced, and arguments that are None keep their current
+    values.
 
     Args:
-        policy: Any policy that ``make_policy`` accepts (a registered name, ``module:name``, a function, class or
-            object); None for the current one, or else ``"goodput"``.
+        policy: Any policy that ``make_policy`` accepts: a registered name, ``module:name``, a function, class or
+            object. None for the current one, or ``"goodput"`` if there is no allocator.
         config: Times, tenants and node types; None for the current one. While jobs run, it is not changed and a
             warning is logged.
 

@@ -23,18 +23,18 @@ _NO_NUMBERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig(NamesArguments):
-    """Times and thresholds of the allocator core [s], and settings of the cluster.
+    """Configuration of the allocator: its timing [s], tenants and priorities, and services of the cluster.
 
     Attributes:
-        gather_s: Delay from an arrival, an end, changed limits or a lost node to the decision, which covers all
-            events in between.
-        min_interval_s: Pause after a decision before one for a reason that can wait (a changed model, more room).
+        gather_s: Delay between an event (a job's arrival or end, changed limits, a lost node) and the decision, which
+            covers all events until then.
+        min_interval_s: Shortest time between a decision and another whose reason can wait (a changed model, more room).
         refresh_s: Time after which everything is decided again even if nothing has happened.
-        silence_s: Time without a heartbeat after which a job is dropped.
-        orphan_timeout_s: Longest time for which workers whose controller is gone for good keep their slots to save
-            the job; a slot whose process has ended is free at once.
+        silence_s: Time without a heartbeat from a job's controller after which the job is dropped.
+        orphan_timeout_s: Longest time for which workers whose controller is lost for good keep their slots to save the
+            job; a slot whose process has ended is free at once.
         log_length: Number of decision records kept.
-        rounds: True to decide at every ``TimePassed`` and never in between, as the published schedulers do.
+        rounds: True to decide at fixed intervals only (``TimePassed``), as the published schedulers do.
         tenants: Weights and quotas of tenants (``Constraints``).
         priorities: Priority by job name or pattern (``prod-*``), which overrides the one that the job requests;
             the first match counts.

@@ -21,12 +21,12 @@ class Autoscaling(NamesArguments):
     """Configuration that lets the allocator decide how many nodes of each type to have; Ray starts and ends them.
 
     Attributes:
-        node_types: Node types on offer; :meth:`from_file` reads those of a cluster file.
+        node_types: Node types that may be requested; :meth:`from_file` reads them from a cluster file.
         max_nodes: Most nodes of all types together; None for no limit.
         objective: An objective object, or a name: "budget", "cost_per_progress", "utility_band", "utility_cost",
             "throughput_efficiency".
         budget_usd_per_h: For "budget": limit on the cost of all nodes together, averaged over a day [USD/h].
-        times: Timing of decisions.
+        times: Timing of requests and releases of nodes.
         interval_s: Time between two decisions [s].
 
     Examples:

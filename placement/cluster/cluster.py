@@ -36,8 +36,8 @@ class Node:
     Attributes:
         node_id: Ray's hex node id.
         total: All resources of the node.
-        free: Resources available to elastic jobs together: ``total`` less those held by other users of the cluster.
-            Resources that elastic jobs hold already are included.
+        free: Resources available to all elastic jobs together: ``total`` minus those held by other users of the
+            cluster. Resources that elastic jobs already hold are included.
         draining: True if the node will go away soon; it gets no new workers, and its workers are moved.
         labels: Ray's node labels (GPU type, market, zone...).
 

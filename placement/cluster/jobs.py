@@ -70,14 +70,14 @@ class JobView:
         submitted_s: Time of submission [s since the epoch]; earlier jobs are admitted first.
         held_at: Exact number of workers set by the user; None leaves it to the policy.
         paused: Reason why the user has paused the job, which gets no workers until resumed; empty if not paused.
-        wished: Fewest workers that the job's own policy requests. They come from slots that other jobs cannot use
-            (``placement.planning.wishes``), and ``held_at`` takes precedence. None for no wish.
-        allocation: Bundles held now, by node id: every fulfilled reservation, even if its worker has not joined
-            yet, and those of leaving workers until they are released.
+        wished: Fewest workers that the job's own adaptation policy requests. They come from slots that other jobs
+            cannot use (``placement.planning.wishes``), and ``held_at`` takes precedence. None for no wish.
+        allocation: Number of bundles held now, keyed by node id: every fulfilled reservation, even if its worker has
+            not joined yet, and the bundles of leaving workers until they are released.
         most_workers: Most workers the job has trained with so far; limits exploration while ``goodput``
             is unknown.
         goodput: Fitted goodput model; None before the first fit.
-        init_batch_size: Global batch size M0 that the user requested [samples].
+        init_batch_size: Initial global batch size (M0) that the user requested [samples].
         max_batch_size: Largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
         held_batch: Global batch that the job's own policy fixes, if it fits [samples]; None lets the job choose
             the best one.
@@ -89,11 +89,11 @@ class JobView:
             limits, lack of room and the user may stop the job.
         label_selector: Conditions on the labels of a worker's node (``placement.cluster.labels``); for instance,
             ``{"ray.io/accelerator-type": "in(T4,A100)"}`` selects GPU types.
-        growth_limit: Most workers that exploration allows now, for policies that only know what the job has
-            run itself; None for no limit.
+        growth_limit: Most workers that exploration allows now, for policies that use only the job's own measurements;
+            None for no limit.
         attained_s: Worker-seconds that the job has held so far.
         bill: Accumulated cost, as last reported by an allocator; None if no allocator knew prices.
-        restarts: Number of changes of its workers so far, not counting the first start.
+        restarts: Number of changes of the job's workers so far, not counting the first start.
         fingerprint: Id of the model that the job trains; measurements are valid for all jobs with the same one.
         progress: Progress of the job; None until its workers have started and reported.
         models: Fitted models by GPU type; ``goodput`` is the one for the current or last type.
@@ -271,11 +271,12 @@ class JobView:
 
     @property
     def useful_workers(self) -> int:
-        """Most workers worth giving to this job now.
+        """Largest number of workers that this job can use now.
 
-        At most ``max_workers``, and so few that each can get the smallest micro-batch out of the largest global batch.
-        Before a model exists, at most twice the number that the job has run with (2 -> 4..., as Pollux explores),
-        since larger sizes are unknown, or the next allowed size. Never below ``min_workers``.
+        At most ``max_workers``, and at most the number at which the largest global batch still gives each worker the
+        smallest micro-batch. Before a goodput model exists, at most twice the number that the job has run with (2 ->
+        4..., as Pollux explores), or the next allowed size, because the speed of larger sizes is unknown. Never below
+        ``min_workers``.
         """
         most = self._most_with_samples
         if self.goodput is None:
@@ -284,7 +285,7 @@ class JobView:
 
     @property
     def explored_workers(self) -> int:
-        """Most workers worth trying while larger sizes are unknown."""
+        """Largest number of workers to try while the speed of larger sizes is unknown."""
         return max(2 * self.most_workers, self.workers, FIRST_WORKERS, self.sizes.at_least(self.most_workers + 1) or 0)
 
     @property

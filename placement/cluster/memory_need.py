@@ -11,8 +11,8 @@ from placement.checks import check_whole
 class MemoryNeed:
     """Bytes that one worker needs in a group of W workers: ``replicated + ceil(sharded * min(copies, W) / W)``.
 
-    The need falls with W, so a job fits from some size on. With shard groups (HSDP) it falls only up to ``copies``
-    groups, since each worker then holds its part of one group.
+    The need falls as W grows, so a job fits if the group is large enough. With shard groups (HSDP) it falls only up to
+    ``copies`` groups, since each worker then holds its part of one group.
 
     Attributes:
         available_bytes: Memory of one worker, at least 1.

@@ -18,7 +18,7 @@ GROUP_LABEL = "ray.io/node-group"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """A kind of node on offer.
+    """Type of node that the autoscaler can request.
 
     Attributes:
         name: Name of the type, as in ``available_node_types`` of a cluster file.

@@ -1,1 +1,1 @@
-"""Goodput: how fast a job runs on given resources, and what that is worth."""
+"""Goodput: how fast a job makes progress on given resources."""

@@ -1,7 +1,8 @@
-"""Fit of the throughput model to measured steps, optimistic about what was never seen.
+"""Fit of the throughput model to measured steps, with optimistic priors for what was never measured.
 
-Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"): a job that has never run
-on more resources is taken to scale perfectly onto them, so that the allocator tries, and then knows.
+Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"). A job that has never run on
+more resources is assumed to scale perfectly onto them, so that the allocator tries them and then has
+measurements.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _MOST_DAMPING = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Measured time of steps at one configuration.
+    """Measured step time at one configuration.
 
     Raises:
-        TypeError: a value is not a real number.
-        ValueError: a value is outside its range or not finite.
+        TypeError: A value is not a real number.
+        ValueError: A value is outside its range or not finite.
     """
 
     nodes: int  # N >= 1
@@ -67,33 +68,34 @@ class Observation:
 
 
 def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> ThroughputModel:
-    """Return the model whose step times are nearest to those measured, by the squared errors of their logarithms.
+    """Return the model that fits the measured step times best, by the squared errors of their logarithms.
 
     Minimises, over alpha, beta >= 0 and 1 <= gamma <= 10, with w_i = count_i / sum of counts::
 
         sum_i w_i [(log T_step(i) - log step_time_i)^2 + (log T_grad(i) - log grad_time_i)^2]
 
-    the second term where grad_time was measured. What the data cannot tell follows priors:
+    with the second term only if grad_time was measured. Priors decide what the data leave open:
 
-    - one atomic batch size only: alpha_c = beta_c m, half of the compute time each; with ``fixed_batch``
-      alpha_c = 0, since more replicas then mean smaller atomic batches: what was never tried scales perfectly;
+    - only one atomic batch size: alpha_c = beta_c m, half of the compute time each. With ``fixed_batch``, alpha_c =
+      0: more replicas then mean smaller atomic batches, and sizes that were never tried are assumed to scale
+      perfectly;
     - never two replicas: synchronisation is free (alpha = beta = 0), gamma = 1;
     - never several nodes: as within a node; never several replicas within a node: free;
     - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
-    - one replica's micro-steps were neither measured nor of two numbers in a step: a step takes nothing once
-      (alpha_s = 0), since that cannot be told from the constant part of its passes, nor from synchronisation;
-    - several nodes (or replicas of one node) at one size only: their synchronisation is mostly alpha, not beta, since
-      a time that grows with every replica would forbid all larger sizes before any was tried.
+    - micro-steps of one replica neither timed nor varied in number: no fixed time per step (alpha_s = 0), since it
+      cannot be distinguished from the constant part of a pass or from synchronisation;
+    - several nodes (or replicas of one node) at one size only: synchronisation is mostly alpha, not beta, since a
+      time that grows with every replica would rule out all larger sizes before any was tried.
 
-    Deterministic; any valid observations give a model.
+    The fit is deterministic, and any valid observations give a model.
 
     Args:
-        observations: at least one.
-        fixed_batch: the job keeps its global batch whatever its size.
+        observations: At least one.
+        fixed_batch: True if the job keeps its global batch at any number of workers.
 
     Raises:
-        TypeError: an element is not an Observation.
-        ValueError: there are no observations.
+        TypeError: An element is not an Observation.
+        ValueError: There are no observations.
     """
     given = list(observations)
     if not given:
@@ -111,10 +113,10 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
 
 
 class _Regression:
-    """Least squares over the free parameters z; the whole vector is p = ties @ z + offset.
+    """Least squares over the free parameters z; the full parameter vector is p = ties @ z + offset.
 
-    Times are in units of the geometric mean step time, and beta_c in such times per mean atomic batch, so
-    that the unknowns are near 1 whatever the job's speed.
+    Times are in units of the geometric mean step time, and beta_c in such units per mean atomic batch, so
+    that the unknowns are near 1 at any speed of the job.
     """
 
     def __init__(self, observations: list[Observation], *, fixed_batch: bool) -> None:
@@ -142,7 +144,7 @@ class _Regression:
     def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
         """Return (ties, offset, indices of the free parameters).
 
-        What the data cannot tell is tied to others, or to 0 or 1.
+        A parameter that the data do not determine is tied to another parameter, to 0, or (gamma) to 1.
         """
         local, third = ~self.remote & ~self.alone, self.beyond_two > 0
         seen_n, seen_r = self.remote.any(), local.any()
@@ -174,7 +176,7 @@ class _Regression:
         return ties, offset, free
 
     def starts(self) -> list[Floats]:
-        """Return starts of the search: a little and much synchronisation, with little and much overlap."""
+        """Return starting points of the search: little and much synchronisation, with little and much overlap."""
         micro = np.where(self.measured, self.log_grad, self.log_step - np.log1p(self.accum))
         compute = float(np.exp(np.median(micro))) / 2
         points = [(0.1, 1.5), (1.0, 3.0)] if _GAMMA in self.free else [(0.0, 1.0)]
@@ -182,7 +184,7 @@ class _Regression:
         return [np.clip(whole[self.free], *self.bounds) for whole in wholes]
 
     def solve(self, start: Floats) -> tuple[float, Floats]:
-        """Return (cost, free parameters) where the search from `start` ends; what it leaves is below the noise."""
+        """Return (cost, free parameters) at the minimum found from `start`; its error is below measurement noise."""
         return least_squares(self.errors, self.slopes, start, self.bounds)
 
     def model(self, free: Floats) -> ThroughputModel:
@@ -210,7 +212,7 @@ class _Regression:
         return np.concatenate([of_step, of_grad, _PRIORS @ p - _PRIOR_VALUES])
 
     def slopes(self, free: Floats) -> Floats:
-        """Return derivatives of `errors`: a row for each error, a column for each free parameter."""
+        """Return the derivatives of `errors`: one row per error, one column per free parameter."""
         p = self.ties @ free + self.offset
         (grad, sync), gamma = self._times(p), p[_GAMMA]
         joint = power_sum(grad, sync, gamma)
@@ -244,24 +246,25 @@ def least_squares(
     gtol: float = 1e-8,
     steps: int = 60,
 ) -> tuple[float, Floats]:
-    """Minimise the cost from ``start`` by Levenberg-Marquardt, projected onto the bounds.
+    """Minimise the cost from ``start`` by the Levenberg-Marquardt method, projected onto the bounds.
 
-    With errors e, slopes J = de/dx and g = J^T e, an unknown is held while it lies on a bound and -g points beyond it;
-    the others move by d, cut off at the bounds, with Marquardt's damping mu and each unknown's own scale::
+    With errors e, slopes J = de/dx and g = J^T e, an unknown is fixed while it lies on a bound and -g points beyond
+    it. The others move by d, clipped at the bounds, with Marquardt's damping mu and a separate scale for each
+    unknown::
 
         (J^T J + mu diag(J^T J)) d = -g
 
-    mu falls after a step that lowers the cost, and rises after one that does not, which is not taken.
+    A step that lowers the cost is accepted and mu falls; any other step is rejected and mu rises.
 
     Args:
-        errors: e of the unknowns.
-        slopes: J: a row for each error, a column for each unknown.
-        start: within the bounds.
-        bounds: least and greatest values.
-        ftol: it ends when a step lowers the cost by less than this share of it,
-        xtol: or moves the unknowns by less than this share of their length,
-        gtol: or when no unknown that is free has a steeper g.
-        steps: tried at most.
+        errors: Function that returns e for given unknowns.
+        slopes: Function that returns J: one row per error, one column per unknown.
+        start: Initial unknowns, within the bounds.
+        bounds: Lower and upper bounds of the unknowns.
+        ftol: Stop if a step lowers the cost by less than this fraction of it.
+        xtol: Stop if a step moves the unknowns by less than this fraction of their norm.
+        gtol: Stop if no free unknown has a larger absolute gradient.
+        steps: Maximum number of steps to try.
 
     Returns the cost, half of the sum of squared errors, and the unknowns.
     """
@@ -295,7 +298,7 @@ def _normal(j: Floats, e: Floats) -> tuple[Floats, Floats]:
 
 
 def _step(normal: Floats, g: Floats, free: npt.NDArray[np.bool_], damping: float) -> Floats:
-    """Return the step of the free unknowns."""
+    """Return the step of the unknowns; it is 0 for those that are not free."""
     step = np.zeros_like(g)
     of_free = normal[np.ix_(free, free)]
     scale = np.maximum(np.diag(of_free), np.finfo(np.float64).tiny * 1e16)

@@ -1,4 +1,4 @@
-"""Batches that a job will have, and how its noise grows."""
+"""Forecasts of a job's future batches and of the growth of its gradient noise."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _APART = 1.01  # least ratio of the training times of two values
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchForecast:
-    """Coming global batches of a job, as a function of the samples that it will have trained on.
+    """Future global batches of a job, as a function of the samples that it will have trained on.
 
-    Raises ValueError: it is empty, its samples do not rise from above 0, or a batch is below 1.
+    Raises ValueError: the forecast is empty, its samples do not rise from above 0, or a batch is below 1.
     """
 
     steps: tuple[tuple[float, int], ...]  # (samples from now on, batch from there on), by samples
@@ -40,29 +40,29 @@ class BatchForecast:
             check_number("a batch of steps", batch, least=1, unit="sample")
 
     def after(self, samples: float) -> tuple[int | None, BatchForecast | None]:
-        """Return the batch after so many more samples, None where it is still the present one; and what then comes."""
+        """Return the batch after this many samples (None if unchanged) and the rest of the forecast (None if empty)."""
         batch = next((size for begin, size in reversed(self.steps) if begin <= samples), None)
         left = tuple((begin - samples, size) for begin, size in self.steps if begin > samples)
         return batch, BatchForecast(steps=left) if left else None
 
 
 class NoiseTrend:
-    """Noise scale of a job by its training time, whose steady growth is expected to continue for a while."""
+    """Noise scale of a job over its training time; steady growth is expected to continue for a while."""
 
     def __init__(self) -> None:
         self._seen = collections.deque[tuple[float, float]](maxlen=64)  # (training time [s], noise scale)
 
     def see(self, trained_s: float, noise: float) -> None:
-        """Receive the noise scale after this training time; one that is not above 0 and finite tells nothing."""
+        """Record the noise scale after this training time; values that are not positive and finite are ignored."""
         if 0 < noise < math.inf and (not self._seen or trained_s >= _APART * self._seen[-1][0] > 0):
             self._seen.append((trained_s, noise))
 
     def growth(self, ahead_s: float) -> float:
-        """Return the factor by which the noise scale is expected to grow in this time, from 1 to `MOST_GROWTH`.
+        """Return the expected growth factor of the noise scale over ``ahead_s`` seconds, from 1 to `MOST_GROWTH`.
 
-        The last quarter of the training is cut into four. Where the median of log(noise) rises from each part to the
-        next, the slowest of the three rises continues, for as long as the quarter has taken at most; else the factor
-        is 1. It is rounded down to a quarter power of 2: what hardly changes is decided once.
+        The last quarter of the training is cut into four parts. If the median of log(noise) rises from each part to the
+        next, the slowest of the three rises is extrapolated, for at most the length of that quarter. Otherwise the
+        factor is 1. It is rounded down to a quarter power of 2, so that small changes do not cause new decisions.
         """
         last_s = self._seen[-1][0] if self._seen else 0.0
         length_s = _WINDOW * last_s

@@ -1,4 +1,4 @@
-"""Throughput of a group on GPUs of several types, each with a share of the batch by its speed."""
+"""Throughput of a group on GPUs of several types, each with a share of the batch according to its speed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypePart:
-    """The workers of a group that are on GPUs of one type.
+    """Workers of a group that are on GPUs of one type.
 
     Raises ValueError: a number is below 1.
     """
@@ -38,7 +38,7 @@ class TypePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedBatch:
-    """The best batch of a group."""
+    """Best batch of a group, with the goodput that it gives."""
 
     goodput: float  # useful samples per second; 0 where no batch fits, and the rest is 0 or empty then
     batch_size: int = 0  # samples of a step
@@ -48,26 +48,26 @@ class MixedBatch:
 
     @property
     def smallest_share(self) -> int:
-        """Samples of the worker that has fewest; 0 where one is of no use to the others."""
+        """Smallest number of samples of any worker; 0 if some worker is of no use to the group."""
         return min((min(each) for each in self.shares), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedGroup:
-    """A group on GPUs of several types.
+    """A group of workers on GPUs of several types.
 
-    A worker i of type k takes m_i whole samples in a micro-step, at most the type's ``most``, so that the micro-step is
-    as short as it can be::
+    Worker i of type k processes m_i whole samples in a micro-step, at most the type's ``most``, such that the
+    micro-step is as short as possible::
 
         T_grad(m) = min over m_1 + ... + m_R = m of max_i (alpha_c[k] + beta_c[k] m_i)
         T_sync    = max over k of T_sync[k](N, R)
         T_step    = max over k of alpha_s[k] + s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
 
-    with gamma of the type whose T_sync is the largest. Shares are thereby in proportion to speeds (for alpha_c = 0
-    exactly, but for rounding). A worker whose alpha_c alone is longer than T_grad gets no sample: such a group is
-    slower with it than without. With one type this is ``ThroughputModel``.
+    with gamma of the type with the largest T_sync. Shares are thus proportional to speeds (exactly so for alpha_c =
+    0, except for rounding). A worker whose alpha_c alone exceeds T_grad gets no samples: the group would be faster
+    without it. With one type, the model equals ``ThroughputModel``.
 
-    Raises ValueError: there is no part, or the number of nodes is out of its range.
+    Raises ValueError: there is no part, or the number of nodes is out of range.
     """
 
     parts: tuple[TypePart, ...]  # the workers by type, one or more
@@ -86,11 +86,11 @@ class MixedGroup:
 
     @property
     def most(self) -> float:
-        """Largest micro-batch of the group; infinity without bounds."""
+        """Largest micro-batch of the group; infinity if any type has no bound."""
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
-        """Return T_grad of a micro-step by the whole group's samples [s]; infinity above ``most``.
+        """Return T_grad of a micro-step over ``samples`` samples of the whole group [s]; infinity above ``most``.
 
         Raises ValueError: samples is below 1.
         """
@@ -98,9 +98,7 @@ class MixedGroup:
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Return samples of each worker in a micro-step, from the largest on, for each part.
-
-        They add up to ``samples``.
+        """Return the samples of each worker in a micro-step, per part in descending order; they add up to ``samples``.
 
         Raises ValueError: samples is below 1, or above ``most``.
         """
@@ -120,13 +118,11 @@ class MixedGroup:
         return model.alpha_c + model.beta_c * samples if samples else -1.0
 
     def sync_time(self) -> float:
-        """Return T_sync [s]."""
+        """Return T_sync, the time of one gradient synchronisation [s]."""
         return self._sync()[0]
 
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
-        """Return T_step [s] of a batch in ``accum_steps`` + 1 micro-steps.
-
-        Infinity where it is too large.
+        """Return T_step [s] of a batch in ``accum_steps`` + 1 micro-steps; infinity if these are too large.
 
         Raises ValueError: the batch is below 1, or accum_steps below 0.
         """
@@ -144,14 +140,14 @@ class MixedGroup:
         held_batch: int | None = None,
         accumulation: bool = False,
     ) -> MixedBatch:
-        """Return the batch with the highest goodput, as ``GoodputModel.best`` and ``best_held`` count it.
+        """Return the batch with the highest goodput, defined as in ``GoodputModel.best`` and ``best_held``.
 
         Args:
-            noise: of the gradient at the initial batch.
+            noise: Noise scale of the gradient at the initial batch.
             init_batch_size: M0 [samples].
-            max_batch_size: largest batch [samples]; None keeps it at M0.
-            held_batch: the only batch that counts, where it fits [samples].
-            accumulation: whether there may be several micro-steps.
+            max_batch_size: Largest batch [samples]; None keeps the batch at M0.
+            held_batch: The batch to use if it fits [samples]; None for no such batch.
+            accumulation: True if a step may have several micro-steps.
 
         Raises ValueError: a size is below 1.
         """
@@ -166,7 +162,7 @@ class MixedGroup:
         return MixedBatch(goodput=0.0)
 
     def _best_of(self, batch: Floats, noise: NoiseScale, init_batch_size: int, accumulation: bool) -> MixedBatch:
-        """Return the best one of some batch sizes."""
+        """Return the best of the given batch sizes."""
         k = np.ceil(batch / self.most) if self.most < math.inf else np.ones_like(batch)
         micro = np.ceil(batch / k)
         fits = (k == 1.0) | accumulation
@@ -184,7 +180,7 @@ class MixedGroup:
         )
 
     def _step_times(self, micro: Floats, accum_steps: Floats) -> Floats:
-        """Return T_step of each size of a micro-step."""
+        """Return T_step for each size of a micro-step."""
         grad, _ = self._grad_times(micro)
         sync, gamma = self._sync()
         once = max(part.model.alpha_s for part in self.parts)
@@ -194,13 +190,13 @@ class MixedGroup:
         return np.where(finite, step, np.inf)
 
     def _sync(self) -> tuple[float, float]:
-        """Return T_sync, and gamma of the type that it is of."""
+        """Return T_sync, and gamma of the type with the largest one."""
         times = [(float(part.model.sync_time(self.nodes, self.workers)), -part.model.gamma) for part in self.parts]
         sync, gamma = max(times)
         return sync, -gamma
 
     def _grad_times(self, samples: Floats) -> tuple[Floats, Floats]:
-        """Return T_grad of each size of a micro-step, and what a worker of each type takes in it at most, (K, B)."""
+        """Return T_grad for each size of a micro-step, and the most samples of a worker of each type in it, (K, B)."""
         alpha, beta, count = (
             np.array(column, dtype=np.float64)[:, np.newaxis]
             for column in zip(*((p.model.alpha_c, p.model.beta_c, p.workers) for p in self.parts), strict=True)
@@ -224,9 +220,9 @@ class MixedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """Measured times of one GPU type's workers in the steps of a mixed group.
+    """Measured times of the workers on one GPU type in the steps of a mixed group.
 
-    Raises ValueError: a number is out of its range.
+    Raises ValueError: a number is out of range.
     """
 
     gpu: str
@@ -242,9 +238,9 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedObservation:
-    """Measured time of steps of a group on several types.
+    """Measured step time of a group on several GPU types.
 
-    Raises ValueError: there is no part, or a number is out of its range.
+    Raises ValueError: there is no part, or a number is out of range.
     """
 
     parts: tuple[MeasuredPart, ...]  # what its types took, one or more
@@ -260,8 +256,8 @@ class MixedObservation:
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
         """Return the measurement as observations of each GPU type, for ``fit``.
 
-        The step waits for the slowest type, so that its time is one of a group of that type with its samples. Of every
-        other type it tells how long one worker takes alone: T_step of one replica is T_grad.
+        The step waits for the slowest type, so its time counts as that of a group of only that type with that type's
+        samples. For every other type it shows the time of one worker alone: T_step of one replica is T_grad.
         """
         slowest = max(self.parts, key=lambda part: part.grad_time)
         replicas = sum(part.workers for part in self.parts)

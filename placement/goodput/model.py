@@ -1,8 +1,8 @@
 """Goodput of a training job on given resources: throughput x statistical efficiency, at its best batch.
 
 Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
-sections 3.1 (statistical efficiency) and 3.2 (system throughput). This is the only implementation in the
-tree: the allocator, the batch tuner and the simulator all ask here.
+sections 3.1 (statistical efficiency) and 3.2 (system throughput). The allocator, the batch tuner and the
+simulator all use this implementation; there is no other.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _ENDS = 16  # numbers of micro-steps whose smallest and largest batch are tried 
 class NoiseScale:
     """Size and noise of a job's gradient at its initial batch size M0; their ratio is the noise scale.
 
-    Both estimate quantities that cannot be negative, but the estimates are unbiased and may be: they are kept
-    signed, because smoothing must average them as they are, and count as 0 in `gain`.
+    Neither quantity can be negative, but their unbiased estimates can. Negative estimates are kept, because
+    smoothing must average them unchanged, and count as 0 in `gain`.
 
     Raises:
-        TypeError: one of them is not a real number.
-        ValueError: one of them is not finite.
+        TypeError: A value is not a real number.
+        ValueError: A value is not finite.
     """
 
     sqr: float  # Squared norm of the true gradient
@@ -50,12 +50,12 @@ class NoiseScale:
 
             gain(scale) = (var + sqr) / (var / scale + sqr)
 
-        It never falls as the scale rises and, from scale 1 on, lies between 1 and `scale`: `scale` itself for
-        a gradient of noise alone (sqr = 0), 1 for one without noise (var = 0, or nothing known: both 0).
+        The gain never falls as the scale rises. From scale 1 on it lies between 1 and `scale`: `scale` for a gradient
+        of pure noise (sqr = 0), 1 for a gradient without noise (var = 0), or if nothing is known (both 0).
 
         Raises:
-            TypeError: the scale is not made of real numbers.
-            ValueError: a scale is negative or not finite.
+            TypeError: A scale is not a real number.
+            ValueError: A scale is negative or not finite.
         """
         x = reals("scale", scale, at_least=0)
         positive = np.where(x > 0, x, 1.0)
@@ -64,7 +64,7 @@ class NoiseScale:
         return plain(np.where(x > 0, gain, 0.0 if self.var > 0 else 1.0))
 
     def efficiency_at(self, scale: Floats) -> Floats:
-        """Return gain(scale) / scale = (var + sqr) / (var + sqr scale), for positive scales and without checks."""
+        """Return gain(scale) / scale = (var + sqr) / (var + sqr scale), for positive scales, which are not checked."""
         sqr, var = max(self.sqr, 0.0), max(self.var, 0.0)
         top = max(sqr, var)
         sqr, var = (sqr / top, var / top) if top > 0 else (1.0, 0.0)
@@ -74,7 +74,7 @@ class NoiseScale:
 
 @dataclass(frozen=True, slots=True)
 class _BatchQuery:
-    """Query of `GoodputModel.best`: one column for each pair of nodes and replicas, and the limits."""
+    """Arguments of `GoodputModel.best`: one column for each pair of nodes and replicas, and the limits."""
 
     nodes: Floats
     replicas: Floats
@@ -90,7 +90,7 @@ _BestBatches: TypeAlias = tuple[Floats, Floats, Floats]
 
 @dataclass(frozen=True, slots=True, init=False)
 class GoodputModel:
-    """Goodput of a job: samples per second, each counted by what it is worth at the initial batch size M0.
+    """Goodput of a job: samples per second, each weighted by its progress relative to the initial batch size M0.
 
     With batch size M = R m (s + 1)::
 
@@ -98,13 +98,13 @@ class GoodputModel:
         efficiency = gain(M / M0) / (M / M0)         in (0, 1] for M >= M0; gain as in `NoiseScale`
         goodput    = throughput x efficiency
 
-    Built as `GoodputModel(throughput, noise, init_batch_size)`; the first is kept as `throughput_model`,
-    since `throughput` is what the model answers. Arguments of the methods are as in
-    `ThroughputModel.step_time`: scalars give a Python float, arrays broadcast. Results are finite whatever
-    the arguments: a rate that is too large for a float is given as the largest float.
+    Constructed as `GoodputModel(throughput, noise, init_batch_size)`. The first argument is stored as
+    `throughput_model`, since `throughput` is a method. Arguments of the methods are as in
+    `ThroughputModel.step_time`: scalars give a Python float, arrays broadcast. Results are finite for all
+    arguments: a rate too large for a float becomes the largest float.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: An argument has the wrong type.
         ValueError: init_batch_size is below 1 or not finite.
     """
 
@@ -124,30 +124,30 @@ class GoodputModel:
     def step_time(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return seconds of one optimizer step; see `ThroughputModel.step_time`."""
+        """Return the seconds of one optimizer step; see `ThroughputModel.step_time`."""
         return self.throughput_model.step_time(nodes, replicas, atomic_bsz, accum_steps)
 
     def throughput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return samples per second: M / T_step."""
+        """Return the throughput in samples per second: M / T_step."""
         return plain(self._throughput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def efficiency(self, batch_size: ArrayLike) -> FloatOrArray:
-        """Return progress per sample at this batch size, relative to M0: gain(M / M0) / (M / M0).
+        """Return the progress per sample at this batch size, relative to M0: gain(M / M0) / (M / M0).
 
-        It never rises with the batch size; below M0 it is above 1.
+        The efficiency never rises with the batch size; below M0 it is at least 1.
 
         Raises:
-            TypeError: the batch size is not made of real numbers.
-            ValueError: a batch size is below 1 or not finite.
+            TypeError: A batch size is not a real number.
+            ValueError: A batch size is below 1 or not finite.
         """
         return plain(self._efficiency(reals("batch_size", batch_size, at_least=1)))
 
     def goodput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return useful samples per second: throughput x efficiency."""
+        """Return the goodput in useful samples per second: throughput x efficiency."""
         return plain(self._goodput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def best(
@@ -159,24 +159,24 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> tuple[FloatOrArray, Any, Any]:
-        """Return the batch with the highest goodput: (goodput, atomic_bsz, accum_steps) for each place.
+        """Return (goodput, atomic_bsz, accum_steps) of the batch with the highest goodput, for each pair of arguments.
 
         Every batch lies in [init_batch_size, max_batch_size], with atomic_bsz within its bounds. The search
         tries about a hundred batch sizes in geometric steps and refines the best; it is deterministic. If no
-        batch within the limits is a multiple of R (s + 1), the one just below init_batch_size that fits is
-        taken. Where nothing fits, goodput, atomic_bsz and accum_steps are 0.
+        batch within the limits is a multiple of R (s + 1), the next smaller batch that fits is used, just below
+        init_batch_size. If nothing fits, goodput, atomic_bsz and accum_steps are 0.
 
         Args:
             nodes: N, number or array.
             replicas: R, number or array that broadcasts with `nodes`.
-            max_batch_size: Limit of M. None: the batch stays exactly M0, split as evenly as can be;
-                atomic_bsz is then the largest share, ceil(M0 / R), and goodput M0 / T_step. More replicas
-                than samples: 0.
-            atomic_bsz_range: Least and largest m, either of which may be None for no bound.
-            accumulation: Whether s may be above 0. It is used where a share exceeds the largest m.
+            max_batch_size: Upper limit of M. If None, the batch is exactly M0, split as evenly as possible;
+                atomic_bsz is then the largest share, ceil(M0 / R), and goodput M0 / T_step (0 if there are more
+                replicas than samples).
+            atomic_bsz_range: Least and largest m; either may be None for no bound.
+            accumulation: True if s may be above 0; accumulation is used if a share exceeds the largest m.
 
         Raises:
-            TypeError: an argument is of another type.
+            TypeError: An argument has the wrong type.
             ValueError: max_batch_size is below init_batch_size, or the bounds are empty or below 1.
         """
         n, r = np.broadcast_arrays(*resources(nodes, replicas))
@@ -195,10 +195,10 @@ class GoodputModel:
         return plain(goodput), plain(atomic_bsz), plain(accum_steps)
 
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
-        """Return the model for a job that keeps to another batch than M0, and its gain there.
+        """Return the model of a job that keeps a batch other than M0, and the worth of one of its samples.
 
-        Returns A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its
-        samples: its goodput times the worth is this model's goodput at the batch.
+        The returned model has the batch as its only one (``best`` without ``max_batch_size``). Its goodput times the
+        worth is this model's goodput at the batch.
 
         Raises ValueError: the batch is below 1.
         """
@@ -215,13 +215,13 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> FloatOrArray:
-        """Return goodput at a global batch, at the best one (see `best`) where it does not fit or is None.
+        """Return the goodput at a given global batch, or at the best batch (see `best`) if it is None or does not fit.
 
-        0 where none fits.
+        The goodput is 0 if no batch fits.
 
         Raises:
-            TypeError: an argument is of another type.
-            ValueError: a batch is below 1, max_batch_size below init_batch_size, or the bounds are empty or below 1.
+            TypeError: An argument has the wrong type.
+            ValueError: A batch is below 1, max_batch_size below init_batch_size, or the bounds are empty or below 1.
         """
         free, _, _ = self.best(
             nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation
@@ -234,7 +234,7 @@ class GoodputModel:
         return plain(np.where(values > 0, np.minimum(values * worth, LARGEST), free))
 
     def _fixed_batch(self, ask: _BatchQuery) -> _BestBatches:
-        """Return M0 itself in each column, split as evenly as can be; goodput is -1 where the shares do not fit."""
+        """Return M0 for each column, split as evenly as possible; goodput is -1 if the shares do not fit."""
         share = np.ceil(self.init_batch_size / ask.replicas)
         k = np.ceil(share / ask.high) if ask.accumulation else np.ones_like(share)
         m = np.ceil(share / k)
@@ -245,7 +245,7 @@ class GoodputModel:
         return np.where(fits, rate, -1.0), m, k
 
     def _search(self, ask: _BatchQuery) -> _BestBatches:
-        """Return each column's best batch within the limits, by coarse steps, then by fine ones around the best."""
+        """Return each column's best batch within the limits: a coarse search, then a fine one around its result."""
         # Samples per replica and step, over all k = s + 1 micro-steps.
         most = np.maximum(np.floor(ask.limit / ask.replicas), 1.0)
         least = np.minimum(np.maximum(np.ceil(self.init_batch_size / ask.replicas), ask.low), most)
@@ -264,7 +264,7 @@ class GoodputModel:
         return value, m, k
 
     def _choose(self, ask: _BatchQuery, k: Floats, wanted: Floats) -> _BestBatches:
-        """Return the best choice of each column, with m as near to `wanted` as the limits let it."""
+        """Return the best choice for each column, with m as close to `wanted` as the limits permit."""
         unit = ask.replicas * k
         most = np.floor(ask.limit / unit)
         # Just below M0 where no multiple of `unit` lies between M0 and the limit.
@@ -293,11 +293,11 @@ class GoodputModel:
 
 
 def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[Floats, Floats]:
-    """Return (k, wanted m) for the samples per replica and step in `local`, in columns.
+    """Return (k, wanted m) to try for the samples per replica and step in `local`, as columns.
 
-    Besides each of them in as few micro-steps as `high` allows: full micro-steps of `high`, since goodput
-    jumps down after each; the two ends of the first few k; and some m from `low` to `high` in as few micro-steps as
-    make up the least batch, since with few batches to choose from others have no multiple.
+    Candidates are: each entry in as few micro-steps as `high` allows; full micro-steps of `high`, since goodput
+    drops after each; both ends of the first few k; and some m from `low` to `high` in as few micro-steps as
+    reach the least batch, since with few possible batches the other candidates may have no multiple.
     """
     fewest = np.ceil(local / high)
     full = np.maximum(np.floor(local / high), 1.0)

@@ -1,4 +1,4 @@
-"""Remaining work of jobs, and what follows: weights, lateness, the discount of a change, concave values."""
+"""Remaining work of jobs and quantities derived from it: weights, lateness, discounts of changes, utility."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ BEYOND = 1.05  # part of the declared length from which a job proves that more w
 
 
 def remaining(progress: Progress | None) -> float | None:
-    """Return scale-invariant iterations to the end, estimated as a live job can; None without a declared length.
+    """Return the estimated scale-invariant iterations to the end; None without a declared length.
 
-    Declared epochs x measured progress per epoch - progress so far. In its first epoch what other jobs of the same
-    model needed for one counts, if it is known; else only that an epoch takes at least what is done already: a
-    newcomer counts as short until it proves to be long.
+    The estimate is declared epochs x measured progress per epoch - progress so far, all known to a live job. In the
+    first epoch, an epoch is assumed to be as long as those of other jobs of the same model. If that is unknown too,
+    it is only assumed to be as long as the progress so far: a new job counts as short until it proves to be long.
     """
     return None if progress is None or progress.epochs is None else _left(progress, progress.epochs)
 
 
 def _left(progress: Progress, epochs: float) -> float:
-    """Scale-invariant iterations until this number of epochs is done."""
+    """Return the scale-invariant iterations until this number of epochs is done."""
     finished = len(progress.epoch_ends)
     if finished:
         per_epoch = progress.epoch_ends[-1] / finished
@@ -38,10 +38,10 @@ def _left(progress: Progress, epochs: float) -> float:
 
 
 def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
-    """Return the time until the job's end on 1..n workers [s]; None until an epoch is over and its length is known.
+    """Return the time until the job's end on 1..n workers [s]; None before its first epoch ends or without a length.
 
     Args:
-        slots: how many of its workers fit on each node of the empty cluster.
+        slots: Number of the job's workers that fit on each node of the empty cluster.
     """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
@@ -52,22 +52,23 @@ def seconds_to_end(view: JobView, slots: Sequence[int]) -> Floats | None:
 
 
 def likely_left(progress: Progress | None) -> float | None:
-    """Return scale-invariant iterations by which a job counts for shortest-first decisions; None where nothing tells.
+    """Return the iterations left that count in shortest-first decisions; None if nothing is known of the length.
 
-    Nobody gains by what he declares: the length that counts is the one declared first, and it counts as much as those
-    of the same declarer have proven right. The possible ends are
+    Declarations cannot be used to gain priority: only the first declared length counts, and only to the
+    extent that earlier jobs of the same declarer kept to theirs. The possible ends of a job are:
 
-    * of a declarer who is known: the parts of the declared end after which his earlier jobs ended, or how far beyond it
-      they went, and the declared end once all of these have passed; where some went beyond, those of the model's jobs
-      if they are farther; where they are scattered, and the ends of the model's jobs are less so, those;
-    * of one who is not known: those of the model's earlier jobs, and the declared end only where that puts the job back
-      (as one of many ends, it would put each job in front that is just before the end it declared);
-    * of a job beyond its declared end: the farther of both that lie ahead;
-    * of a job that declares nothing: where the model's earlier jobs ended, and once twice the longest of these, for it
-      may be another kind of run.
+    * known declarer: the fractions of the declared end at which the declarer's earlier jobs ended, and the declared
+      end itself once the job is past all of these. If some jobs went beyond their declared end, the ends of earlier
+      jobs of the same model are used if they are farther. If the fractions are scattered more than the model's
+      ends, the latter count;
+    * unknown declarer: the ends of the model's earlier jobs. The declared end is added only if that moves the job
+      back; otherwise it would move every job forward that is close to the end it declared;
+    * job past its declared end: the farther of both kinds of ends that are still ahead;
+    * no declaration: the ends of the model's earlier jobs, and twice the longest of them, as it may be another kind
+      of run.
 
-    They are weighed by :func:`gittins_left`, so that among jobs with the same mean the surer end counts as nearer. Of a
-    job beyond all of them as much is taken to be left as was done.
+    They are weighed by :func:`gittins_left`, so that among jobs with the same mean the one with the more certain
+    end counts as nearer. A job past all its possible ends is assumed to have as much left as it has done.
     """
     if progress is None:
         return None
@@ -92,27 +93,25 @@ def likely_left(progress: Progress | None) -> float | None:
 
 
 def _scatter(values: Sequence[float]) -> float:
-    """Return the standard deviation of the logarithms, infinite of one value."""
+    """Return the standard deviation of the logarithms; infinite for a single value."""
     return float(np.std(np.log(values))) if len(values) > 1 else math.inf
 
 
 def gittins_left(done: float, ends: Sequence[float]) -> float:
-    """Return the inverse of Gittins' index.
-
-    Work to be invested for each end that is reached, at the best place to stop.
+    """Return the expected work per completion at the optimal stopping point: the inverse of the Gittins index.
 
         min over t of  E[min(X, t) - done | X > done] / P(X <= t | X > done)
 
-    X is equally likely each of ``ends``. Serving the job with the smallest value first minimises the mean completion
-    time where only the distribution of lengths is known (Gittins, "Bandit processes and dynamic allocation indices",
-    1979; Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009). For a certain end it is what is
-    left.
+    X is uniformly distributed over ``ends``. Serving the job with the smallest value first minimises the mean
+    completion time if only the distribution of lengths is known (Gittins, "Bandit processes and dynamic allocation
+    indices", 1979; Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009). For a single
+    certain end, the value is the remaining work.
 
     Args:
-        done: work that the job has had, 0 or more.
-        ends: totals at which it may end; what is not above ``done`` cannot be any more.
+        done: Work that the job has done, 0 or more.
+        ends: Total work at which the job may end; values not above ``done`` are ignored.
 
-    Returns work, in the unit of ``ends``; as much as was done where it should have ended.
+    Returns work in the unit of ``ends``; ``done`` if the job is past all ends.
     """
     left = sorted(end - done for end in ends if end > done)
     best, below = done if not left else left[-1] * len(left), 0.0
@@ -123,10 +122,10 @@ def gittins_left(done: float, ends: Sequence[float]) -> float:
 
 
 def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
-    """Return remaining time on the smallest size [s] of each job; NaN where nothing is known of its length.
+    """Return the remaining time of each job at its smallest size [s]; NaN if nothing is known of its length.
 
     Args:
-        rate: goodput on the smallest size [samples/s], 0 where no model is known yet.
+        rate: Goodput at the smallest size [samples/s], 0 if no model is known yet.
     """
     left = np.full(len(views), np.nan)
     for j, view in enumerate(views):
@@ -141,18 +140,18 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
 
 
 def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -> Floats:
-    """Return w_j = (rank_j / n)^a, the rank near 1 for the largest remaining time, near n for the smallest.
+    """Return w_j = (rank_j / n)^a: the rank is near 1 for the largest remaining time and near n for the smallest.
 
         rank_j = 1/2 + sum over i of  left_i^q / (left_i^q + left_j^q)
 
     heSRPT (Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to minimize mean slowdown", Performance
-    Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p with shares that depend on the ranks
-    only: q infinite, where equal times share a rank. The smaller q, the nearer the weights of jobs with about as much
-    left, so that neither waits for the other and the last does not end alone. A job without known length gets the
-    middle rank: it is neither favoured nor put off.
+    Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p. Its shares depend on the ranks only,
+    which is the case of infinite q here; equal times share a rank. The smaller q, the closer the weights of jobs
+    with similar remaining times, so that neither waits for the other and the last does not end alone. A job without
+    a known length gets the middle rank.
 
     Args:
-        left_s: remaining times [s], (J,), NaN where unknown.
+        left_s: Remaining times [s], (J,), NaN if unknown.
         exponent: a.
         sharpness: q; among more than ``_MANY`` jobs it counts as infinite.
     """
@@ -174,18 +173,18 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
 
 
 def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: Floats, now_s: float) -> Floats:
-    """Return each job's lateness on an equal share from now on: at most 1 if it is not late, NaN if it has not trained.
+    """Return each job's lateness if it had an equal share from now on: at most 1 if on time, NaN before training.
 
         lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
 
-    an estimate of finish-time fairness (Mahajan et al., "Themis", NSDI 2020) from what the job knows of itself, or, of
-    one without a length, from what it is taken to have left.
+    This estimates finish-time fairness (Mahajan et al., "Themis", NSDI 2020) from the job's own measurements. For a
+    job without a declared length, the remaining time in ``left_s`` is used.
 
     Args:
-        left_s: remaining time at speed 1 [s], (J,), NaN where unknown.
-        rate: progress at speed 1 [samples/s], (J,).
-        fair_speed: of each job on an equal share, (J,).
-        now_s: the time [s].
+        left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
+        rate: Progress at speed 1 [samples/s], (J,).
+        fair_speed: Speed of each job on an equal share, (J,).
+        now_s: Current time [s].
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
@@ -204,17 +203,17 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
 
 
 def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, arrivals_per_s: float = 0.0) -> Floats:
-    """Return H' / (H' + n d): the part of the next H' = min(horizon, remaining time T) in which a changed job trains.
+    """Return H' / (H' + n d): the fraction of H' = min(horizon, remaining time T) in which a changed job trains.
 
-    A change that the next arrival undoes costs a second pause: n = 2 - exp(-arrivals x T), 1 where none comes before
-    the job's end.
+    A change that the next arrival undoes costs a second pause: n = 2 - exp(-arrivals x T), 1 if no job arrives
+    before this job ends.
 
     Args:
-        speed: of each job and option, (J, C).
-        left_s: remaining time at speed 1 [s], (J,), NaN where unknown.
-        cost_s: time without progress that a change costs [s], (J,).
+        speed: Speed of each job in each option, (J, C).
+        left_s: Remaining time at speed 1 [s], (J,), NaN if unknown.
+        cost_s: Time without progress that a change costs, d [s], (J,).
         horizon_s: H [s], (J,).
-        arrivals_per_s: jobs that arrive [1/s].
+        arrivals_per_s: Rate of arriving jobs [1/s].
     """
     lasting = np.where(np.isnan(left_s), np.inf, left_s)[:, np.newaxis] / np.maximum(speed, 1e-9)
     span = np.clip(lasting, 1.0, horizon_s[:, np.newaxis])
@@ -224,7 +223,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats, a
 
 
 def concave_value(speed: Floats, power: float) -> Floats:
-    """Return phi(s) = (s^p - 1) / p, log s for p = 0: the smaller p, the more an even distribution counts."""
+    """Return phi(s) = (s^p - 1) / p, or log s for p = 0; the smaller p, the more evenness is valued."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):
         result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power

@@ -27,10 +27,10 @@ Ratios = Mapping[tuple[int, int], float]
 
 @dataclasses.dataclass(slots=True)
 class GoodputCache:
-    """Cache of a policy's computations: each decision asks again for all jobs, though few have changed.
+    """Cache of a policy's computations, since every decision needs all jobs although few have changed.
 
-    It never changes an answer, only how soon it comes. When full it forgets everything, which costs one slow decision
-    and needs no clock.
+    Cached values never change an answer, only how fast it is computed. A full cache is emptied entirely, which
+    costs one slow decision and needs no clock.
     """
 
     most: int = 20_000  # rows, and sets of measured points, that it holds
@@ -42,12 +42,12 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note_prices(self, prices: Mapping[str, float]) -> None:
-        """Record the prices that a decision has found."""
+        """Record the dual prices of the latest decision."""
         self.prices.clear()
         self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
-        """Discard old entries if there would be too many."""
+        """Empty a table of the cache if it would otherwise exceed ``most`` entries."""
         if len(self.rows) + entries > self.most:
             self.rows.clear()
         if len(self.ratios) + entries > self.most:
@@ -55,20 +55,21 @@ class GoodputCache:
 
 
 def model_of(view: JobView, gpu: str) -> GoodputModel | None:
-    """Return the job's model on this GPU type; that of the type it knows where it has not run on this one."""
+    """Return the job's model for this GPU type, or its current model if it has not run on this type."""
     return view.models.get(gpu, view.goodput)
 
 
 def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Return goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
+    """Return the goodput [samples/s] of every job (rows) in every shape (columns); rows without a model are NaN.
 
-    That of a job whose batch will change, or whose noise grows, is the mean over the next twenty minutes in that shape.
+    If a job's batch will change, or its noise grows, its goodput is the mean over the next twenty minutes in that
+    shape.
 
     Args:
         gpu: GPU type.
-        nodes: nodes of each shape, (J, C); 0 where the shape is impossible.
-        workers: workers of each shape, (J, C).
-        cache: of what was computed before.
+        nodes: Nodes of each shape, (J, C); 0 if the shape is impossible.
+        workers: Workers of each shape, (J, C).
+        cache: Cache of earlier results.
     """
     cache.make_room(len(views))
     result = np.full(workers.shape, np.nan)
@@ -109,7 +110,7 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
 
 
 def grown(view: JobView, factor: float) -> JobView:
-    """Return the job once its noise scale has grown by this factor."""
+    """Return the job as it will be once its noise scale has grown by this factor."""
 
     def later(model: GoodputModel) -> GoodputModel:
         noise = dataclasses.replace(model.noise, var=model.noise.var * factor)
@@ -123,11 +124,11 @@ def grown(view: JobView, factor: float) -> JobView:
 def _mean_rate(
     view: JobView, model: GoodputModel, gpu: str, rate: Floats, shapes: tuple[Ints, Ints], cache: GoodputCache
 ) -> Floats:
-    """Return the mean goodput of each shape over the next ``HOLDS_S``, through the batches of the job's forecast.
+    """Return the mean goodput of each shape over the next ``HOLDS_S``, with the batches of the job's forecast.
 
     Args:
-        rate: at the present batch, (C,).
-        shapes: nodes and workers, (1, C).
+        rate: Goodput at the current batch, (C,).
+        shapes: Nodes and workers, (1, C) each.
     """
     assert view.forecast is not None and view.held_batch is not None, "a forecast continues a held batch"
     gained, left_s, done, batch = np.zeros_like(rate), np.full_like(rate, HOLDS_S), 0.0, view.held_batch
@@ -144,7 +145,7 @@ def _mean_rate(
 
 
 def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> JobView:
-    """Return the job with the batch, or the noise, that it will have after these seconds on its workers."""
+    """Return the job with the batch, or the noise, that it will have after this many seconds on its workers."""
     if view.noise_growth > 1.0 and view.held_batch is None:
         return grown(view, view.noise_growth ** min(1.0, seconds / HOLDS_S))
     while view.forecast is not None and view.workers and (model := model_of(view, gpu)) is not None:
@@ -161,7 +162,7 @@ def foreseen(view: JobView, gpu: str, seconds: float, cache: GoodputCache) -> Jo
 
 
 def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Return goodput of jobs in shapes, computed where it is not remembered."""
+    """Return the goodput of jobs in shapes, computing only what is not cached."""
     texts = np.ascontiguousarray(np.concatenate([numbers.view(np.int64), nodes, workers], axis=1))
     keys = texts.view(np.dtype((np.void, texts.itemsize * texts.shape[1])))[:, 0].tolist()
     fresh = {key: row for row, key in enumerate(keys) if key not in cache.rows}
@@ -172,12 +173,13 @@ def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> F
 
 
 def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
-    """Return the divisors of the modelled goodput of every shape, (C,): the ratio of the nearest measured shape.
+    """Return the divisor of each shape's modelled goodput, (C,): the ratio of the nearest measured shape.
 
-    Nearest by |log2(workers / workers measured)|, of two equally near the smaller, among shapes on one node for such
-    and on several for the others. A model that is wrong in one shape is about as wrong in the next: corrected there
-    alone, a job that is faster than modelled would seem to lose by growing. Across the node's edge only what was faster
-    is carried, so that a curve that falls there continues doing so.
+    The nearest shape has the smallest |log2(workers / measured workers)|, the smaller shape on ties, preferring
+    shapes on the same side of the boundary between one node and several. A model that is wrong in one shape is
+    about as wrong in the next: if only the measured shape were corrected, a job that is faster than modelled would
+    seem to lose by growing. A ratio from the other side of the boundary is used only if measured steps were faster
+    than modelled, so that a drop in speed at the boundary is kept.
     """
     measured = sorted(known.items(), key=lambda item: (item[0][1], item[0][0]))
     m, k = np.array([shape for shape, _ in measured], dtype=np.float64).T
@@ -191,9 +193,9 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
 
 
 def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:
-    """Return measured over modelled step times; a curve that falls at the node boundary stays one.
+    """Return measured over modelled step times by shape; the result is cached.
 
-    The mean over the batch sizes measured there, in logarithms, weighted by their counts.
+    Each ratio is the geometric mean over the batch sizes measured in the shape, weighted by their counts.
     """
     key = id(observations), model.throughput_model
     if key not in cache.ratios:
@@ -202,16 +204,13 @@ def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: Go
 
 
 def spread(view: JobView) -> float:
-    """Return how much the job's measured step times vary: the mean over its measurements, weighted by their counts."""
+    """Return the mean spread of the job's measured step times, weighted by the counts of the measurements."""
     seen = [each for measured in view.observations.values() for each in measured]
     return sum(each.count * each.spread for each in seen) / max(sum(each.count for each in seen), 1e-9)
 
 
 def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:
-    """Return geometric means of measured over modelled step times, by shape.
-
-    Each time counts within a factor ``_LIMIT``.
-    """
+    """Return the geometric means of measured over modelled step times by shape, each time within ``_LIMIT``."""
     columns = np.array(
         [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps, o.step_time, o.count] for o in observations],
         dtype=np.float64,

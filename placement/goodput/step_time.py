@@ -1,4 +1,4 @@
-"""Time of one optimizer step on given resources: Pollux's system model.
+"""Time of one optimizer step on given resources: Pollux's system throughput model.
 
 Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
 section 3.2 (system throughput).
@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True)
 class ThroughputModel:
-    """Parameters of the time of one step, in seconds; what is not about compute counts the slowest link only.
+    """Parameters of the time of one step, in seconds; communication is modelled by the slowest link only.
 
     With N nodes, R replicas, m samples per replica and micro-step (atomic batch size), s accumulation steps::
 
@@ -33,12 +33,12 @@ class ThroughputModel:
                  0                                 if R = 1
         T_step = alpha_s + s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
 
-    Pollux's model has no alpha_s: accumulation can then gain nothing but fewer synchronisations, and nothing at all on
-    one replica.
+    Pollux's model has no alpha_s. Without it, accumulation saves only synchronisations, and nothing on a single
+    replica.
 
     Raises:
-        TypeError: a parameter is not a real number.
-        ValueError: a time is negative or not finite, or gamma is below 1 or not finite.
+        TypeError: A parameter is not a real number.
+        ValueError: A time is negative or not finite, or gamma is below 1 or not finite.
     """
 
     alpha_c: float  # Constant part of one forward and backward pass, s
@@ -57,30 +57,30 @@ class ThroughputModel:
             object.__setattr__(self, field.name, value)
 
     def grad_time(self, atomic_bsz: ArrayLike) -> FloatOrArray:
-        """Return seconds of one forward and backward pass over `atomic_bsz` (>= 1) samples: T_grad."""
+        """Return T_grad: the seconds of one forward and backward pass over `atomic_bsz` (>= 1) samples."""
         return plain(self._grad_time(reals("atomic_bsz", atomic_bsz, at_least=1)))
 
     def sync_time(self, nodes: ArrayLike, replicas: ArrayLike) -> FloatOrArray:
-        """Return seconds of one gradient synchronisation: T_sync. Arguments as in `step_time`."""
+        """Return T_sync: the seconds of one gradient synchronisation. Arguments as in `step_time`."""
         return plain(self._sync_time(*resources(nodes, replicas)))
 
     def step_time(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Return seconds of one optimizer step: T_step. Scalars give a float, arrays broadcast to an array.
+        """Return T_step: the seconds of one optimizer step. Scalars give a float, arrays broadcast to an array.
 
-        It never falls when `replicas`, `atomic_bsz` or `accum_steps` rises and the rest stays. A time too
-        large for a float is given as the largest float.
+        The time never falls if `replicas`, `atomic_bsz` or `accum_steps` rises and all else is unchanged. A time too
+        large for a float becomes the largest float.
 
         Args:
-            nodes: N >= 1, how many nodes the replicas lie on.
-            replicas: R >= N, workers altogether.
-            atomic_bsz: m >= 1, samples a replica takes in one micro-step.
+            nodes: N >= 1, number of nodes that hold the replicas.
+            replicas: R >= N, total number of workers.
+            atomic_bsz: m >= 1, samples per replica and micro-step.
             accum_steps: s >= 0, micro-steps before the one that synchronises.
 
         Raises:
-            TypeError: an argument is not made of real numbers.
-            ValueError: an argument is outside the range above, or the shapes do not broadcast.
+            TypeError: An argument is not made of real numbers.
+            ValueError: An argument is outside the range above, or the shapes do not broadcast.
         """
         n, r = resources(nodes, replicas)
         m = reals("atomic_bsz", atomic_bsz, at_least=1)
@@ -88,7 +88,7 @@ class ThroughputModel:
         return plain(self.step_time_unchecked(n, r, m, s))
 
     def step_time_unchecked(self, nodes: Floats, replicas: Floats, atomic_bsz: Floats, accum_steps: Floats) -> Floats:
-        """Return `step_time` for float64 arrays that are known to be in range: the inner loop of a search."""
+        """Return `step_time` for float64 arrays known to be in range; this is the inner loop of a search."""
         grad = self._grad_time(atomic_bsz)
         with np.errstate(over="ignore"):
             step = self.alpha_s + accum_steps * grad + power_sum(grad, self._sync_time(nodes, replicas), self.gamma)
@@ -110,7 +110,7 @@ class ThroughputModel:
 def power_sum(x: Floats, y: Floats, gamma: float) -> Floats:
     """Return (x^gamma + y^gamma)^(1/gamma) for x, y >= 0 and gamma >= 1, with the larger one factored out.
 
-    Without the factoring 1e-40 s to the tenth power is 0 and 1e40 s to the tenth is infinite.
+    Without this, 1e-40 s to the tenth power would be 0 and 1e40 s to the tenth would be infinite.
     """
     larger = np.maximum(x, y)
     ratio = np.minimum(x, y) / np.where(larger > 0, larger, 1.0)
@@ -119,7 +119,7 @@ def power_sum(x: Floats, y: Floats, gamma: float) -> Floats:
 
 
 def real(name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """Check that `value` is one finite number of at least `at_least`, and return it; errors name it."""
+    """Return `value` as a float after checking that it is one finite number >= `at_least`; errors contain `name`."""
     if type(value) is float and at_least <= value <= LARGEST:  # in each step, where NumPy takes ten times as long
         return value
     if np.ndim(value):
@@ -128,7 +128,7 @@ def real(name: str, value: Any, *, at_least: float = -math.inf) -> float:
 
 
 def reals(name: str, value: ArrayLike, *, at_least: float) -> Floats:
-    """Check finite numbers >= `at_least` and return a float64 array; an error names the first bad one."""
+    """Return `value` as a float64 array; raise an error naming the first number not finite or below `at_least`."""
     array = np.asarray(value)
     if array.dtype.kind not in "iuf" and array.size:
         raise TypeError(f"{name} must be a real number or an array of them, but got {value!r}")
@@ -141,7 +141,7 @@ def reals(name: str, value: ArrayLike, *, at_least: float) -> Floats:
 
 
 def resources(nodes: ArrayLike, replicas: ArrayLike) -> tuple[Floats, Floats]:
-    """Check and return (nodes, replicas): 1 <= nodes <= replicas."""
+    """Return (nodes, replicas) as arrays after checking that 1 <= nodes <= replicas."""
     n = reals("nodes", nodes, at_least=1)
     r = reals("replicas", replicas, at_least=1)
     bad = r < n
@@ -155,5 +155,5 @@ def resources(nodes: ArrayLike, replicas: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def plain(array: NDArray[Any]) -> FloatOrArray:
-    """Return a Python number for a zero-dimensional array, else the array."""
+    """Return a Python number for a zero-dimensional array, else the array itself."""
     return array.item() if np.ndim(array) == 0 else array

@@ -1,8 +1,8 @@
-"""Goodput of many jobs in many shapes at once: what ``GoodputModel.best`` says of one, without its rounding.
+"""Goodput of many jobs in many shapes at once: ``GoodputModel.best`` without rounding to whole samples.
 
-A decision over thousands of jobs would spend nearly all its time in one call of ``best`` per job. Here the batch
-is a real number instead of a whole one, so that a row of the table is plain array arithmetic; the two agree within
-a few per cent, and both rank the shapes of a job alike.
+A decision over thousands of jobs would spend nearly all its time in one call of ``best`` per job. Here the
+batch is a real number, so a row of the table is plain array arithmetic. The results agree within a few per
+cent, and both methods rank the shapes of a job alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundedModel:
-    """Model of one job with the limits of its batch."""
+    """Goodput model of one job with the limits of its batch."""
 
     model: GoodputModel
     max_batch_size: int | None  # largest global batch [samples]; None keeps it at the model's initial one
@@ -37,7 +37,7 @@ class BoundedModel:
 
 
 def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> Floats:
-    """Return goodput [samples/s, each counted by its worth at the initial batch] at the best batch of every shape.
+    """Return the goodput [samples/s, weighted by progress relative to M0] at the best batch of every shape.
 
     For batch M = R b with b samples per worker and step, split into k = ceil(b / most) micro-steps of m = b / k::
 
@@ -46,10 +46,10 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
     with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``.
 
     Args:
-        nodes: nodes of each shape, of shape (C,) or (J, C).
-        workers: workers of each shape, likewise, 1 or more.
+        nodes: Nodes of each shape, an array (C,) or (J, C).
+        workers: Workers of each shape, 1 or more, an array (C,) or (J, C).
 
-    Returns array (J, C), 0 where no batch fits.
+    Returns an array (J, C), 0 if no batch fits.
     """
     shape = len(questions), np.shape(workers)[-1]
     asked = [(ask.model, ask.max_batch_size, ask.atomic_bsz_range, ask.accumulation) for ask in questions]
@@ -59,7 +59,7 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
 
 
 def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
-    """Compute goodputs for the numbers of ``numbers_of``, one row a job; 0 also where ``nodes`` is 0."""
+    """Compute goodputs from the rows of ``numbers_of``, one row per job; 0 also if ``nodes`` is 0."""
     jobs, shapes = workers.shape
     columns = np.ascontiguousarray(numbers.T)
     asked = np.flatnonzero(nodes)
@@ -73,9 +73,9 @@ def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
 
 
 def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Floats:
-    """Return goodput of shapes with a column of numbers for each; batch sizes are rows here.
+    """Return the goodput of shapes, each with a column of numbers in ``fields``; rows are batch sizes.
 
-    Everything large is computed in place in ``work``: new memory costs more than the arithmetic.
+    All large arrays are computed in place in ``work``, since allocating memory costs more than the arithmetic.
     """
     alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s, sqr, var, initial, *bounds = fields
     limit, low, high, accumulation = bounds
@@ -125,7 +125,7 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """Return the numbers of a ``BoundedModel``."""
+    """Return the fields of a ``BoundedModel`` as plain numbers, in the order that ``_best`` reads them."""
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise
     sqr, var = max(noise.sqr, 0.0), max(noise.var, 0.0)

@@ -1,1 +1,1 @@
-"""Knowledge that jobs of one model share, kept after they end."""
+"""Knowledge that jobs of the same model share, kept after the jobs end."""

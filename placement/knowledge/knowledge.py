@@ -1,6 +1,6 @@
-"""Knowledge that jobs of one model share: step times by GPU type and shape, kept after they end.
+"""Knowledge shared by jobs of the same model: step times by GPU type and shape, kept after the jobs end.
 
-Pure: the clock is passed in, and nothing is read or written; ``placement.knowledge.store`` keeps it in files.
+Pure: the clock is passed in, and nothing is read or written. ``placement.knowledge.store`` stores it in files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHANGED = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnowledgeConfig:
-    """Settings of how long knowledge is kept."""
+    """Settings for how long knowledge is kept."""
 
     forget_s: float = 30 * 86400.0  # an observation older than this no longer counts [s]; drivers and libraries change
 
@@ -46,7 +46,7 @@ class KnowledgeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """Prior of a job that has measured nothing yet on a GPU type."""
+    """Prior for a job that has no measurements of its own on a GPU type yet."""
 
     model: GoodputModel  # fitted to what others measured; its noise is that of the earliest epoch known
     largest_batch: int  # largest global batch that any of them ran with [samples]
@@ -54,10 +54,11 @@ class Prior:
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """Knowledge of one fingerprint on one GPU type.
+    """Knowledge of one fingerprint (jobs of the same model) on one GPU type.
 
-    Models are fitted when one is asked for, to what was known right after the last news. Fitted to what is known when
-    they are asked for, the decisions of an allocator would depend on who looked on, and when.
+    A model is fitted when it is requested, but to the measurements known right after the last change that mattered.
+    If it were fitted to those known at the request, the allocator's decisions would depend on who reads models, and
+    when.
     """
 
     seen: dict[Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
@@ -69,7 +70,7 @@ class _Family:
     noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
 
     def take(self, observation: Observation, seen_s: float, *, stored: bool = False) -> bool:
-        """Add one measurement; whether it was news. A stored one never replaces one that a job has told itself."""
+        """Add one measurement; True if it was new. A stored one never replaces one that a job reported itself."""
         shape = shape_of(observation)
         known = self.seen.get(shape)
         if stored and (shape in self.own or (known is not None and known[1] > seen_s)):
@@ -89,7 +90,7 @@ class _Family:
         return True
 
     def observations(self, now_s: float, forget_s: float) -> tuple[Observation, ...]:
-        """Return the measurements shape by shape, after dropping those older than ``forget_s``."""
+        """Return one measurement per shape, after dropping those older than ``forget_s``."""
         old = [shape for shape, (_, seen_s) in self.seen.items() if now_s - seen_s > forget_s]
         for shape in old:
             del self.seen[shape]
@@ -99,7 +100,7 @@ class _Family:
         return self.cached
 
     def model(self, *, fixed_batch: bool) -> ThroughputModel | None:
-        """Fit a model to what was measured; None where that was nothing."""
+        """Return a model fitted to the measurements; None if there are none."""
         told = self.fitted_to if self.fitted_to is not None else self._told()
         if fixed_batch not in self.fits and told:
             self.fits[fixed_batch] = fit(told, fixed_batch=fixed_batch)
@@ -110,10 +111,11 @@ class _Family:
 
 
 class Knowledge:
-    """Observations of all jobs that were heard of, by fingerprint and GPU type.
+    """Observations of all known jobs, by fingerprint and GPU type.
 
-    A job without a fingerprint neither gives nor takes. Of several measurements of one shape the newest counts,
-    whosever it is; the job's own are among them, since it is heard before it is decided about.
+    A job without a fingerprint neither contributes nor receives knowledge. Of several measurements of one shape the
+    newest counts, whichever job made it. The job's own are included, since its heartbeat is processed before it is
+    decided about.
     """
 
     def __init__(self, config: KnowledgeConfig | None = None) -> None:
@@ -128,10 +130,10 @@ class Knowledge:
         self.version = 0  # rises whenever there is something new to keep
 
     def machines(self, cluster: Cluster) -> None:
-        """Inspect the nodes: where those of a GPU type are not what they were, its observations are forgotten.
+        """Compare the nodes with earlier ones; discard the observations of a GPU type whose machines were replaced.
 
-        A type is the same as long as one node of it is there that is of a kind that was there before (a cluster may
-        mix sizes, and grow by others); it has changed when none is.
+        A type is unchanged as long as any of its nodes is of a kind that was present before, since a cluster may mix
+        node sizes and add new ones.
         """
         present: dict[str, set[str]] = {}
         for node in cluster.nodes:
@@ -150,7 +152,7 @@ class Knowledge:
             del self._read[key]
 
     def learn(self, view: JobView, now_s: float) -> None:
-        """Receive what a job's heartbeat says; the newest observation of a shape counts."""
+        """Record the measurements in a job's heartbeat; the newest observation of a shape counts."""
         if view.fingerprint is None:
             return
         self._lengths.hear(view)
@@ -185,20 +187,20 @@ class Knowledge:
                     family.noise[epoch] = model.noise, batches, now_s
 
     def ended(self, job: str, now_s: float) -> None:
-        """End a job; what it measured stays known, and how long it was."""
+        """Record the end of a job; its measurements and its length are kept."""
         self.version += self._lengths.ended(job, now_s)
         self._told_strategies.pop(job, None)
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]
 
     def complete(self, view: JobView, now_s: float) -> JobView:
-        """Return the view with what others have measured where the job itself has not.
+        """Return the view with what other jobs have measured added where the job itself has no measurements.
 
-        Observations, models, room to grow, and how much progress an epoch takes.
+        Added are observations, models, room to grow, and the progress per epoch.
 
-        The growth limit becomes twice the most workers that any job of the family has run with. The model is fitted
-        to everything known; the gradient noise stays the job's own where it has one. A job that has not told its
-        batch yet (its workers are still starting) is taken to have the limits that the family's last one had.
+        The growth limit becomes at least twice the most workers that any job of the family has run with. The model is
+        fitted to everything known; the gradient noise stays the job's own if it has any. A job that has not reported
+        its batch yet (its workers are still starting) is assumed to have the limits of the family's latest job.
         """
         if view.fingerprint is None:
             return view
@@ -237,7 +239,7 @@ class Knowledge:
         )
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
-        """Return models for a job, by GPU type, for the types on which it has none of its own."""
+        """Return a prior for each GPU type on which the job has no model of its own but other jobs have."""
         if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
             return {}
         known = self.complete(view, now_s)
@@ -248,9 +250,9 @@ class Knowledge:
         }
 
     def strategies(self, view: JobView, now_s: float) -> dict[str, FoundStrategy] | None:
-        """Return the strategies that won races in jobs of this model, by the form of the group.
+        """Return the strategies that won races in jobs of this model, by form of the group (backend and nodes).
 
-        None while the job has not told its model.
+        None until the job has reported its model's fingerprint.
         """
         if view.fingerprint is None:
             return None
@@ -258,7 +260,7 @@ class Knowledge:
         return {form: each.found for form, each in known.items() if not self._is_old(each.seen_s, now_s)}
 
     def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
-        """Return all measurements of these models that still count, for storage."""
+        """Return all measurements of these models that are not too old, for storage."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
         known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
@@ -284,9 +286,9 @@ class Knowledge:
         return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths, strategies=strategies)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
-        """Receive what was kept; what was measured on other machines than these, or too long ago, is left out.
+        """Load the saved measurements; those of other machines and those that are too old are omitted.
 
-        A time ahead of now, by the clock of who wrote it, counts as now.
+        A timestamp in the future (clock skew on the writer) counts as now.
         """
         for step in measurements.steps:
             here = self._machines.setdefault(step.gpu_type, step.machines)
@@ -318,23 +320,23 @@ class Knowledge:
 
 
 def machine_of(node: Node) -> str:
-    """Return a text of the devices that decide the speed of a node: how many of each it has.
+    """Return a text of the devices that decide a node's speed, with their numbers, such as ``8 CPU 4 GPU``.
 
-    Memory is left out: Ray measures it anew at every start of a node, never quite the same.
+    Memory is omitted: Ray measures it at every start of a node, with slightly different results.
     """
     devices = {name: amount for name, amount in node.total.items() if name in ("CPU", "GPU") and amount > 0}
     return " ".join(f"{amount:g} {name}" for name, amount in sorted(devices.items()))
 
 
 def _epoch(view: JobView) -> int:
-    """Return the number of finished epochs: gradient noise depends on how far training is."""
+    """Return the number of finished epochs, since gradient noise depends on the progress of training."""
     return 0 if view.progress is None else len(view.progress.epoch_ends) * view.progress.stride
 
 
 def _noise(family: _Family, view: JobView) -> NoiseScale | None:
-    """Return the family's noise where the job is in its training, else the earliest: noise rises as training continues.
+    """Return the family's noise at the job's epoch, or else the earliest one known: noise rises during training.
 
-    var = tr(Sigma) / M0, and the job's M0 may be another than that of the one who measured it.
+    Since var = tr(Sigma) / M0, it is rescaled if the job's M0 differs from that of the measuring job.
     """
     if not family.noise or view.init_batch_size is None:
         return None
@@ -345,7 +347,7 @@ def _noise(family: _Family, view: JobView) -> NoiseScale | None:
 
 
 def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
-    """Return the view with the limits of the batch that the family's last job had."""
+    """Return the view with the batch limits of the family's latest job."""
     known = [(seen_s, batches) for family in families for _, batches, seen_s in family.noise.values()]
     if not known:
         return view
@@ -354,7 +356,7 @@ def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
 
 
 def _corrects(observation: Observation, known: Observation) -> bool:
-    """True if the same batch was measured before with a quite different result."""
+    """True if the same batch was measured before with a clearly different step time."""
     same = observation.atomic_bsz == known.atomic_bsz
     return same and abs(observation.step_time / known.step_time - 1.0) > _CHANGED
 
@@ -364,7 +366,7 @@ def _largest_batch(observations: Iterable[Observation]) -> int:
 
 
 def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:
-    """Return the GPU type whose model the view carries as its present one."""
+    """Return the GPU type whose model is the view's current one; None if there is none."""
     for gpu, model in view.models.items():
         if model == view.goodput:
             return gpu
@@ -372,17 +374,17 @@ def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | No
 
 
 def declarer_of(view: JobView) -> str:
-    """Return who answers for what a job declares."""
+    """Return the user, or else the tenant, who is responsible for what a job declares."""
     return view.user or view.tenant
 
 
 class EndedJobs:
     """Lengths of ended jobs by the fingerprint of their model.
 
-    However a job ended, finished, stopped or failed, it left its workers to others then.
+    Finished, stopped and failed jobs all count, since each released its workers when it ended.
 
     Args:
-        forget_s: a job that ended longer ago than this no longer counts [s].
+        forget_s: Age from which an ended job no longer counts [s].
     """
 
     def __init__(self, forget_s: float) -> None:
@@ -396,7 +398,7 @@ class EndedJobs:
         self._longest: dict[str, tuple[str, float]] = {}  # by model: the job that has done most, and how much [samples]
 
     def hear(self, view: JobView) -> None:
-        """Record a job's progress, and the length that it declares."""
+        """Record a job's progress and its declared length."""
         if view.fingerprint is None or view.progress is None or not view.init_batch_size or not view.progress.done:
             return
         progress, done = view.progress, view.progress.done
@@ -420,7 +422,7 @@ class EndedJobs:
             self._beyond.setdefault(declarer, {})[view.job] = 2.0 * part  # as much is left as was done
 
     def ended(self, job: str, now_s: float) -> bool:
-        """End a job; True if its length is worth keeping."""
+        """Record the end of a job; True if its length is worth keeping."""
         length = self._present.pop(job, None)
         self._declared.pop(job, None)
         if length is None:
@@ -431,7 +433,7 @@ class EndedJobs:
         return True
 
     def recall(self, lengths: Iterable[KnownLength]) -> None:
-        """Receive what was kept."""
+        """Load saved lengths."""
         fresh: dict[str, list[KnownLength]] = {}
         for each in lengths:
             fresh.setdefault(each.fingerprint, []).append(each)
@@ -442,13 +444,14 @@ class EndedJobs:
             self._ended[fingerprint] = newest([*self._ended.get(fingerprint, ()), *several])
 
     def of(self, fingerprints: Collection[str]) -> tuple[KnownLength, ...]:
-        """Return the known lengths of these models' jobs."""
+        """Return the known lengths of jobs of these models."""
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def complete(self, view: JobView, now_s: float) -> JobView:
-        """Return the view with where earlier jobs of its model ended, in its own iterations.
+        """Return the view with the points, in its own iterations, at which earlier jobs of its model ended.
 
-        As long as none has, the one that runs longest counts as half done for who goes beyond his declarations.
+        If none has ended yet and the declarer usually exceeds the declared length, the longest running job of the model
+        counts as half done.
         """
         known = [each for each in self._ended.get(view.fingerprint or "", ()) if now_s - each.seen_s < self._forget_s]
         if view.progress is None or not view.init_batch_size:

@@ -1,4 +1,4 @@
-"""Stored measurements between two lives of an allocator: plain values, and how they merge (pure)."""
+"""Records of measurements, as stored between two runs of an allocator, and how they merge (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_LENGTHS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Limits of a job's batch; fields as in ``JobView``."""
+    """Limits of a job's batch, with the fields of ``JobView``."""
 
     init_batch_size: int
     max_batch_size: int | None = None
@@ -29,7 +29,7 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStep:
-    """Stored measurement of one step time."""
+    """Stored measurement of a step time."""
 
     fingerprint: str  # of the job's model
     gpu_type: str  # of the nodes it ran on, empty without GPUs or label
@@ -64,7 +64,7 @@ class KnownLength:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStrategy:
-    """Stored result of a race of strategies."""
+    """Stored result of a race of synchronisation strategies."""
 
     fingerprint: str  # of the job's model
     form: str  # of its group
@@ -74,7 +74,7 @@ class KnownStrategy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Measurements stored between two lives of an allocator."""
+    """All measurements that are stored between two runs of an allocator."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
@@ -83,7 +83,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Return measurements of several writers as one; of the same shape, or epoch, the newest."""
+    """Return the measurements of several writers as one; of the same shape or epoch, the newest counts."""
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
@@ -106,7 +106,7 @@ def merged(several: Iterable[Measurements]) -> Measurements:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Return each length once, of each model the last ones, in the order of time."""
+    """Return the latest lengths of each model in chronological order, without duplicates."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)
@@ -114,7 +114,7 @@ def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
-    """True if these measurements hold all of the other's that still count, and as recently."""
+    """True if these measurements include all of ``other`` newer than ``since_s``, each at least as recent."""
     steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
     noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:
@@ -134,6 +134,6 @@ def covers(measurements: Measurements, other: Measurements, since_s: float) -> b
 
 
 def shape_of(observation: Observation) -> Shape:
-    """Return the shape of a measurement."""
+    """Return the shape of a measurement: nodes, replicas, accumulation steps, and log2 of the atomic batch."""
     batch = round(math.log2(observation.atomic_bsz))
     return observation.nodes, observation.replicas, observation.accum_steps, batch

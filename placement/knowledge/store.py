@@ -1,48 +1,49 @@
-"""SHELL: measurements of jobs, kept as Parquet files beside their results.
+"""SHELL: stores measurements of jobs as Parquet files beside the jobs' results.
 
-``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``: every allocator (one per cluster) writes a file of its own
-under each storage path that its jobs use, with what it knows of those jobs' models, and reads all files there before
-it decides about the first of these jobs. So
+In ``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``, every allocator (one per cluster) writes a file
+of its own under each storage path that its jobs use, with its knowledge of those jobs' models. It reads all
+files in that directory before it decides about the first of these jobs. So
 
 - *no update is lost*: no two writers share a file, and a file is only ever replaced by one that knows more;
-- *a reader sees a whole file or none*: a local file gets its name by a rename, which is atomic; on object stores a file
-  appears when its upload is complete; what is torn nevertheless, or is not ours, is reported and left out;
-- *any file system of pyarrow serves*: nothing is locked, and nothing is appended to.
+- *a reader sees a complete file or none*: a local file gets its name by a rename, which is atomic; on object
+  stores a file appears when its upload is complete. Files that are damaged nevertheless, or foreign, are logged
+  and skipped;
+- *any file system of pyarrow works*: nothing is locked, and nothing is appended to.
 
-Files of allocators that are gone are folded in: an allocator that has read one, still knows all that it says and has
-written that itself deletes it, once it is an hour old. A living writer loses nothing by that: it writes all it knows
-with its next news.
+Files of allocators that no longer exist are folded in: once a file is an hour old, an allocator deletes it if
+it has read the file, still knows all its contents and has written them itself. A running writer loses nothing
+by this: with its next change it writes all it knows.
 
-Columns, one row per measurement (kind ``step``), gradient noise (``noise``), length of a job (``length``) or fastest
-strategy (``strategy``); others' are null:
+Columns, one row per measurement (kind ``step``), gradient noise (``noise``), length of a job (``length``) or
+fastest strategy (``strategy``); columns of other kinds are null:
 
 ======================  ==========  ===================================================================================
 ``kind``                string      ``step``, ``noise``, ``length`` or ``strategy``
-``fingerprint``         string      which model, see ``elastic_ray.record.fingerprint``
-``gpu_type``            string      of the nodes, Ray's label ``ray.io/accelerator-type``; empty without
-``seen_s``              float64     when it was measured [s since the epoch]
-``machines``            list        kinds of nodes of that type in the cluster, such as ``8 CPU 4 GPU``; where none of
-                        (string)    them is there any more, the row no longer counts
-``nodes``               int64       step: nodes that the workers lay on
+``fingerprint``         string      fingerprint of the model, see ``elastic_ray.record.fingerprint``
+``gpu_type``            string      GPU type: Ray's label ``ray.io/accelerator-type`` of the nodes; empty without
+``seen_s``              float64     time of the measurement [s since the epoch]
+``machines``            list        kinds of nodes of that type in the cluster, such as ``8 CPU 4 GPU``; the row no
+                        (string)    longer counts once the cluster has none of them
+``nodes``               int64       step: number of nodes with workers
 ``replicas``            int64       step: workers
 ``atomic_bsz``          float64     step: samples per worker and micro-step
 ``accum_steps``         int64       step: micro-steps before the one that synchronises
 ``step_time_s``         float64     step: one optimizer step, synchronisation included [s]
 ``grad_time_s``         float64     step: one micro-step without synchronisation [s], 0 if not measured
-``weight``              float64     step: of the measurement, by how many steps it is a mean of
+``weight``              float64     step: weight of the measurement: number of steps that it is a mean of
 ``epoch``               int64       noise: epochs that the job had finished
 ``noise_sqr``           float64     noise: squared norm of the gradient
 ``noise_var``           float64     noise: variance of a gradient at the initial batch, same unit as ``noise_sqr``
-``init_batch_size``     int64       noise: global batch that the job began with [samples]
-``max_batch_size``      int64       noise: largest global batch that it allowed [samples], null = it was fixed
+``init_batch_size``     int64       noise: initial global batch of the job [samples]
+``max_batch_size``      int64       noise: largest global batch that the job allowed [samples], null = fixed batch
 ``atomic_bsz_least``    int64       noise: least samples per worker and micro-step that it allowed, null = no bound
-``atomic_bsz_most``     int64       noise: most, likewise
-``accumulation``        bool        noise: whether it allowed several micro-steps
-``samples``             float64     length: progress in all, in samples at the initial batch
-``part``                float64     length: of the length that the job had declared, null = it had declared none
-``declarer``            string      length: who had declared it
+``atomic_bsz_most``     int64       noise: most samples per worker and micro-step that it allowed, null = no bound
+``accumulation``        bool        noise: true if the job allowed several micro-steps
+``samples``             float64     length: total progress, in samples at the initial batch
+``part``                float64     length: fraction of the length that the job first declared, null = none declared
+``declarer``            string      length: user or tenant who declared it
 ``form``                string      strategy: backend and nodes of the group's ranks
-``strategy``            string      strategy: its name; ``step_time_s`` as of ``step``
+``strategy``            string      strategy: name of the strategy; ``step_time_s`` as for ``step``
 ======================  ==========  ===================================================================================
 """
 
@@ -117,7 +118,7 @@ _SCHEMA = pa.schema(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRoot:
-    """Storage root of a cluster's jobs: the parent of their runs' directories."""
+    """Storage root of a cluster's jobs: the parent of the directories of their runs."""
 
     path: str  # of the directory on ``filesystem``
     filesystem: Any  # a ``pyarrow.fs.FileSystem``, picklable
@@ -125,16 +126,16 @@ class StorageRoot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that tells two storage roots apart."""
+        """Key that distinguishes storage roots."""
         return str(self.filesystem.type_name), self.path
 
 
 class KnowledgeStore:
-    """The files under one storage root. Calls block on the file system: an event loop runs them in a thread.
+    """Knowledge files under one storage root. Calls block on the file system: an event loop runs them in a thread.
 
     Args:
-        root: where.
-        writer: name of this writer's own file, unique among all that share the root.
+        root: The storage root.
+        writer: Name of this writer's file, unique among all writers that share the root.
     """
 
     def __init__(self, root: StorageRoot, writer: str) -> None:
@@ -145,7 +146,7 @@ class KnowledgeStore:
         self._others: dict[str, Measurements] = {}
 
     def load(self) -> Measurements:
-        """Load the measurements of all writers; torn and foreign files are reported and left out."""
+        """Load the measurements of all writers; damaged and foreign files are logged and skipped."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         kept: list[Measurements] = []
         for entry in self._files.get_file_info(selector):
@@ -161,7 +162,7 @@ class KnowledgeStore:
         return merged(kept)
 
     def save(self, measurements: Measurements) -> None:
-        """Replace this writer's file, and fold in what others have left behind.
+        """Replace this writer's file, and delete old files of other writers whose contents it includes.
 
         Raises OSError: the file system refuses.
         """
@@ -178,7 +179,7 @@ class KnowledgeStore:
         self._fold_in(measurements)
 
     def _fold_in(self, measurements: Measurements) -> None:
-        """Delete others' files that these measurements cover, if an hour old and unchanged since they were read."""
+        """Delete other writers' files that are an hour old, unchanged since read, and covered by these measurements."""
         since_s = time.time() - KnowledgeConfig().forget_s
         for path, theirs in list(self._others.items()):
             if not covers(measurements, theirs, since_s):
@@ -192,7 +193,7 @@ class KnowledgeStore:
                     self._files.delete_file(path)
 
     def _read(self, path: str) -> Measurements | None:
-        """Read one writer's file; None if it is gone, or is torn or foreign, which is logged."""
+        """Read one writer's file; None if it is gone, or if it is damaged or foreign, which is logged."""
         try:
             with self._files.open_input_file(path) as file:
                 table = pq.ParquetFile(file).read()  # read_table() would import pandas: 40 MB
@@ -208,7 +209,7 @@ class KnowledgeStore:
 
 
 def _table(measurements: Measurements) -> pa.Table:
-    """Return the measurements as rows of ``_SCHEMA``, steps before noises."""
+    """Return the measurements as rows of ``_SCHEMA``, grouped by kind."""
     rows = [_step_row(step) for step in measurements.steps] + [_noise_row(noise) for noise in measurements.noises]
     rows += [_length_row(length) for length in measurements.lengths]
     rows += [_strategy_row(each) for each in measurements.strategies]
@@ -224,7 +225,7 @@ def _table(measurements: Measurements) -> pa.Table:
 
 
 def _step_row(step: KnownStep) -> dict[str, Any]:
-    """Return a measured step time as a row of the file; columns of noises are left out and become null."""
+    """Return a measured step time as a row of the file; columns of other kinds are omitted and become null."""
     seen = step.observation
     return {
         "kind": "step",
@@ -243,7 +244,7 @@ def _step_row(step: KnownStep) -> dict[str, Any]:
 
 
 def _noise_row(known: KnownNoise) -> dict[str, Any]:
-    """Return a noise scale, with the limits of its job's batch, as a row of the file; None where there is no limit."""
+    """Return a noise scale, with its job's batch limits, as a row of the file; a missing limit is None."""
     batches = known.batches
     least, most = batches.atomic_bsz_range or (None, None)
     return {
@@ -267,7 +268,7 @@ def _length_row(length: KnownLength) -> dict[str, Any]:
 
 
 def _strategy_row(known: KnownStrategy) -> dict[str, Any]:
-    """Return the winner of a race as a row of the file."""
+    """Return the winning strategy of a race as a row of the file."""
     return {
         "kind": "strategy",
         "fingerprint": known.fingerprint,
@@ -280,13 +281,13 @@ def _strategy_row(known: KnownStrategy) -> dict[str, Any]:
 
 
 def _strategy(row: dict[str, Any]) -> KnownStrategy:
-    """Return the strategy in a row of its kind; raises TypeError or ValueError where a value is out of range."""
+    """Return the strategy in a row of kind ``strategy``; raises TypeError or ValueError if a value is out of range."""
     found = FoundStrategy(name=row["strategy"], step_s=row["step_time_s"])
     return KnownStrategy(fingerprint=row["fingerprint"], form=row["form"], found=found, seen_s=row["seen_s"])
 
 
 def _measurements(table: pa.Table) -> Measurements:
-    """Return the measurements in the rows; columns missing in files of earlier versions are null."""
+    """Return the measurements in the rows; columns missing in files of earlier versions count as null."""
     for name in ("samples", "part", "declarer", "form", "strategy"):
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
@@ -300,7 +301,7 @@ def _measurements(table: pa.Table) -> Measurements:
 
 
 def _step(row: dict[str, Any]) -> KnownStep:
-    """Return the step time in a row of kind ``step``; raises TypeError or ValueError where a value is out of range."""
+    """Return the step time in a row of kind ``step``; raises TypeError or ValueError if a value is out of range."""
     return KnownStep(
         fingerprint=row["fingerprint"],
         gpu_type=row["gpu_type"],
@@ -319,7 +320,7 @@ def _step(row: dict[str, Any]) -> KnownStep:
 
 
 def _noise(row: dict[str, Any]) -> KnownNoise:
-    """Return the noise scale in a row of kind ``noise``; its atomic range is None where either bound is missing."""
+    """Return the noise scale in a row of kind ``noise``; its atomic range is None if either bound is missing."""
     least, most = row["atomic_bsz_least"], row["atomic_bsz_most"]
     return KnownNoise(
         fingerprint=row["fingerprint"],
@@ -337,7 +338,7 @@ def _noise(row: dict[str, Any]) -> KnownNoise:
 
 
 def _length(row: dict[str, Any]) -> KnownLength:
-    """Return the length in a row of kind ``length``; raises TypeError or ValueError where a value is out of range."""
+    """Return the length in a row of kind ``length``; raises TypeError or ValueError if a value is out of range."""
     samples, part = row["samples"], row["part"]
     if not 0 < samples < math.inf or not (part is None or 0 < part < math.inf):
         raise ValueError(f"a length must be above 0 and finite, but is {samples} samples, {part} of what was declared")

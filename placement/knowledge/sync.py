@@ -1,4 +1,4 @@
-"""SHELL: keeps the allocator's knowledge in files, in threads beside its event loop."""
+"""SHELL: stores the allocator's knowledge in files, in threads beside its event loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _RootState:
-    """State of one storage root: its store, and what is known and written there."""
+    """State of one storage root: its store, and what has been read from it and written to it."""
 
     store: KnowledgeStore
     calls: StorageCalls
@@ -40,7 +40,7 @@ class _RootState:
         self.fingerprints.update(fingerprints)
 
     def is_due(self, version: int, *, now: bool) -> bool:
-        """True if news must be written now; it then counts as being written."""
+        """True if changes must be written now; the root is then marked as being written."""
         if version == self.version:
             self.hurry = False
             return False
@@ -51,7 +51,7 @@ class _RootState:
         return True
 
     def begin(self) -> None:
-        """Start to write what is known now."""
+        """Record the start of a write."""
         self.hurry, self.saved_s = False, time.monotonic()
 
     def written(self, version: int) -> None:
@@ -63,19 +63,19 @@ class _RootState:
         self.saving = False
 
     def hurry_up(self) -> None:
-        """Write soon, because the job's cluster may be gone."""
+        """Request a write at the next opportunity, because the job's cluster may soon be gone."""
         self.hurry = True
 
 
 class KnowledgeSync:
-    """Sync that reads what was kept under a storage root when its first job comes, and writes news there.
+    """Reads the knowledge stored under a storage root when its first job arrives, and writes changes back.
 
-    Under each root lies what is known of the models of jobs that used it, and of those that were found there.
+    Each root holds the knowledge about the models of the jobs that used it, and of the models found there.
 
     Args:
-        knowledge: what is known; only read here.
-        writer: name of this allocator's files, unique among the clusters that share a storage.
-        recall: takes what was read.
+        knowledge: The knowledge to write; it is only read here.
+        writer: Name of this allocator's files, unique among the clusters that share a storage.
+        recall: Called with the measurements that were read.
     """
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
@@ -89,7 +89,7 @@ class KnowledgeSync:
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
-        """Open the storage root of a job; returns when its contents are recalled, or that takes long."""
+        """Open the storage root of a job; return once its contents are loaded, or after a short timeout."""
         known = self._roots.get(root.key)
         if known is None:
             store = KnowledgeStore(root, self._writer)
@@ -100,7 +100,7 @@ class KnowledgeSync:
         await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
 
     async def _load(self, key: tuple[str, str], store: KnowledgeStore, calls: StorageCalls) -> None:
-        """Load what jobs of a storage root have measured."""
+        """Load the measurements stored under a root; a failure is logged."""
         try:
             measurements = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
         except Exception as error:  # a job trains without it all the same
@@ -111,18 +111,18 @@ class KnowledgeSync:
         self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
-        """Record a job's heartbeat."""
+        """Record from a job's heartbeat which model the job trains."""
         if view.fingerprint is not None and view.job in self._root_of_job:
             self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
-        """End a job; its cluster may be gone soon, so what it has measured is written at once."""
+        """Record the end of a job; its measurements are written at once, since its cluster may soon be gone."""
         root = self._root_of_job.pop(job, None)
         if root is not None:
             root.hurry_up()
 
     async def save(self, *, now: bool = False) -> None:
-        """Write what is new, where that is due (or everywhere, and wait for that a little)."""
+        """Write changes to each root that is due; with ``now``, to all of them, waiting briefly for the writes."""
         for key, root in self._roots.items():
             if root.is_due(self._knowledge.version, now=now):
                 task = asyncio.get_running_loop().create_task(self._save(key, root))
@@ -132,7 +132,7 @@ class KnowledgeSync:
             await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)
 
     async def _save(self, key: tuple[str, str], root: _RootState) -> None:
-        """Write what is known of one root's models; a failure is logged, and leaves the version to be written later."""
+        """Write the knowledge about one root's models; a failure is logged, and the write is tried again later."""
         version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints, time.time())
         root.begin()
         try:

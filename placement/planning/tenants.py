@@ -22,11 +22,11 @@ _Limits: TypeAlias = Mapping[frozenset[str], Mapping[str, Resources]] | None
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant(NamesArguments):
-    """A user or team whose jobs share one part of the cluster.
+    """User or team whose jobs together get one share of the cluster.
 
     Attributes:
         name: Name of the tenant, as in ``JobView.tenant``.
-        weight: Weight of the tenant; its share of the cluster is this over the sum for all tenants that have jobs.
+        weight: Weight of the tenant; its share is its weight / the sum of weights of all tenants that have jobs.
         quota: Upper limits on some resources, such as ``{"GPU": 16}``, which also apply to borrowed resources.
 
     Examples:

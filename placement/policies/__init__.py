@@ -1,6 +1,6 @@
 """Allocation policies by name.
 
-A policy of one's own needs no registration: pass the object instead of a name.
+A custom policy needs no registration: pass the object instead of a name.
 """
 
 from placement.policies.baselines.fair_share import FairSharePolicy

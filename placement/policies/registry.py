@@ -1,4 +1,4 @@
-"""Allocation policies by name."""
+"""Registry of allocation policies by name, and custom policies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = "a function (jobs, cluster, now_s) -> {job: workers or Target}, or a cla
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPolicy:
-    """A policy made of a function."""
+    """A custom policy made from a function."""
 
     name: str  # see ``Policy``
     # answers with a number of workers, or a ``Target``, for every job
@@ -40,14 +40,14 @@ class OwnPolicy:
     rigid: bool = False  # see ``Policy``
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         return as_targets(self.name, self.function(jobs, cluster, now_s))
 
 
 def own_policy(given: Any) -> Policy:
-    """Return a policy of what a user has written: a policy object or class, or a function.
+    """Return a policy made from user code: a policy object or class, or a function.
 
-    Raises TypeError: it is none of these; the message says what it must be.
+    Raises TypeError: the argument is none of these; the message says what it must be.
     """
     policy = _instance(given) if isinstance(given, type) else given
     decide = getattr(policy, "decide", None)
@@ -80,7 +80,7 @@ def load(text: str) -> Any:
 
 
 def _module_of_file(path: Path) -> Any:
-    """Load the module of a Python file, run anew at each call; raises FileNotFoundError where there is no file."""
+    """Load a Python file as a module, executed again at each call; raises FileNotFoundError if the file is missing."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
     name = f"policy_of_{path.stem}"
@@ -106,7 +106,7 @@ def _instance(kind: type[Any]) -> Any:
 
 
 def _check_arguments(function: Any, given: Any) -> None:
-    """Raise TypeError unless it can be called with jobs, cluster and time; what has no signature passes."""
+    """Raise TypeError unless the function accepts (jobs, cluster, now_s); functions without a signature pass."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: no signature to read
@@ -139,12 +139,12 @@ def make_policy(policy: object) -> Policy:
     """Return the policy that a name, an object or a function stands for.
 
     Args:
-        policy: a registered name; ``module:name`` or ``path/to/file.py:name`` of one's own; a policy object or class;
-            or a plain function ``(jobs, cluster, now_s) -> {job: workers or Target}``.
+        policy: A registered name; ``module:name`` or ``path/to/file.py:name`` of a custom policy; a policy object
+            or class; or a plain function ``(jobs, cluster, now_s) -> {job: workers or Target}``.
 
     Raises:
-        ValueError: no policy has that name.
-        TypeError: the object can be none.
+        ValueError: No policy has that name.
+        TypeError: The object cannot be used as a policy.
     """
     if not isinstance(policy, str):
         return own_policy(policy)

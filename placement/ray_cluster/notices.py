@@ -21,7 +21,7 @@ CLOUDS = ("auto", "aws", "gcp", "azure")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeConfig(NamesArguments):
-    """Configuration of how nodes learn that their cloud reclaims them.
+    """Configuration of the watch for notices that the cloud will reclaim a node.
 
     Attributes:
         cloud: "aws", "gcp" or "azure"; "auto" detects it from the metadata server.

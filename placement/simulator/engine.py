@@ -69,7 +69,7 @@ def simulate(
     foresight: bool = True,
     on_progress: OnProgress | None = None,
 ) -> SimulationReport:
-    """Replay one trace under one policy.
+    """Simulate a trace of jobs under one policy, and return the report.
 
     Args:
         trace: A trace file, or jobs.
@@ -78,18 +78,18 @@ def simulate(
         rules: ``pollux``, ``sia``, ``live``, or a custom ``Rules`` object.
         policy: A registered name or a policy object.
         seed: Seed for all randomness.
-        requested: True if jobs run with the trace's batch size and GPU count; None if only for rigid policies.
+        requested: True if jobs run with the trace's batch size and GPU count; None means True for rigid policies only.
         knowledge: True if jobs of one application share their measurements. Ignored for a policy with
             ``shares_knowledge`` set to False, such as Sia as published.
-        lengths: True and declared lengths of jobs; by default as profiled, and declared correctly.
+        lengths: Actual and declared lengths of jobs; None uses the profiled lengths for both.
         disturbances: Failures, slow nodes, spot markets and noise; none by default.
         prices: GPU prices; rounded defaults if None.
         autoscale: How the cluster grows and shrinks, up to ``cluster``; None keeps it fixed.
         statistical: True if jobs know their statistical efficiency; otherwise they maximise throughput alone.
         spot_use: How jobs use spot nodes in an autoscaled cluster.
         mixed_gpu_types: True if jobs that are not rigid may run on several GPU types at once.
-        sizes: Worker counts that such jobs can train with, unless their batch size allows none of them.
-        apart: ``AllocatorConfig.one_multi_node_job_per_node``.
+        sizes: Worker counts with which non-rigid jobs can train, unless a job's batch size allows none of them.
+        apart: Value of ``AllocatorConfig.one_multi_node_job_per_node``.
         foresight: True if jobs with a batch-size ramp (``TraceJob.ramp``) announce its later steps.
         on_progress: Called about once per simulated hour.
 

@@ -44,7 +44,7 @@ _NAME = r"[A-Za-z0-9._=,+-]{1,100}"
 
 
 class Experiment:
-    """An NNI experiment on elastic jobs: NNI runs the manager, web page and tuner; the allocator sizes the trials.
+    """NNI experiment, with NNI's manager, web page and tuner, whose trials are elastic jobs.
 
     ``Experiment(train, {"lr": {"_type": "loguniform", "_value": [1e-4, 1e-1]}}, max_trial_number=24).run(8080)``, where
     ``train`` is a train loop in which NNI's functions work (``nni.get_next_parameter``, ``report_intermediate_result``,
@@ -63,17 +63,17 @@ class Experiment:
         metric: Name of the reported metric. Values reported with NNI's own functions are always accepted.
         mode: "max" if a larger metric is better, "min" otherwise; passed on to tuner and assessor.
         trial_concurrency: Number of trials that run at a time.
-        max_trial_number: Total number of trials; None continues until the tuner has no more, or for ever.
-        max_experiment_duration: "1h", "30m"...; no trial is started after this time.
+        max_trial_number: Total number of trials; None for no limit other than the tuner's.
+        max_experiment_duration: Time after which no trial is started, such as "1h" or "30m"; None for no limit.
         train_loop_config: As for ``ElasticTrainer``; a trial's parameters override it.
         scaling_config: Workers per trial, ``num_workers=(min, max)``, and the resources of each worker.
         elastic_config: As for ``ElasticTrainer``, except that ``warm_workers_per_node`` defaults to 0.
-        scheduling_config: As for ``ElasticTrainer``; without a tenant the experiment becomes a tenant itself.
+        scheduling_config: As for ``ElasticTrainer``; if it names no tenant, the experiment is a tenant of its own.
         model_fingerprint: As for ``ElasticTrainer``.
         weight: Weight of the experiment relative to other jobs.
-        promise: How running trials are compared, so that those near the top grow; by default derived from the
-            assessor. If a report lacks the promise's metric, the value that NNI sees ("default", say) is used. Its
-            mode must equal ``mode``.
+        promise: Rule that compares running trials, so that the best get more workers (see ``tuning.Promise``); None
+            derives the rule from the assessor. If a report lacks the rule's metric, the value that NNI sees ("default",
+            say) is used. The rule's mode must equal ``mode``.
         name: Name of the experiment on the web page, and of its tenant.
         storage_path: Directory or URI for the trials' events and checkpoints, visible to all nodes; by default
             NNI's directory of the experiment.

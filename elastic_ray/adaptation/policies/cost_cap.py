@@ -20,7 +20,7 @@ class CostCap(ReadyPolicy):
         price_per_worker_hour: price of one worker [USD per hour], above 0.
         shrink_at: fraction of the limit at which to request fewer workers, above 0 and below 1; None never does. Fewer
             workers are slower, but most jobs train more samples per worker-hour with them.
-        shrink_to: number of workers to request then.
+        shrink_to: number of workers to request at ``shrink_at``.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 

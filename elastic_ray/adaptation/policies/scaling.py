@@ -87,10 +87,10 @@ class ThroughputScaling(_Scaling):
     allocator may grant fewer workers; a size not granted within ten periods counts as unavailable.
 
     Args:
-        threshold: see above; 1 is perfect scaling.
+        threshold: value that the ratio must exceed; 1 is perfect scaling.
         every: steps of a group between two decisions.
         stride: number of workers added or removed at a time.
-        passes_to_stay: number of smallest pairs of sizes that must be worthwhile for smaller sizes not to be tried.
+        passes_to_stay: number of growths, from the smallest size on, that must be worthwhile to skip smaller sizes.
         steps_to_stay: number of measured steps needed to reject a size.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
@@ -144,7 +144,7 @@ class UtilityCost(_Scaling):
         price_per_worker_hour: price of one worker [USD per hour], 0 or more.
         every: steps of a group between two decisions.
         stride: number of workers added or removed at a time.
-        passes_to_stay: number of smallest pairs of sizes that must be worthwhile for smaller sizes not to be tried.
+        passes_to_stay: number of growths, from the smallest size on, that must be worthwhile to skip smaller sizes.
         steps_to_stay: number of measured steps needed to reject a size.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].

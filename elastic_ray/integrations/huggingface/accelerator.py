@@ -114,7 +114,7 @@ class Accelerator(OnMainProcess, Collectives):
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is prepared, as in
             ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
         gradient_accumulation: Whether a step may have several micro-batches.
         elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
         options: Arguments of ``accelerate.Accelerator``. ``gradient_accumulation_steps`` multiplies the batch of the

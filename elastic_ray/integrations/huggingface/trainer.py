@@ -62,7 +62,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
             the batch fixed.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
         gradient_accumulation: Whether a step may have several micro-batches.
         elastic_options: Arguments of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
         args: Positional arguments of the extended class.

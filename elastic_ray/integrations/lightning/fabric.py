@@ -54,7 +54,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     Args:
         max_batch_size: Largest global batch [samples] of the first loader that is set up, as in
             ``AdaptiveDataLoader.autoscale_batch_size``. None keeps its batch fixed; other loaders always keep theirs.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
         gradient_accumulation: Whether a step may have several micro-batches.
         options: Arguments of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 

@@ -55,7 +55,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
     Args:
         max_batch_size: Largest global batch [samples], as in ``AdaptiveDataLoader.autoscale_batch_size``. None keeps
             the batch fixed.
-        local_bsz_bounds: Fewest and most samples that one worker processes at once.
+        local_bsz_bounds: Fewest and most samples that one worker processes at once; None for no bound.
         gradient_accumulation: Whether a step may have several micro-batches.
         checkpoint_io: As in other Lightning strategies.
         precision_plugin: As in other Lightning strategies.

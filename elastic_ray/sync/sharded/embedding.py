@@ -40,10 +40,10 @@ class ShardedEmbedding(torch.nn.Module):
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Width of a row.
-        padding_idx: Row that gets no gradient and is initialised to zero; None for none.
+        padding_idx: Row that gets no gradient and is initialised to zero; None for no such row.
         mode: ``"sum"`` or ``"mean"`` of bags, as in ``EmbeddingBag``; None to return the rows themselves.
         optimizer: Rule that updates rows: ``RowSGD``, ``RowAdagrad``, ``RowAdam``, or ``"sgd"``, ``"adagrad"``,
-            ``"adam"``. None does what the wrapped optimizer does, if that is SGD without momentum, Adagrad or
+            ``"adam"``. None uses the wrapped optimizer's rule; that optimizer must be SGD without momentum, Adagrad or
             SparseAdam, without decays. The learning rate is derived from the wrapped optimizer's.
         copies: Number of workers that own each row, 1 or 2. With 2, on different nodes if balance allows, losing one
             worker loses no rows. With 1, the job continues from its last checkpoint if a worker is lost.

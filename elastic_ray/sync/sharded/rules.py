@@ -23,7 +23,7 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """Base of the row rules: learning rate factor and parameter group."""
+    """Base of the row rules; the learning rate is ``lr_factor`` x that of the optimizer's parameter group ``group``."""
 
     # the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with its schedule
     # and the step's factor) times this; more than 0
@@ -44,7 +44,7 @@ class RowRule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSGD(RowRule):
-    """p <- p - lr g, as ``torch.optim.SGD`` without momentum and weight decay.
+    """Row rule p <- p - lr g, as ``torch.optim.SGD`` without momentum and weight decay.
 
     Examples:
         >>> from elastic_ray.sync import RowSGD
@@ -55,7 +55,7 @@ class RowSGD(RowRule):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdagrad(RowRule):
-    """s <- s + g^2, p <- p - lr g / (sqrt(s) + eps), as ``torch.optim.Adagrad`` without decays.
+    """Row rule s <- s + g^2, p <- p - lr g / (sqrt(s) + eps), as ``torch.optim.Adagrad`` without decays.
 
     Attributes:
         initial_accumulator_value: s before the first update; 0 or more.
@@ -83,7 +83,7 @@ class RowAdagrad(RowRule):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdam(RowRule):
-    """Adam on the rows that a step touches, as ``torch.optim.SparseAdam``; moments of other rows do not change.
+    """Row rule that applies Adam to a step's rows, as ``SparseAdam``; moments of other rows do not change.
 
     Bias correction counts the updates of the table, not those of each row, just as ``SparseAdam`` counts those of
     the parameter. The first updates of a row that is touched late are therefore not corrected for its small

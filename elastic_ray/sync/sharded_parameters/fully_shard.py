@@ -39,10 +39,11 @@ def fully_shard(
 ) -> Module:
     """Shard a module's parameters, gradients and optimizer state over the workers, whatever their number.
 
-    It is based on ``torch.distributed.fsdp.fully_shard`` and used in the same way: call it on blocks first and on the
-    model last, then make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become ``DTensor``
-    objects, which stay the same objects when the group changes: their rows move. At least two workers hold each row, so
-    that the loss of any one worker loses nothing. The model trains like a replicated one, up to rounding.
+    It is based on ``torch.distributed.fsdp.fully_shard`` and used in the same way: on every worker, call it on blocks
+    first and on the model last, then make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become
+    ``DTensor`` objects, which stay the same objects when the group changes; only their rows move. At least two workers
+    hold each row, so that the loss of any one worker loses nothing. The model trains like a replicated one, up to
+    rounding.
 
     Args:
         module: Module with a ``forward``, on its device. Its parameters must have a first dimension and be contiguous,

@@ -1,1 +1,1 @@
-"""Policies of others, as published, and simple ones to compare with."""
+"""Baseline policies: published policies of other systems, and simple ones for comparison."""

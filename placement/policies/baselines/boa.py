@@ -1,4 +1,4 @@
-"""``boa``: each class of jobs has one width, which minimises the mean completion time within a budget."""
+"""``boa``: each class of jobs has one width, chosen to minimise the mean completion time within a budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobClass:
-    """Jobs of one model that arrive at a known rate, with a known length."""
+    """Jobs of one model that arrive at a known rate and have a known length."""
 
     per_h: float  # arrivals [1/h]
     seconds: Mapping[int, float]  # T(k), the time of such a job alone on k workers [s], by k; a width is one of these
@@ -31,19 +31,19 @@ class JobClass:
 
 
 def boa_widths(classes: Mapping[str, JobClass], gpus: float) -> dict[str, int]:
-    """Return the width of each class: the solution of BOA Constrictor (arXiv 2602.01404).
+    """Return the width (workers per job) of each class: the solution of BOA Constrictor (arXiv 2602.01404).
 
         min over k  of  sum_i r_i T_i(k_i)     subject to     sum_i r_i k_i T_i(k_i) <= B
 
-    with r_i arrivals and B the GPUs that may be rented on average: by Little's law, the jobs in the system and the GPUs
-    that they hold, where none waits. Only points on the lower convex hull of (k T(k), T(k)) are optimal for some B, and
-    of these the steps that save most time for a GPU hour come first, whatever the rates; the last one that would exceed
-    B is not taken.
+    with arrival rates r_i and B the GPUs that may be rented on average. By Little's law, the two sums are the jobs
+    in the system and the GPUs that they hold if no job waits. Only points on the lower convex hull of (k T(k),
+    T(k)) are optimal for some B. Of these, the steps that save most time per GPU hour come first, whatever the
+    arrival rates; the search stops at the first step that would exceed B.
 
     Args:
         gpus: B.
 
-    Raises ValueError: B is less than the classes need at their cheapest.
+    Raises ValueError: B is less than the classes need at their cheapest widths.
     """
     hulls = {name: _hull(each) for name, each in classes.items()}
     used = sum(classes[name].per_h * hull[0][0] for name, hull in hulls.items()) / 3600.0
@@ -67,7 +67,7 @@ def boa_widths(classes: Mapping[str, JobClass], gpus: float) -> dict[str, int]:
 
 
 def _hull(each: JobClass) -> list[tuple[float, float, int]]:
-    """Lower convex hull of (GPU seconds, seconds, width), from the cheapest to the fastest."""
+    """Return the lower convex hull of (GPU seconds, seconds, width), from the cheapest to the fastest."""
     points = sorted((workers * seconds, seconds, workers) for workers, seconds in each.seconds.items())
     hull: list[tuple[float, float, int]] = []
     for point in points:
@@ -80,18 +80,18 @@ def _hull(each: JobClass) -> list[tuple[float, float, int]]:
 
 
 def _slope(one: tuple[float, float, int], other: tuple[float, float, int]) -> float:
-    """Seconds more for a GPU second more; below 0."""
+    """Return the change in seconds per additional GPU second; it is negative."""
     return (other[1] - one[1]) / (other[0] - one[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BoaPolicy:
-    """The widths of :func:`boa_widths`, which do not change while other jobs come and go.
+    """Policy with the widths of :func:`boa_widths`, which do not change while other jobs come and go.
 
-    It is published for a cluster that is rented to fit: where all jobs find room, each has its width from its start to
-    its end. Where they do not, one more worker goes to the job with the fewest, up to its width. A job of no known
-    class grows while it gets faster. Widths for all GPU types are those of the one that the arrivals were told for. The
-    epochs' classes of the paper, which would change a job's width as its noise grows, are left out.
+    It was published for a cluster rented to fit: if all jobs find room, each keeps its width throughout. If not,
+    single workers go to the job with the fewest, up to its width. A job of unknown class grows while it gets
+    faster. The widths computed for one GPU type are used for all. The paper's classes per epoch, which would change
+    a job's width as its gradient noise grows, are not implemented.
     """
 
     # what all GPUs may cost on average [USD/h]; None for as many GPUs as the cluster has, or where the arrivals need
@@ -111,7 +111,7 @@ class BoaPolicy:
         return "boa"
 
     def priced(self, prices: Mapping[str, float]) -> BoaPolicy:
-        """Return the policy with the price of the only, or cheapest, GPU type [USD/h]."""
+        """Return the policy with the given GPU prices [USD/h]; of several GPU types, the cheapest counts."""
         return dataclasses.replace(self, usd=min(prices.values(), default=self.usd))
 
     def told(self, classes: Mapping[str, JobClass], gpus: float) -> BoaPolicy:
@@ -121,7 +121,7 @@ class BoaPolicy:
         return dataclasses.replace(self, widths=boa_widths(classes, budget))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Give each job workers up to its width, one at a time to the job with the fewest."""
+        """Give each job workers up to its width, one at a time, always to the job with the fewest."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             width = self.widths.get(view.fingerprint or "")

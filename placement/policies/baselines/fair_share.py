@@ -1,4 +1,4 @@
-"""``fair_share``: equal numbers for all."""
+"""``fair_share``: equal numbers of workers for all jobs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FairSharePolicy:
-    """Max-min fairness of worker counts: one more worker always goes to the job with the fewest for its weight.
+    """Max-min fairness of worker counts: the next worker always goes to the job with the fewest for its weight.
 
-    A job that another worker would not speed up, or that is at its maximum, leaves its share to the others.
+    A job that is at its maximum, or that another worker would not speed up, leaves its share to the other jobs.
     """
 
     @property
@@ -26,7 +26,7 @@ class FairSharePolicy:
         return "fair_share"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             return -float(workers) if curve[workers + 1] > curve[workers] else None

@@ -13,10 +13,10 @@ from placement.policies.shared.worst_fit import WorstFitPlacer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FifoPolicy:
-    """Each job in the order of arrival takes what it can use; none overtakes another.
+    """Policy that gives each job, in order of arrival, as much as it can use; no job overtakes another.
 
-    Jobs that ask for a fixed number get exactly that: they wait for it, and all jobs behind them wait too.
-    Others keep their minimum while later ones arrive, and the earlier grows first.
+    Jobs that request a fixed number of workers get exactly that number: they wait for it, and all later jobs wait
+    too. Other jobs keep their minimum while later jobs arrive, and earlier jobs grow first.
     """
 
     rigid: bool = dataclasses.field(default=True, init=False)
@@ -27,7 +27,7 @@ class FifoPolicy:
         return "fifo"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         order = sorted(jobs, key=lambda view: view.arrival)
         if any(requested_workers(view) is not None for view in jobs):
             return _in_line(order, cluster)
@@ -43,7 +43,7 @@ class FifoPolicy:
 
 
 def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-    """Return targets of jobs in line: running ones stay, others start as asked or wait behind the first that waits."""
+    """Return targets in order of arrival: running jobs stay, others start as requested until one must wait."""
     placer = WorstFitPlacer(cluster)
     targets: dict[str, Target] = {}
     kept = {view.job: placer.keep(view) for view in order if view.workers}

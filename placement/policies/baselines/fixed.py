@@ -1,4 +1,4 @@
-"""``fixed``: every job at one size, first come first served."""
+"""``fixed``: every job at one size, first come, first served."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from placement.policies.shared.base import Target, admit, held
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPolicy:
-    """Each job gets ``workers`` or its own maximum in the order of arrival; what is left if that is less.
+    """Policy that gives each job ``workers`` or its own maximum, in order of arrival; less if room is short.
 
-    A job shrinks only to admit another one at its minimum. The plain alternative that the other policies are
-    measured against, and the choice for people who want to size their jobs themselves.
+    A job shrinks only to admit another job at its minimum. This is the plain baseline for the other policies, and
+    the choice for people who want to size their jobs themselves.
 
     Attributes:
-        workers: wanted size of every job, cut to its own bounds; None takes its ``max_workers``.
+        workers: Wanted size of every job, within its own bounds; None means each job's ``max_workers``.
     """
 
     workers: int | None = None
@@ -33,7 +33,7 @@ class FixedPolicy:
         return "fixed"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         for view in sorted(jobs, key=lambda view: view.arrival):

@@ -1,4 +1,4 @@
-"""``optimus``: single GPUs to the largest drop in remaining time."""
+"""``optimus``: single GPUs to the job whose remaining time drops most."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 class OptimusPolicy:
     """Greedy minimisation of the sum of remaining times (Peng et al., "Optimus", EuroSys 2018, section 4.1).
 
-    Every job first gets its minimum, in the order of submission; then one worker at a time goes where
-    (T(k) - T(k + 1)) x remaining steps is largest, while it is positive. T is the step time on k workers: the
-    oracle's where a simulation gives one, else from the fitted model; without an oracle the remaining steps come
-    from declared epochs and measured progress, and count as equal where jobs do not tell. ``JobView.weight`` multiplies
-    what a worker saves.
+    Every job first gets its minimum, in order of submission. Then one worker at a time goes to the job with the
+    largest (T(k) - T(k + 1)) x remaining steps, as long as it is positive. T(k), the step time on k workers, comes
+    from the oracle if a simulation provides one, else from the fitted model. Without an oracle, the remaining steps
+    come from declared epochs and measured progress; if they are unknown for any job, they count as equal for all.
+    ``JobView.weight`` multiplies the time that a worker saves.
     """
 
     rigid: bool = dataclasses.field(default=True, init=False)
@@ -38,7 +38,7 @@ class OptimusPolicy:
         return "optimus"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         told = any(oracle_of(view) is not None for view in jobs)
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
@@ -61,7 +61,7 @@ class OptimusPolicy:
 
 
 def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
-    """Admit minimums strictly in the order of submission, as published."""
+    """Admit minimums in order of submission, as published."""
     admission = Admission(empty=FreeResources(cluster), room=FreeResources(cluster), floors={}, waiting={})
     for view in sorted(jobs, key=lambda view: view.arrival):
         if admission.room.add(view, view.min_workers):
@@ -72,7 +72,7 @@ def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 
 def _remaining_times(jobs: Sequence[JobView], cluster: Cluster, admission: Admission) -> dict[str, NDArray[np.float64]]:
-    """Return the remaining time [s] of each job on 0..n workers (entry 0 is never)."""
+    """Return the remaining time [s] of each admitted job on 0..n workers; entry 0 stands for never."""
     empty = FreeResources(cluster)
     admitted = [view for view in jobs if view.job in admission.floors]
     rates = {view.job: _rates(view, empty) for view in admitted if oracle_of(view) is None}
@@ -95,7 +95,7 @@ def _rates(view: JobView, empty: FreeResources) -> NDArray[np.float64]:
 
 
 def _remaining_s(view: JobView) -> float | None:
-    """Return seconds to the end at the job's smallest size, from what it declared and measured; None if unknown."""
+    """Return the seconds to the end at the job's smallest size, from declared epochs and progress; None if unknown."""
     told = view.progress
     if told is None or told.epochs is None or view.goodput is None or told.done <= 0:
         return None
@@ -109,7 +109,7 @@ def _remaining_s(view: JobView) -> float | None:
 
 
 def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster) -> dict[str, Mapping[str, int]]:
-    """Return nodes for the counts: unchanged jobs keep theirs, others are placed smallest first on the roomiest."""
+    """Return nodes for the counts: unchanged jobs keep their nodes; others go to the roomiest, smallest job first."""
     placer = WorstFitPlacer(cluster)
     placed: dict[str, Mapping[str, int]] = {}
     waiting: list[JobView] = []

@@ -35,18 +35,18 @@ class PolluxPolicy:
         speed-up       = best goodput of the shape / best goodput of the job's fair share (slots / jobs, 1 or more)
         restart factor = max(age - d x restarts, 0) / (age + d) for a job whose place would change, else 1
 
-    with d = ``JobView.resize_cost_s`` and age the time since submission; jobs count by ``JobView.weight``. Where
-    the paper searches genetically, the sizes are found here by dynamic programming over the cluster's slots,
-    exactly for one kind of worker and node shapes (any part of a node, or whole nodes), and are then placed whole
-    nodes first, moving as few others as possible. A job may grow to ``JobView.growth_limit``.
+    with d = ``JobView.resize_cost_s`` and age the time since submission; jobs are weighted by ``JobView.weight``.
+    The paper uses a genetic search. Here dynamic programming over the cluster's slots finds the sizes, exactly for
+    one kind of worker and node shapes (any part of a node, or whole nodes). They are then placed whole nodes first,
+    moving as few other jobs as possible. A job may grow to ``JobView.growth_limit``.
 
-    Jobs whose workers differ in kind are not comparable slot by slot: they keep their minimum and grow one after
-    the other.
+    If the jobs' workers differ in kind, slots are not comparable: jobs keep their minimum and grow one after the
+    other.
 
     Attributes:
-        power: p, below 1 and not 0: -1 is the published choice; the lower, the fairer.
-        most_nodes: no job spans more nodes.
-        fair_share: whether speed-ups are relative to the fair share, else to one worker.
+        power: p, below 1 and not 0; the published choice is -1, and lower values are fairer.
+        fair_share: True if speed-ups are relative to the fair share, False if to the job's smallest size.
+        most_nodes: Maximum number of nodes per job.
     """
 
     power: float = -1.0
@@ -64,7 +64,7 @@ class PolluxPolicy:
         return "pollux"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
@@ -77,10 +77,7 @@ class PolluxPolicy:
     def _share(
         self, running: Sequence[JobView], admission: Admission, cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        """Return targets of the running jobs.
-
-        Sizes by ``knapsack`` on named nodes, or minimums where none can be placed.
-        """
+        """Return targets of the running jobs: sizes by ``knapsack``, or minimums if these cannot be placed."""
         room = FreeResources(cluster)
         slots = room.slots(running[0])
         share = max(1, round(int(slots.sum()) / len(running)))
@@ -106,7 +103,7 @@ class PolluxPolicy:
         return targets
 
     def _choice(self, view: JobView, floor: int, share: int, room: FreeResources, now_s: float) -> SizeOptions:
-        """Return sizes and what each is worth; the present place comes first."""
+        """Return the job's possible sizes with their worth; the current place, if it may stay, comes first."""
         slots = room.slots(view)
         most = max(floor, growth_limit(view))
         options: list[Shape] = [
@@ -152,7 +149,7 @@ class SizeOptions:
 
 
 def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
-    """Return the index of the option of each job, exactly the best sum; of equal options the first.
+    """Return the index of each job's option such that the sum of worths is maximal; ties go to the first option.
 
     f_j(g) = max over options o of worth_j(o) + f_{j-1}(g - size_j(o)); every job gets an option.
 

@@ -29,7 +29,7 @@ _ONE: Shape = (1, 1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A shape on nodes of one kind."""
+    """A shape on nodes of one kind (index of a GPU type)."""
 
     kind: int
     nodes: int
@@ -45,16 +45,16 @@ class SiaPolicy:
 
         sum_ij A_ij ((r_ij G_ij)^p - lambda)        sum_j A_ij <= 1, GPUs of each type not exceeded
 
-    G_ij is the estimated goodput over the job's own least, r = (age - restarts d) / (age + d) for another
-    configuration than the present one (d = ``JobView.resize_cost_s``) and 1 for that. A job may grow to
-    ``JobView.growth_limit``. Running jobs and, in the order of arrival, as many waiting ones as have room are
-    given something; moving a job to like nodes counts as no change.
+    G_ij is the estimated goodput over the job's lowest. For the current configuration r is 1, for any other
+    (age - restarts d) / (age + d) with d = ``JobView.resize_cost_s``. A job may grow to ``JobView.growth_limit``.
+    Running jobs, and as many waiting jobs as have room (in order of arrival), get some configuration; moving a job
+    to nodes of the same kind counts as no change.
 
     Attributes:
         power: p, below 0.
-        unallocated: lambda, what a job without GPUs costs.
-        most_nodes: no job spans more nodes.
-        gap: relative gap at which the solver stops.
+        unallocated: lambda, the cost of a job without GPUs.
+        most_nodes: Maximum number of nodes per job.
+        gap: Relative gap at which the solver stops.
     """
 
     power: float = -0.5
@@ -75,16 +75,16 @@ class SiaPolicy:
 
     @property
     def shares_knowledge(self) -> bool:
-        """False: Sia's jobs know only what they have measured themselves, so the simulator gives them no more."""
+        """False: Sia's jobs know only their own measurements, so the simulator gives them nothing else."""
         return False
 
     def load_solver(self) -> None:
-        """Import what the first decision would: half a second of CPU, far longer on a busy machine."""
+        """Import SciPy before the first decision: it takes half a second of CPU, far longer on a busy machine."""
         for name in ("scipy.optimize", "scipy.sparse"):
             importlib.import_module(name)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
@@ -97,7 +97,7 @@ class SiaPolicy:
     def _solve(
         self, running: Sequence[JobView], floors: Mapping[str, int], cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        """Return targets of the running jobs: configurations on named nodes, or minimums where there is no solution."""
+        """Return targets of the running jobs: configurations with nodes, or minimums if there is no solution."""
         slots = _SlotsByType(cluster, running[0])
         options: list[list[Configuration]] = []
         costs: list[list[float]] = []
@@ -132,7 +132,7 @@ class SiaPolicy:
         return targets
 
     def _configurations(self, view: JobView, floor: int, slots: _SlotsByType) -> list[Configuration]:
-        """Return the job's configurations: powers of two, then whole nodes of each kind, and its present size."""
+        """Return the job's configurations for each kind: powers of two, whole nodes, and its current size."""
         most = max(floor, growth_limit(view))
         found: list[Configuration] = []
         for kind in range(len(slots.types)):
@@ -154,7 +154,7 @@ class SiaPolicy:
     def _fill(
         self, running: Sequence[JobView], chosen: Sequence[Configuration], slots: _SlotsByType
     ) -> list[Configuration]:
-        """Give what the program's coarse sizes leave to jobs that it speeds up by more than it costs in a minute."""
+        """Give slots that the program leaves unused to jobs that recoup the cost of the change within a minute."""
         filled = list(chosen)
         left = list(slots.capacity)
         for each in chosen:
@@ -175,7 +175,7 @@ class SiaPolicy:
     def _costs(
         self, view: JobView, configurations: Sequence[Configuration], slots: _SlotsByType, now_s: float
     ) -> list[float]:
-        """Return cost of each configuration; below ``unallocated`` for every one that makes progress."""
+        """Return the cost of each configuration: its term of the sum in the class docstring, times the job's weight."""
         shapes = [(slots.types[each.kind], (each.nodes, each.workers)) for each in configurations]
         goodput = estimates(view, shapes)
         factor = restart_factor(view, now_s, _LEAST_FACTOR)
@@ -208,14 +208,14 @@ class _SlotsByType:
         self._roomy = [np.cumsum(sorted(each, reverse=True)) for each in of]
 
     def nodes_for(self, kind: int, workers: int) -> int:
-        """Return the fewest nodes of a kind that hold these workers."""
+        """Return the fewest nodes of a kind that hold this many workers."""
         return int(np.searchsorted(self._roomy[kind], workers)) + 1
 
 
 def _assign(
     options: Sequence[Sequence[Configuration]], costs: Sequence[Sequence[float]], capacity: Sequence[int], gap: float
 ) -> list[int] | None:
-    """Return the index of each job's configuration at the least cost; None if they cannot all have one."""
+    """Return the index of each job's configuration at the lowest cost; None if the jobs cannot all have one."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes longer to import than a worker takes to start
     from scipy.sparse import csr_array
 
@@ -249,14 +249,16 @@ def _assign(
 
 
 def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
-    """Return goodput of each (GPU type, shape), relative to the least of them.
+    """Return the estimated goodput of each (GPU type, shape), relative to the lowest of them.
 
-    Where the job was measured on several GPUs of the type, its model of that type answers. Else (Jayaram Subramanya
-    et al., SOSP 2023, section 3.2) another type A with such measurements, at the ratio of one GPU's goodput::
+    If the job was measured on several GPUs of the type, the job's model of that type is used. Otherwise (Jayaram
+    Subramanya et al., SOSP 2023, section 3.2) it uses another type A with such measurements, scaled by the ratio of
+    single-GPU goodputs::
 
         goodput_B(n, k) = goodput_B(1, 1) / goodput_A(1, 1) x goodput_A(n, k)
 
-    and without any, k GPUs do k times the work of one. A type that was never run on counts as a known one.
+    Without any such type, k GPUs do k times the work of one. On a type that the job has never run on, one GPU
+    counts as much as on its fastest known type.
     """
     if not view.models:
         return _relative(speeds_of(view, tuple(shape for _, shape in wanted)))

@@ -1,4 +1,4 @@
-"""``throughput_efficiency``: grow while an added worker still does a fair part of a present one's work."""
+"""``throughput_efficiency``: a job grows while an added worker still does a fair part of a current one's work."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputEfficiencyPolicy:
-    """Scaling efficiency above a threshold (Or, Zhang, Freedman, MLSys 2020, section 4.1).
+    """Policy that adds workers while the scaling efficiency exceeds a threshold (Or, Zhang, Freedman, MLSys 2020).
 
-    A job of k workers may have one more while ``scaling_efficiency`` of k and k + 1 is above ``threshold``, with R the
-    speed of ``placement.cluster.jobs.speeds``: useful samples per second at the best batch, so that
-    statistical efficiency counts too. Where room is short, the largest s goes first. GPUs that no job uses well stay
-    idle.
+    A job of k workers may have one more while the ``scaling_efficiency`` s(k) of k and k + 1 workers exceeds
+    ``threshold`` (section 4.1). The throughput R is the speed of ``placement.cluster.jobs.speeds``: useful samples
+    per second at the best batch, so statistical efficiency counts too. If room is short, the largest s goes first.
+    GPUs that no job uses well stay idle.
 
-    A straggler is left, as the paper replaces them: jobs go to other nodes than those on which some job has seen its
-    steps take ``slow_factor`` times longer (``JobView.slow_nodes``), as long as every job still runs.
+    The paper replaces stragglers; here jobs avoid nodes on which some job has seen its steps take ``slow_factor``
+    times longer (``JobView.slow_nodes``), as long as every job still runs.
 
     Attributes:
-        threshold: least s(k), from 0 (any gain) to below 1 (perfect scaling).
-        slow_factor: how many times slower a node must be to be left; above 1.
+        threshold: Least s(k), from 0 (any gain) to below 1 (perfect scaling).
+        slow_factor: Slowdown from which a node is avoided; above 1.
     """
 
     threshold: float = SCALING_THRESHOLD
@@ -47,7 +47,7 @@ class ThroughputEfficiencyPolicy:
         return "throughput_efficiency"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         return decide_by_worth(jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
 
     def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:

@@ -1,4 +1,4 @@
-"""``tiresias``: least attained service in two queues, for jobs of a fixed size."""
+"""``tiresias``: least attained service, in two queues, for jobs of a fixed size."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from placement.policies.shared.worst_fit import WorstFitPlacer
 class TiresiasPolicy:
     """Two-dimensional least attained service, discretised (Gu et al., "Tiresias", NSDI 2019, section 4.1).
 
-    A job starts in the first queue and enters the second, for good, once it has held GPUs for
-    ``threshold_s`` GPU-seconds. Each queue is first in, first out. A job that asks for a fixed number
-    (``TraceJobView.requested_workers``) gets exactly that or nothing, and gives way to any that is before it; running
-    ones keep their nodes. Jobs that ask for no number keep their minimum and grow in the order of the queues.
+    A job starts in the first queue and moves to the second, permanently, once it has used ``threshold_s``
+    GPU-seconds. Each queue is first in, first out. A job that requests a fixed number of workers
+    (``TraceJobView.requested_workers``) gets exactly that or nothing, and gives way to any job ahead of it; running
+    jobs keep their nodes. Jobs that request no number keep their minimum and grow in the order of the queues.
 
-    It remembers in which order jobs entered the second queue.
+    The policy is stateful: it remembers in which order jobs entered the second queue.
 
     Attributes:
-        threshold_s: service after which a job enters the second queue [GPU-seconds].
+        threshold_s: Service after which a job enters the second queue [GPU-seconds].
     """
 
     threshold_s: float = 57_600.0
@@ -41,7 +41,7 @@ class TiresiasPolicy:
         return "tiresias"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         order = self._queue(jobs)
         if any(requested_workers(view) is not None for view in jobs):
             return self._share_time(order, cluster)
@@ -55,7 +55,7 @@ class TiresiasPolicy:
         return targets
 
     def _queue(self, jobs: Sequence[JobView]) -> list[JobView]:
-        """Return jobs in the order of service."""
+        """Return the jobs in order of service: the first queue by arrival, then the second by time of entry."""
         present = {view.job for view in jobs}
         self._entered = {job: rank for job, rank in self._entered.items() if job in present}
         for view in sorted(jobs, key=lambda view: view.arrival):
@@ -64,7 +64,7 @@ class TiresiasPolicy:
         return sorted(jobs, key=lambda view: (self._entered.get(view.job, 0), view.arrival))
 
     def _share_time(self, order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-        """Decide which jobs run by the cluster's totals; running jobs stay, and others are spread."""
+        """Decide by the cluster's totals which jobs run; running jobs stay in place, and others are spread."""
         totals = FreeResources(cluster)
         runs = [view for view in order if totals.add(view, _asks(view))]
         placer = WorstFitPlacer(cluster)

@@ -1,4 +1,4 @@
-"""``utility_cost``: grow while the time saved is worth more than it costs."""
+"""``utility_cost``: a job grows while the time saved is worth more than it costs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from placement.reasons import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UtilityCostPolicy:
-    """Marginal utility against marginal dollars (``placement.cluster.utility``).
+    """Policy that compares marginal utility with marginal cost in dollars (``placement.cluster.utility``).
 
-    A job that runs t(k) hours more on k workers may have one more while
+    A job that needs t(k) more hours on k workers may have one more while
 
         U(t(k + 1)) - U(t(k)) > price x ((k + 1) t(k + 1) - k t(k))
 
-    with U its own utility. Without one, or until its length is known, U falls by ``value`` an hour: then the length
-    drops out. Where room is short, the largest ratio of the two sides goes first. GPUs that are not worth their price
-    stay idle. Stragglers are left as by ``throughput_efficiency``.
+    with U the job's own utility function. Without one, or until the job's length is known, U falls by ``value`` per
+    hour; the length then cancels out. If room is short, the largest ratio of the two sides goes first. GPUs that
+    are not worth their price stay idle. Slow nodes are avoided as in ``throughput_efficiency``.
 
-    The price is that of the GPU type that the job runs on. One that does not run yet is taken to pay the mean over
-    the slots it could have.
+    The price is that of the GPU types that the job runs on; for a job that is not running, it is the mean over the
+    slots that it could have.
 
     Attributes:
-        value: what finishing one hour earlier is worth [USD], where the job itself does not say.
-        price: of one worker for one hour on a GPU type that ``prices`` does not name [USD].
-        prices: of one worker for one hour, by GPU type [USD]; a simulation fills it in from its price table.
-        slow_factor: how many times slower a node must be to be left; above 1.
+        value: Value of finishing one hour earlier [USD], for jobs without a utility function or known length.
+        price: Price per worker and hour on GPU types that ``prices`` does not name [USD].
+        prices: Price per worker and hour [USD], keyed by GPU type; a simulation fills it in from its price table.
+        slow_factor: Slowdown from which a node is avoided; above 1.
     """
 
     value: float = 4.0
@@ -58,11 +58,11 @@ class UtilityCostPolicy:
         return "utility_cost"
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
-        """Return the policy with these prices of one worker for one hour, by GPU type [USD]."""
+        """Return the policy with these prices per worker and hour [USD] by GPU type, unless it has its own."""
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         room = FreeResources(cluster)
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}
@@ -88,7 +88,7 @@ class UtilityCostPolicy:
         return decide_by_worth(jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
     def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
-        """Return USD of one worker for one hour; what the job has paid counts for types without a price."""
+        """Return the price per worker and hour [USD]; types without a price count at what the job has paid so far."""
         price = view.bill.worker_usd_per_h if view.bill is not None and view.bill.worker_usd_per_h else self.price
         slots = dict.fromkeys(types.values(), 0)
         held = {node: workers for node, workers in view.allocation.items() if node in types}

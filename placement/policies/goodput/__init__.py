@@ -1,1 +1,1 @@
-"""The policy ``goodput``."""
+"""Implementation of the policy ``goodput``."""

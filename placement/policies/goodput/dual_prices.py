@@ -1,9 +1,9 @@
-"""Choice of one option for each job so that the sum of values is largest: dual prices instead of an integer program.
+"""Choice of one option per job that maximises the sum of values, by dual prices instead of an integer program.
 
-Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a price
-on every GPU the jobs no longer depend on each other, each takes argmax of value - price x size, and the price is
-found by bisection. What the prices leave over is filled greedily; small cases whose bound is not met are solved
-exactly by dynamic programming.
+Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a
+price on every GPU, the jobs no longer depend on each other. Each job picks argmax of value - price x size, and the
+price is found by bisection. Remaining capacity is filled greedily. Small cases that stay too far from the bound
+are solved exactly by dynamic programming.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ class Options:
             raise ValueError(f"base must fit into the capacities {self.capacities}, but takes {used}")
 
     def used(self, picks: Ints) -> Floats:
-        """Return what these options take of each GPU type."""
+        """Return the capacity of each GPU type that these options use, (K,)."""
         rows = np.arange(len(picks))
         sizes = self.sizes[rows, picks].astype(np.float64)
         taken: Floats = np.bincount(self.pool_of[rows, picks], sizes, len(self.capacities)).astype(np.float64)
         return taken
 
     def worth(self, picks: Ints) -> float:
-        """Sum of their values."""
+        """Return the sum of the values of these options."""
         return float(self.values[np.arange(len(picks)), picks].sum())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The option of each job, (J,), and the dual price (Lagrange multiplier) of a unit of each GPU type, (K,)."""
+    """Chosen option of each job, (J,), and the dual price (Lagrange multiplier) per unit of each GPU type, (K,)."""
 
     picks: Ints
     multipliers: Floats
 
 
 def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
-    """Return options that fit together, with nearly the best sum of values, and nothing left that would add to it.
+    """Return options that fit together and have nearly the highest sum of values.
 
-    Of equal options the first is taken. Deterministic.
+    No remaining capacity could be used to increase the sum. Ties go to the first option. Deterministic.
 
     Args:
-        options: what there is to choose from.
-        near: prices of a like case, (K,), to begin with.
-        polished: whether a small case whose bound is not met is looked at again.
+        options: The options to choose from.
+        near: Initial prices from a similar case, (K,); None starts at 0.
+        polished: True to improve a small case further if its sum is too far below the bound.
     """
     if not options.values.size:
         return Solution(
@@ -99,13 +99,13 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """Return a bound on all choices that fit: sum of (value - price x size) of every answer + price x capacity."""
+    """Return an upper bound over all feasible choices: sum of max(value - price x size) + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
 
 def _spread(options: Options) -> float:
-    """Return the largest possible gain of the decision: the best option of every job less its base."""
+    """Return the largest possible gain of the decision: each job's best option minus its base option, summed."""
     return float(options.values.max(axis=1).sum() - options.worth(options.base))
 
 
@@ -116,10 +116,11 @@ def _best_responses(options: Options, multipliers: Floats) -> Ints:
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
-    """Return the lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
+    """Return the lowest prices at which demand for no GPU type exceeds its capacity.
 
-    A price that rises sends jobs to the other types. After some passes prices only rise, as in an ascending
-    auction, until every type has room for what is asked of it. They begin at those ``near``, else at 0.
+    Prices are found one type at a time, in repeated passes, since a rising price moves jobs to other types. In later
+    passes prices only rise, as in an ascending auction, until each type has room for its demand. Prices start at
+    ``near``, or at 0 if it is None.
     """
     pools = len(options.capacities)
     multipliers = np.zeros(pools) if near is None else near.copy()
@@ -134,10 +135,10 @@ def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
 
 
 def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
-    """Bisect one price, the others given, from where it was.
+    """Find one price by bisection, with all other prices fixed, starting from its previous value.
 
-    The dearer, the less each job asks for. Those that ask for the same at both ends do so in between, too: they are
-    counted once, so that all but the first few steps look at few jobs.
+    The higher the price, the less each job requests. A job that requests the same at both ends of the interval also
+    does so in between, so it is counted once; after the first few steps only few jobs are evaluated.
     """
     capacity = options.capacities[pool] + _TINY
     here = options.pool_of == pool
@@ -173,13 +174,13 @@ def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
 
 
 def _asked(rest: Floats, size: Floats, multiplier: float) -> Floats:
-    """Return how much of one type each job takes at this price."""
+    """Return how much of one GPU type each job requests at this price."""
     asked: Floats = size[np.arange(len(rest)), np.argmax(rest - multiplier * size, axis=1)]
     return asked
 
 
 def _realise(options: Options, wanted: Ints) -> Ints:
-    """Move every job from its base to what it wants, as far as that fits, the largest gain per size first."""
+    """Move jobs from their base options to their wanted ones if that fits, the largest gain per size first."""
     used = options.used(wanted)
     if (used <= options.capacities + _TINY).all():
         return wanted
@@ -207,7 +208,7 @@ def _realise(options: Options, wanted: Ints) -> Ints:
 
 
 def fill(options: Options, picks: Ints) -> Ints:
-    """Use what is left where it adds most per size, until nothing that fits adds anything."""
+    """Use the remaining capacity, the largest gain per size first, until no option that fits adds anything."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     # A job that leaves room gives others a chance: look again, which ends since every step adds.
@@ -217,7 +218,7 @@ def fill(options: Options, picks: Ints) -> Ints:
 
 
 def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
-    """Fill the remaining room once; True if some job has released room by changing its option."""
+    """Fill the remaining room once; True if some job has freed room by changing its option."""
     rates, steps, needs = _best_steps(options, slice(None), picks, left)
     heap = [(-float(rates[j]), j, int(steps[j])) for j in np.flatnonzero(rates > -np.inf).tolist()]
     heapq.heapify(heap)
@@ -242,10 +243,10 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
 
 
 def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:
-    """Return for each job the option that fits and adds most per size.
+    """Return, for each job, the option that fits and has the largest gain per size.
 
-    Returns what it adds per size, -inf where none fits and adds anything; the option; and how much of each type is
-    needed for anything to be added, (J, K).
+    Returns three arrays: the gain per size, -inf if no option that fits adds anything; the option; and how much of each
+    GPU type the job needs before any option adds something, (J, K).
     """
     values, sizes, pool_of = options.values[rows], options.sizes[rows], options.pool_of[rows]
     every, own = np.arange(len(values)), picks[rows]
@@ -261,7 +262,7 @@ def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tup
 
 
 def _exchange(options: Options, picks: Ints) -> Ints:
-    """Let any two jobs choose anew together while that adds to their sum: better for several types, not exact."""
+    """Let pairs of jobs choose again together while that raises their sum; better for several types, not exact."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     pools = np.arange(len(left))
@@ -282,7 +283,7 @@ def _exchange(options: Options, picks: Ints) -> Ints:
 
 
 def _exact(options: Options) -> Ints:
-    """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), g one count per type."""
+    """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count per GPU type."""
     shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
     best = np.zeros(shape)
     sizes = np.rint(options.sizes).astype(np.int64)

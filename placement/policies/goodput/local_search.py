@@ -1,4 +1,4 @@
-"""Local search: one step from the present allocation to a better one, if it pays after all costs of changing."""
+"""Local search: one step from the current allocation to a better one, if it pays after all costs of the change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW = 64  # jobs; among more, some job's regular size fits about as well as an 
 
 
 def present_placements(instance: OptionTable) -> tuple[list[Placement], list[bool]]:
-    """Return the jobs' present placements on nodes that stay, and a flag for each that may remain unchanged."""
+    """Return the jobs' current placements on remaining nodes, and a flag per job: True if it may stay unchanged."""
     index = {node: (m, i) for m, pool in enumerate(instance.pools) for i, node in enumerate(pool.node_ids)}
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
     placements, valid = [], []
@@ -55,7 +55,7 @@ def present_placements(instance: OptionTable) -> tuple[list[Placement], list[boo
 
 
 def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid: Sequence[bool]) -> list[bool]:
-    """Return which placements fit together: where bundles share nodes, the job that came first stays first."""
+    """Return a flag per placement: True if it fits; if bundles compete for a node, the earlier job has precedence."""
     kept: list[dict[int, int]] = [{} for _ in instance.pools]
     for j, (here, ok) in enumerate(zip(placements, valid, strict=True)):
         if ok:
@@ -67,14 +67,14 @@ def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid:
 def improve(
     instance: OptionTable, utility: SpeedValue, present: Sequence[Placement], valid: Sequence[bool]
 ) -> tuple[list[Placement] | None, dict[int, Reason]]:
-    """Return a better allocation, None if there is none, and why jobs wait that do.
+    """Return a better allocation, or None if there is none, and the reasons of the jobs that wait.
 
-    Two are tried: everything decided anew, and the present one with what is idle filled up. The better of them is
-    taken if its worth, with every change discounted for its cost, exceeds that of staying. If neither does, and there
-    is one GPU type, what is idle is given to jobs for which it pays by their own weight, without the charge for their
-    pause: nobody else wants these GPUs, and they would else idle beside a long job for as long as short ones come and
-    go. Where moving others for that is not worth it, the job takes scattered room. Since discounts vanish once a change
-    is made, each step raises the worth of staying, and repeating them comes to an end.
+    Two candidates are tried: a new decision about all jobs, and the current allocation with idle GPUs filled. The
+    better one is used if its worth, with every change discounted for its cost, exceeds that of staying. If neither does
+    and there is one GPU type, idle GPUs go to jobs for which they pay by the job's own weight, without the charge for
+    the pause: no other job can use these GPUs, and they would otherwise stay idle beside a long job for as long as
+    short jobs come and go. If moving other jobs for this does not pay, the job gets scattered room. Discounts vanish
+    once a change is made, so each step raises the worth of staying, and repeated calls terminate.
     """
     score = utility.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
     rounded = [round(each, 9) for each in score.tolist()]
@@ -109,7 +109,7 @@ def improve(
 
 
 def _staying(alternatives: _Alternatives, valid: Sequence[bool], may_wait: Sequence[bool]) -> Ints | None:
-    """Return the option of each admitted job to stay as it is; None where a job cannot, must start, or none runs."""
+    """Return each admitted job's option of staying; None if no job runs, or if a job cannot stay or must start."""
     present, floors = alternatives.present, alternatives.floors
     runs = {j for j, here in enumerate(present) if here.place}
     if not runs or not all(valid[j] and j in floors for j in runs):
@@ -122,7 +122,7 @@ def _staying(alternatives: _Alternatives, valid: Sequence[bool], may_wait: Seque
 
 
 def _some_idle(options: Options, picks: Ints) -> bool:
-    """True if these options leave anything of any type."""
+    """True if these options leave capacity of any GPU type unused."""
     return bool((options.capacities - options.used(picks) > _ROUNDING).any())
 
 
@@ -134,7 +134,7 @@ def _best(
     valid: Sequence[bool],
     may_wait: Sequence[bool],
 ) -> list[Placement] | None:
-    """Return the candidate of the largest worth; None if staying is worth as much."""
+    """Return the candidate with the highest worth, or None if staying is worth at least as much."""
     now = worth_of(instance, utility, present, present, valid, may_wait)
     everyone = [True] * len(present)
     ranked = [
@@ -146,7 +146,7 @@ def _best(
 
 
 def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Placement]) -> list[bool]:
-    """Return a flag for each job: True if it may get nothing although its minimum fits."""
+    """Return a flag per job: True if it may get nothing even though its minimum fits."""
     if not utility.crowded:
         return [False] * len(present)
     return [
@@ -157,8 +157,9 @@ def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Plac
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Alternatives:
-    """Options of the admitted jobs: those of the instance, then each job's floor (nothing, for one that may wait), then
-    staying as it is.
+    """Options of the admitted jobs: those of the instance, then the job's floor, then staying unchanged.
+
+    The floor of a job that may wait is nothing.
     """
 
     instance: OptionTable
@@ -170,12 +171,12 @@ class _Alternatives:
     regular: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
     def placements_of(self, picks: Ints, *, moving: bool = True) -> list[Placement]:
-        """Return placements of all jobs for these options; those not admitted get none.
+        """Return the placements of all jobs for these options; jobs that are not admitted get none.
 
         Args:
-            picks: the option of each admitted job.
-            moving: whether jobs may be moved for others; if not, those that grow take scattered room, where the workers
-                of all jobs are alike.
+            picks: The option of each admitted job.
+            moving: True if jobs may be moved to make room for others. If False, jobs grow into scattered room, provided
+                that the workers of all jobs are alike.
         """
         every = np.arange(len(picks))
         counts, pools = self.workers[every, picks], self.options.pool_of[every, picks]
@@ -201,7 +202,7 @@ def _alternatives(
     valid: Sequence[bool],
     floors: Mapping[int, tuple[int, int]],
 ) -> _Alternatives:
-    """Return the options of the admitted jobs, and what each of them is worth."""
+    """Return the options of the admitted jobs with the value of each."""
     jobs = sorted(floors)
     rows = np.array(jobs, dtype=np.int64)
     here = np.array([present[j].workers for j in jobs], dtype=np.int64)
@@ -237,14 +238,14 @@ def _alternatives(
 
 
 def _columns(options: NDArray[_T], floor: NDArray[_T], stay: NDArray[_T]) -> NDArray[_T]:
-    """Return a table of all options: those of the instance, then each job's floor, then staying as it is."""
+    """Return the columns of all options: those of the instance, then each job's floor, then staying unchanged."""
     return np.concatenate([options, floor[:, np.newaxis], stay[:, np.newaxis]], axis=1)
 
 
 def _floor_speed(
     instance: OptionTable, rows: Ints, floor: Ints, pool: Ints
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Speed of the largest option that is not above the floor."""
+    """Return each job's speed at the largest option that does not exceed its floor."""
     below = (instance.sizes <= floor[:, np.newaxis]) & (instance.pool_of == pool[:, np.newaxis])
     at = np.where(below, instance.sizes, 0).argmax(axis=1)
     speeds: np.ndarray[tuple[int], np.dtype[np.float64]] = np.where(floor > 0, instance.speed[rows, at], 0.0)
@@ -252,7 +253,7 @@ def _floor_speed(
 
 
 def _anew(alternatives: _Alternatives) -> list[Ints]:
-    """Decide among regular sizes and fill up with any; where there are few jobs, decide among all sizes as well."""
+    """Choose among regular sizes and fill up with any size; with few jobs, also choose among all sizes."""
     options, instance = alternatives.options, alternatives.instance
     regular = dataclasses.replace(options, values=np.where(alternatives.regular, options.values, -np.inf))
     few = len(alternatives.jobs) <= _FEW
@@ -269,7 +270,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 def pack_placements(
     instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
-    """Return places for workers of different bundles, given by pool and job: what fits nowhere is left out."""
+    """Return placements for workers of different bundles, per pool and job; workers that do not fit are dropped."""
     placements = [UNPLACED] * len(present)
     for m, (pool, counts) in enumerate(zip(instance.pools, wanted, strict=True)):
         views = []
@@ -289,7 +290,7 @@ def pack_placements(
 
 
 class PoolCapacity:
-    """Promised room of each pool: counts where all workers are alike, else room on real nodes."""
+    """Capacity left in each pool: counts if all workers are alike, otherwise room on real nodes."""
 
     def __init__(self, instance: OptionTable) -> None:
         self._case = instance
@@ -297,13 +298,13 @@ class PoolCapacity:
         self._rooms = [] if instance.alike else [FreeResources(pool.cluster) for pool in instance.pools]
 
     def left(self, job: int, pool: int) -> int:
-        """Return how many more of the job's workers fit."""
+        """Return how many more of the job's workers fit into the pool."""
         if not self._rooms:
             return int(self._left[pool] + 1e-6)
         return int(self._rooms[pool].slots(self._case.views[job]).sum())
 
     def take(self, job: int, pool: int, workers: int) -> bool:
-        """Reserve room for all workers or for none; True if they fit."""
+        """Reserve room for all of the workers or none; True if they fit."""
         if not self._rooms:
             fits = workers <= self._left[pool] + 1e-6
             self._left[pool] -= workers if fits else 0
@@ -314,11 +315,11 @@ class PoolCapacity:
 def admit_into(
     instance: OptionTable, order: Sequence[int], present: Sequence[Placement]
 ) -> tuple[dict[int, tuple[int, int]], dict[int, Reason]]:
-    """Give every job its minimum or nothing, in this order; a smaller job may pass one that does not fit.
+    """Give every job its minimum or nothing, in the given order; a smaller job may pass one that does not fit.
 
-    Held jobs are then raised to their number, in the order of arrival, as far as that fits.
+    Held jobs are then raised to their held size, in order of arrival, or as close to it as room allows.
 
-    Returns (pool, workers) of each admitted job, and why each other one waits.
+    Returns (pool, workers) of each admitted job, and the reason of each job that waits.
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Node assignment for equal workers: whole nodes first, and a job that keeps its size keeps its place."""
+"""Node assignment for interchangeable workers: whole nodes first, and a job that keeps its size keeps its place."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ def assign_nodes(
 ) -> list[dict[int, int]]:
     """Assign nodes to each job's workers.
 
-    A job that keeps its size stays; one that shrinks keeps its fullest nodes. The others are placed largest first:
-    within a node on the tightest one that takes the whole job (its own, if it can), beyond that on whole nodes, its
-    own first. Where scattered room would split a job over more nodes than its size needs, smaller jobs that stand in
-    the way are moved, of which there are the fewer the more powers of two and whole nodes the sizes are.
+    A job that keeps its size stays in place, and a job that shrinks keeps its fullest nodes. All other jobs are
+    placed in order of decreasing size. Up to one full node, a job goes to the tightest node that holds all of it,
+    preferring its own nodes; a larger job gets whole nodes, its own first. If scattered room would split a job over
+    more nodes than its size needs, smaller jobs that are in the way are moved. This is rarer the more sizes are powers
+    of two or whole nodes.
 
     Args:
-        slots: workers that each node can hold.
-        sizes: workers of each job; their sum is at most that of the slots.
-        present: where each job's workers are now; empty if it has none.
+        slots: Workers that each node can hold.
+        sizes: Workers of each job; their sum must not exceed the sum of the slots.
+        present: Current workers of each job by node index; empty if it has none.
 
-    Returns workers by node index, one a job; all workers are placed.
+    Returns the workers of each job by node index; all workers are placed.
     """
     assignment = _Assignment(slots, sizes)
     waiting: list[int] = []
@@ -53,14 +54,14 @@ def assign_nodes(
 def grow_in_place(
     slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[WorkersByIndex]
 ) -> list[dict[int, int]]:
-    """Assign nodes to each job's workers while all present ones stay; growth goes to a job's own nodes first.
+    """Assign nodes to each job's workers without moving current workers; a job grows on its own nodes first.
 
     Args:
-        slots: workers that each node can hold.
-        sizes: workers of each job; one that is to have fewer than it has keeps what it has.
-        present: where each job's workers are now; they fit together.
+        slots: Workers that each node can hold.
+        sizes: Workers of each job; a job whose size is below its current workers keeps its current workers.
+        present: Current workers of each job by node index; together they fit the slots.
 
-    Returns workers by node index, one a job; fewer than its size where no room is left.
+    Returns the workers of each job by node index: fewer than its size if there is not enough room.
     """
     free = slots.copy()
     places = [dict(here) for here in present]
@@ -81,7 +82,7 @@ def grow_in_place(
 
 
 def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
-    """Return the fullest nodes of a place, up to so many workers; one node that holds them all is best."""
+    """Return the fullest nodes of a place, up to ``size`` workers, so that the job spans as few nodes as possible."""
     if size == sum(here.values()):
         return dict(here)
     part: dict[int, int] = {}
@@ -94,7 +95,7 @@ def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
 
 
 class _Assignment:
-    """Places for jobs of given sizes, one after the other; whole nodes first, by best fit."""
+    """Places jobs of given sizes one after the other: whole nodes first, by best fit."""
 
     def __init__(self, slots: NDArray[np.int64], sizes: Sequence[int]) -> None:
         self.occupied = Occupancy(FreeSlots(slots))
@@ -102,12 +103,12 @@ class _Assignment:
         self._node = int(slots.max(initial=1))
 
     def holds(self, place: WorkersByIndex) -> bool:
-        """True if all of a place is still free."""
+        """True if every slot of the place is still free."""
         free = self.occupied.slots(0)
         return all(free[i] >= workers for i, workers in place.items())
 
     def find(self, j: int, here: WorkersByIndex) -> tuple[dict[int, int], list[int]]:
-        """Return a place, and the jobs that have to be moved for it."""
+        """Return a place for the job, and the jobs that must be moved to free it."""
         place: dict[int, int] = {}
         moved: list[int] = []
         free = self.occupied.slots(j)
@@ -131,7 +132,7 @@ class _Assignment:
         return place, moved
 
     def _clear(self, free: NDArray[np.int64], chunk: int, moved: Sequence[int]) -> tuple[int | None, list[int]]:
-        """Return the node that takes the chunk whole once the fewest workers of jobs at most half as large left it."""
+        """Return a node that can hold the whole chunk, and the jobs (at most half as large) that must leave it."""
         best: tuple[int, int, list[int]] | None = None
         sizes = self._sizes
         for i in np.argsort(-free, kind="stable")[:8].tolist():
@@ -151,7 +152,7 @@ class _Assignment:
 
 
 def _tightest(free: NDArray[np.int64], chunk: int, here: WorkersByIndex) -> int | None:
-    """Return the job's own node that takes the whole chunk, else the tightest one."""
+    """Return one of the job's own nodes if it holds the whole chunk, else the tightest node that does; None if none."""
     own = [i for i in here if free[i] >= chunk]
     if own:
         return min(own, key=lambda i: (-here[i], int(free[i]), i))

@@ -1,4 +1,4 @@
-"""``goodput``: workers go where they shorten the queue most, and only if the change pays back."""
+"""``goodput``: gives workers to the jobs that shorten the queue most, and only if the change pays back."""
 
 from __future__ import annotations
 
@@ -34,56 +34,58 @@ _Places = dict[str, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputPolicy:
-    """Maximises the sum over jobs of weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)).
+    """Policy that maximises the summed, weighted utility of the jobs' speeds, after the cost of every change.
 
-    * speed: goodput of an option over that on the job's smallest size; measured step times count before the fitted
-      model (``placement.goodput.speeds``).
-    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea
-      (``remaining.rank_weights``), with GPUs of several types softened the more the emptier the cluster is: the last
-      few long jobs share the best type rather than end one after the other. It uses declared epochs x measured
-      progress per epoch; jobs that declare nothing weigh as much as the middle one. A job that would end later than
-      ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most ten times, so that no job
-      starves.
-    * discount = H' / (H' + n d) for anything but staying as it is, d = ``resize_cost_s``, H' = min(horizon, remaining
-      time) and n = 1 + the chance that a job arrives before this one ends, at the rate of the last half hour: an
-      arrival undoes a change, with another pause. Another 1 / (1 + hysteresis) for taking workers away or moving. What
-      it takes is charged at a weight of ``charge`` at least: while a job pauses its GPUs serve nobody, whosever they
-      are, and a long job would else pause for every short one that comes and goes. Where there is one GPU type, those
-      that are idle in the outcome are given without that charge, and with n = 1, to jobs that gain by them more than
-      the pause costs and ``hysteresis``.
+    The sum over jobs is weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), with:
+
+    * speed: goodput of an option over goodput at the job's smallest size. Measured step times take precedence over
+      the fitted model (``placement.goodput.speeds``).
+    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left, as in heSRPT
+      (``remaining.rank_weights``). With GPUs of several types, ranks are softened the more the emptier the cluster
+      is, so that the last few long jobs share the best type instead of ending one after the other. Remaining work
+      is declared epochs x measured progress per epoch; jobs that declare nothing get the middle weight. A job that
+      would end later than ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most
+      ten times, so that no job starves.
+    * discount = H' / (H' + n d) for every option but staying unchanged, with d = ``resize_cost_s``, H' =
+      min(horizon, remaining time) and n = 1 + the chance that a job arrives before this one ends, at the rate of
+      the last half hour: an arrival undoes a change, at the cost of another pause. If a change removes
+      workers or moves the job, the discount is also divided by 1 + hysteresis. The cost is charged at a weight of
+      at least ``charge``: GPUs of a paused job serve nobody, and a long job would otherwise pause for every short
+      job that comes and goes. With one GPU type, GPUs that stay idle in the outcome are assigned without that
+      charge, and with n = 1, to jobs that gain more than the pause costs and ``hysteresis``.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
-      ``fair_power`` where no length is known. Where all are, p = ``power``; where some are, p is between the two by
-      their part, and the others count as long as these are on average. On a crowded cluster (more than ``crowd`` jobs
-      for each worker that fits) p is larger with the crowd, up to 1: the nearer each job is to one
-      worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time
-      first", which is optimal where speed grows linearly. With fewer than half of ``crowd`` it falls towards 0: there
-      is enough for all, and even shares end soonest.
+      ``fair_power`` if no length is known. If all lengths are known, p = ``power``; if some are, p lies in between
+      in proportion, and the other jobs count as average length. On a crowded cluster (more than ``crowd`` jobs for
+      each worker that fits) p grows with the crowd, up to 1: the nearer each job is to one worker, the less there
+      is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time first", which is optimal
+      if speed grows linearly. With fewer than half of ``crowd``, p falls towards 0: there is enough for all, and
+      even shares end soonest.
 
-    Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0)
-    is the price, and a running one may be stopped if it says what that costs (``JobView.stop_cost_s``). Then every
-    job takes argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among sizes that
-    leave no scattered room; what is left is filled with any size. The outcome replaces the present allocation only if
-    it is worth more after all costs of changing (``local_search``), so that equal inputs change nothing. A job's
-    workers are all of one GPU type, but for those that a job with ``JobView.mixed_gpu_types`` gets from the slots that
-    are left (``mixed_types``).
+    Minimums come first (``admission``), except on a crowded cluster. There a job may wait, at the price of weight x
+    phi(0), and a running job may be stopped if it reports the cost of stopping (``JobView.stop_cost_s``). Then
+    every job picks argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among
+    sizes that leave no scattered room; remaining room is filled with any size. The outcome replaces the current
+    allocation only if it is worth more after all costs of changing (``local_search``), so equal inputs change
+    nothing. A job's workers are all of one GPU type, unless ``JobView.mixed_gpu_types`` lets it use leftover slots
+    of other types (``MixedTypes``).
 
-    The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s) the
-    average completion time of a trace moves by 1 to 4 %, down on some and up on others.
+    The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s)
+    the average completion time of a trace moves by 1 to 4 %, down on some and up on others.
 
     Attributes:
-        horizon_s: least H, time within which a change must pay back [s]; H is the mean time that a size of this job has
-            lasted if that is longer. So a job whose changes cost minutes does not follow every short job that comes and
-            goes, and does not stay at one worker for days either: the longer it stays, the more a change may cost.
-        crowd: jobs for each worker that fits from which a cluster is crowded.
-        hysteresis: relative gain that is worth taking a worker away from a running job for.
+        horizon_s: Least H, the time within which a change must pay back [s]. H is the mean time that a size of this
+            job has lasted if that is longer. So a job whose changes cost minutes does not react to every short job,
+            yet does not stay at one worker for days: the longer its size lasts, the more a change may cost.
+        crowd: Jobs per worker that fits, above which a cluster counts as crowded.
+        hysteresis: Relative gain required to remove a worker from a running job.
         exponent: a; 0 weighs all jobs alike.
-        power: p where all lengths are known and jobs are between half of ``crowd`` and ``crowd``; see above.
-        fair_power: p where none is.
-        late: estimated finish-time fairness from which a job weighs more.
-        charge: least weight of what a pause costs, as a part of the largest ``JobView.weight``.
-        sharpness: how sharply a job of twice the length counts as longer where there are ``crowd`` jobs; it is
-            proportional to the jobs, 1 at least, and infinite with one GPU type.
-        lengths: whether to use declared lengths.
+        power: p if all lengths are known and the jobs number between half of ``crowd`` and ``crowd``; see above.
+        fair_power: p if no length is known.
+        late: Estimated finish-time fairness above which a job weighs more.
+        charge: Least weight at which a pause is charged, as a fraction of the largest ``JobView.weight``.
+        sharpness: Sharpness of the ranks, q in ``remaining.rank_weights``, at ``crowd`` jobs per worker. It is
+            proportional to the number of jobs, at least 1, and infinite with one GPU type.
+        lengths: True to use declared lengths.
     """
 
     horizon_s: float = 300.0
@@ -115,11 +117,11 @@ class GoodputPolicy:
 
     @property
     def prices(self) -> Mapping[str, float]:
-        """Dual price of a slot by GPU type in the last decision; empty before the first."""
+        """Dual price of one slot in the last decision, keyed by GPU type; empty before the first decision."""
         return dict(self._cache.prices)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Decide on the targets; see ``Policy``."""
+        """Return a target per job; see ``Policy``."""
         if not any(view.mixed_gpu_types for view in jobs):
             return self._on_one_type_each(jobs, cluster, now_s)
         mixed = MixedTypes(cluster=cluster, horizon_s=self.horizon_s, hysteresis=self.hysteresis, cache=self._cache)
@@ -127,7 +129,7 @@ class GoodputPolicy:
         return mixed.extend(jobs, self._on_one_type_each(alone, cluster, now_s))
 
     def _on_one_type_each(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return the decision with all workers of a job on one GPU type."""
+        """Return the decision in which all workers of a job are on one GPU type."""
         instance = build(jobs, cluster, self._cache)
         utility = self.utility(instance, now_s)
         placements, valid = present_placements(instance)
@@ -145,7 +147,7 @@ class GoodputPolicy:
         }
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
-        """Return what each job's speed is worth now."""
+        """Return the current utility of each job's speed."""
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
         untold = np.array([view.progress is None for view in views], dtype=np.bool_)
@@ -185,7 +187,7 @@ class GoodputPolicy:
 
 
 def _target(instance: OptionTable, placement: Placement, reason: Reason) -> Target:
-    """Return the target of a job: its number of workers and their nodes."""
+    """Return the target of a job: its workers, their nodes and the reason."""
     if not placement.place:
         return Target(workers=0, reason=reason)
     pool = instance.pools[placement.pool]
@@ -195,7 +197,7 @@ def _target(instance: OptionTable, placement: Placement, reason: Reason) -> Targ
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """One decision with its causes: the jobs' nodes before and after it."""
+    """A decision with its causes: the jobs' placements before and after it."""
 
     instance: OptionTable
     utility: SpeedValue
@@ -209,7 +211,7 @@ class Decided:
             object.__setattr__(self, name, self.instance.speed_at(placements).tolist())
 
     def reason(self, j: int) -> Reason:
-        """Return why a job has its workers: who has what it lost, or what its own change brings."""
+        """Return why a job has its workers: who got the workers that it lost, or what its own change gains."""
         view, was, here = self.instance.views[j], self.before[j], self.after[j]
         if here.place and (why := held(view, here.workers)) is not None:
             return why
@@ -229,7 +231,7 @@ class Decided:
         return Reason(cause, facts, self._figures(j))
 
     def _lost(self, j: int, gain: float) -> tuple[Cause, tuple[str | float, ...]]:
-        """Return the cause for a job that has less than before, or waits: who has it."""
+        """Return the cause for a job that waits or has fewer workers than before, and which jobs got them."""
         views, left_s = self.instance.views, self.utility.left_s
         more = [k for k, here in enumerate(self.after) if here.workers > views[k].workers]
         ahead = [k for k in more or range(len(views)) if k != j and self.after[k].place]
@@ -255,7 +257,7 @@ class Decided:
         return Cause.NOT_WORTH if used + unit[j] <= case.capacities[pool] + 1e-6 else Cause.FULL
 
     def _figures(self, j: int) -> str:
-        """Speeds, the next larger size and the weight of one job; of one that lost workers also what others gained."""
+        """Return a job's speeds, next size and weight as text; if it lost workers, also the gains of others."""
         case, view, here = self.instance, self.instance.views[j], self.after[j]
         said = [f"{view.workers} -> {count(here.workers)}, speed {self.had[j]:.2f} -> {self.speed[j]:.2f}"]
         larger = case.possible[j] & (case.pool_of == here.pool) & (case.sizes > here.workers)
@@ -280,7 +282,7 @@ class Decided:
 def _best(
     group: MixedGroup, noise: NoiseScale, init: int, most: int | None, held: int | None, accumulation: bool
 ) -> MixedBatch:
-    """Return the best batch; see ``MixedGroup.best``."""
+    """Return the cached best batch; see ``MixedGroup.best``."""
     return group.best(noise, init, max_batch_size=most, held_batch=held, accumulation=accumulation)
 
 
@@ -294,7 +296,7 @@ class MixedTypes:
     cache: GoodputCache  # of what was computed before
 
     def on_one_type(self, view: JobView) -> JobView:
-        """Return the job with its workers on its own type alone: the type on which these do most."""
+        """Return the job with only the workers on its own GPU type, the type whose workers have the highest goodput."""
         if not view.mixed_gpu_types:
             return view
         parts = self._parts(view.allocation)
@@ -303,11 +305,11 @@ class MixedTypes:
         return view.placed(parts[self._own_type(view, parts)])
 
     def extend(self, jobs: Sequence[JobView], targets: Mapping[str, Target]) -> dict[str, Target]:
-        """Give jobs workers on other types, in the order of arrival, where the model of mixed groups says more.
+        """Add workers on other GPU types, in order of arrival, if the model of mixed groups predicts a gain.
 
         Args:
-            jobs: all of the decision.
-            targets: what the policy gives them on one type each, with nodes.
+            jobs: All jobs of the decision.
+            targets: The policy's targets with one GPU type per job, including nodes.
         """
         placed: Allocation = {job: target.nodes for job, target in targets.items() if target.nodes}
         room = FreeResources(without(self.cluster, placed, {view.job: view.bundle for view in jobs}))
@@ -331,10 +333,7 @@ class MixedTypes:
         return found
 
     def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str, str]:
-        """Return the best workers on other types beside those on its own, and why.
-
-        No such workers where they do not bring more.
-        """
+        """Return the best workers to add on other GPU types, their description and the gain; empty if none helps."""
         nodes, (gpu,) = self.cluster.by_id(), self._parts(own)
         present = {n: k for n, k in view.allocation.items() if n in nodes and n not in own and nodes[n].gpu_type != gpu}
         alone = self._goodput(view, own)
@@ -360,10 +359,7 @@ class MixedTypes:
     def _choices(
         self, view: JobView, own: _Places, gpu: str, present: _Places, room: FreeResources
     ) -> Iterator[_Places]:
-        """Yield what the job could have besides: what it has; 1, 2, 4...
-
-        and all free slots of a type; those of all types.
-        """
+        """Yield candidate sets of foreign workers: the current ones; 1, 2, 4... and all of each type; all types."""
         free = dict(zip(room.node_ids, room.slots(view).tolist(), strict=True))
         fits = all(workers <= free.get(node_id, 0) for node_id, workers in present.items())
         # Its own type may have grown meanwhile, up to all that the job can use.
@@ -388,10 +384,7 @@ class MixedTypes:
             yield everything
 
     def _goodput(self, view: JobView, place: Mapping[str, int]) -> float:
-        """Return goodput there [samples/s] by the model of mixed groups.
-
-        0 where a worker would have too few samples.
-        """
+        """Return the goodput of the place [samples/s] by the mixed-group model; 0 if a worker has too few samples."""
         model = view.goodput
         assert model is not None, f"job {view.job} has a model"
         parts, low = [], _LEAST_SHARE
@@ -408,7 +401,7 @@ class MixedTypes:
         return found.goodput if len(parts) == 1 or found.smallest_share >= low else 0.0
 
     def _own_type(self, view: JobView, parts: Mapping[str, _Places]) -> str:
-        """Return the type whose workers do most by themselves; most workers where nothing is known."""
+        """Return the type whose workers alone have the highest goodput (without a model: the most workers)."""
 
         def rate(gpu: str) -> float:
             here = parts[gpu]
@@ -419,7 +412,7 @@ class MixedTypes:
         return min(parts, key=lambda gpu: (-round(rate(gpu), 9), gpu))
 
     def _parts(self, place: Mapping[str, int]) -> dict[str, _Places]:
-        """Return workers by node of each type, of nodes that are in the cluster."""
+        """Return workers per node, grouped by GPU type; nodes that have left the cluster are omitted."""
         nodes, parts = self.cluster.by_id(), dict[str, _Places]()
         for node_id, workers in sorted(place.items()):
             if node_id in nodes:

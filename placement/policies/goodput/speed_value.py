@@ -1,4 +1,4 @@
-"""The utility of every job's speed in a decision, and what a change is worth after its cost."""
+"""Utility of every job's speed in a decision, and the value of a change after its cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placement.policies.goodput.tables import OptionTable, Placement
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedValue:
-    """Utility of speed in a decision: per job, (J,), and for all."""
+    """Utility of speed in a decision, with one entry per job, (J,), or one number for all jobs."""
 
     weight: Floats
     left_s: Floats  # remaining time at speed 1 [s]; NaN where unknown
@@ -29,21 +29,21 @@ class SpeedValue:
     growth_hysteresis: float = 0.0  # relative gain that is worth giving a running job more workers for
 
     def where_gpus_idle(self) -> SpeedValue:
-        """Return the value where no other job has use for the GPUs: a pause counts for the job alone, and must pay."""
+        """Return the utility for GPUs that no other job can use: a pause costs only the job that pauses."""
         return dataclasses.replace(self, charge=0.0, arrivals_per_s=0.0, growth_hysteresis=self.hysteresis)
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
-        """Return the value for some of the jobs."""
+        """Return the utility restricted to the given jobs."""
         parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "horizon_s")}
         return dataclasses.replace(self, **parts)
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
-        """Return the weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
+        """Return weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
 
         Args:
-            speed: of each option, (J, C).
-            fewer: where a running job would not have more workers than now.
-            same: where it would stay just as it is: no discount.
+            speed: Speed in each option, (J, C).
+            fewer: True if the option gives a running job no more workers than it has now.
+            same: True if the option changes nothing for the job, so that no discount applies.
         """
         part = discount(speed, self.left_s, self.cost_s, self.horizon_s, self.arrivals_per_s)
         part = part / (1.0 + np.where(fewer, self.hysteresis, self.growth_hysteresis))
@@ -62,14 +62,14 @@ def worth_of(
     valid: Sequence[bool],
     may_wait: Sequence[bool],
 ) -> tuple[float, float]:
-    """Return (minus the weight of all jobs that would not run, sum of values of the others): the larger, the better.
+    """Return (minus the total weight of jobs that would not run, sum of values of the others); larger is better.
 
     Args:
-        instance: the jobs and pools.
-        present: where jobs are now.
-        placements: where they would be.
-        valid: per job, whether ``placements`` is something it may have; else it counts as not running.
-        may_wait: per job, whether having nothing is an option like the others, with speed 0.
+        instance: The jobs and pools.
+        present: Current placements.
+        placements: Placements to evaluate.
+        valid: Per job, True if it may have its placement; otherwise it counts as not running.
+        may_wait: Per job, True if waiting counts as an option with speed 0 instead of as not running.
     """
     had, has = (np.array([placement.workers for placement in each], dtype=np.int64) for each in (present, placements))
     runs = np.where(has > 0, valid, may_wait)

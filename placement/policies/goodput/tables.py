@@ -1,4 +1,4 @@
-"""Arrays of one decision: J jobs, C options (a size in a pool of GPUs), and each job's speed in each option."""
+"""Arrays of one decision: J jobs, C options (a size in a GPU pool), and the speed of each job in each option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FEW_NODES = 16  # beyond so many nodes, sizes grow by a fifth each instead of b
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Placement of a job: its pool and its nodes."""
+    """Placement of a job: its pool and its workers per node."""
 
     pool: int = -1  # index; -1 is nowhere
     place: WorkersByIndex = dataclasses.field(default_factory=dict)  # workers per node index there
@@ -39,7 +39,7 @@ UNPLACED = Placement()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptionTable:
-    """Table of a decision's options, without what depends on where the jobs are now."""
+    """Options of a decision with all their values, except those that depend on where the jobs currently are."""
 
     views: tuple[JobView, ...]  # the jobs, in the order of arrival
     pools: tuple[GpuPool, ...]  # GPU types
@@ -57,11 +57,11 @@ class OptionTable:
     cache: GoodputCache  # of what was computed before
 
     def slots(self, job: int, pool: int) -> Ints:
-        """Return how many of the job's workers each node of the pool could hold if it were empty."""
+        """Return the number of the job's workers that each node of the pool could hold if it were empty."""
         return self.pools[pool].slots[self.worker_kinds[job]]
 
     def speed_at(self, placements: Sequence[Placement]) -> Floats:
-        """Speed of each job where it is, (J,); 0 for those that are nowhere."""
+        """Return the speed of each job at its placement, (J,); 0 for jobs without one."""
         speed = np.zeros(len(placements))
         if not len(self.sizes):
             return speed
@@ -84,7 +84,7 @@ class OptionTable:
         return speed
 
     def _option(self, pool_of: Ints, workers: Ints) -> Ints:
-        """Return the index of the option of that pool and size, -1 where there is none."""
+        """Return the index of the option with each pool and size, or -1 if there is no such option."""
         most = int(max(self.sizes.max(), workers.max(initial=0)))
         index = np.full((len(self.pools) + 1, most + 1), -1, dtype=np.int64)
         index[self.pool_of, self.sizes] = np.arange(len(self.sizes))
@@ -93,9 +93,9 @@ class OptionTable:
 
 
 def useful(view: JobView, gpu: str) -> int:
-    """Return the most workers worth giving to the job on this GPU type, never below its minimum.
+    """Return the largest number of workers that the job can use on this GPU type, at least its minimum.
 
-    ``JobView.useful_workers`` with the batch limits of the type, and what exploration allows.
+    Like ``JobView.useful_workers``, but with the batch limits of the GPU type and the job's growth limit.
     """
     most = view.max_workers
     batch = view.max_batch_size if view.max_batch_size is not None else view.init_batch_size
@@ -110,7 +110,7 @@ def useful(view: JobView, gpu: str) -> int:
 
 
 def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
-    """Return a mask of the sizes with which each job can train, (J, C)."""
+    """Return a mask of the sizes at which each job can train, (J, C)."""
     allowed = np.ones((len(views), len(sizes)), dtype=np.bool_)
     for j, view in enumerate(views):
         if not view.sizes.free and len(sizes):
@@ -119,7 +119,7 @@ def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
 
 
 def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None = None) -> OptionTable:
-    """Put a decision's problem into arrays."""
+    """Build the option table of a decision; ``cache`` holds earlier results, by default none."""
     cache = GoodputCache() if cache is None else cache
     views = tuple(sorted(jobs, key=lambda view: view.arrival))
     worker_kinds = tuple(worker_kind(view) for view in views)
@@ -171,13 +171,13 @@ def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None 
 
 
 def _by_worker_kind(numbers: Sequence[Sequence[float]], which: Ints, width: int) -> Floats:
-    """Return a row for each job out of a row for each kind of worker."""
+    """Return one row per job, copied from the row of the job's worker kind."""
     rows: Floats = np.array(numbers, dtype=np.float64).reshape(len(numbers), width)[which]
     return rows
 
 
 def _nodes(worker_kinds: Collection[WorkerKind], pools: Sequence[GpuPool], sizes: Sequence[Ints]) -> Ints:
-    """Return the fewest nodes of every option for every kind of worker, one a row."""
+    """Return the fewest nodes that each option needs, one row per worker kind."""
     rows = [[nodes_needed(m.slots[kind], s) for m, s in zip(pools, sizes, strict=True)] for kind in worker_kinds]
     empty = np.zeros(0, dtype=np.int64)
     return np.array([np.concatenate([empty, *row]) for row in rows]).reshape(len(rows), sum(map(len, sizes)))
@@ -192,7 +192,7 @@ def _speeds(
     low: Ints,
     cache: GoodputCache,
 ) -> tuple[Floats, Floats]:
-    """Speed of every option, and each job's goodput on its smallest size [samples/s], 0 without a model."""
+    """Return the speed of every option, and each job's goodput at its smallest size [samples/s], 0 without a model."""
     rates = np.full(nodes.shape, np.nan)
     if not nodes.size:
         return rates, np.zeros(len(views))
@@ -211,14 +211,14 @@ def _speeds(
 
 
 def _relative(rates: Floats, rate: Floats, workers: Ints) -> Floats:
-    """Return speeds; linear in the workers where there is no model."""
+    """Return goodputs relative to the base rate; without a model, the speed is the number of workers."""
     base = np.where(rate > 0, rate, 1.0)[:, np.newaxis]
     return np.where(np.isnan(rates), workers.astype(np.float64), rates / base)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPool:
-    """The nodes of one GPU type that are not about to go."""
+    """Nodes of one GPU type that are not draining."""
 
     gpu: str  # the type, empty where nodes do not say
     cluster: Cluster
@@ -229,7 +229,7 @@ class GpuPool:
 
 
 def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuPool, ...]:
-    """Return pools of the cluster in the order of their types, with the slots of these kinds of workers."""
+    """Return the cluster's GPU pools, sorted by type, with the slots for each of the given worker kinds."""
     groups: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if not node.draining:
@@ -246,7 +246,7 @@ def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuP
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeGrid:
-    """Sizes that jobs may have in one pool, rising."""
+    """Sizes that jobs may have in one pool, in ascending order."""
 
     sizes: Ints  # workers
     # powers of two within a node, whole nodes, and whatever some job must have: sizes that leave no scattered room. The
@@ -255,13 +255,13 @@ class SizeGrid:
 
 
 def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGrid:
-    """Return sizes of interest where the largest node holds ``node`` workers and all together ``total``.
+    """Return the sizes to consider in one pool.
 
     Args:
-        node: workers on the largest node.
-        total: workers on all nodes.
-        most: the most workers that any job can use.
-        extra: sizes that must be on it: minimums, maximums, sizes that a user holds a job at.
+        node: Workers on the largest node.
+        total: Workers on all nodes together.
+        most: Largest number of workers that any job can use.
+        extra: Sizes that must be included: minimums, maximums, and sizes at which users hold jobs.
     """
     top = min(total, most)
     wanted = tuple(sorted({size for size in extra if 1 <= size <= top}))
@@ -270,7 +270,7 @@ def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGri
 
 @functools.lru_cache(maxsize=256)
 def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
-    """Return the grid up to ``top``; decisions ask for the same few again and again."""
+    """Return the grid up to ``top``; cached, since decisions request the same few grids repeatedly."""
     regular = set(wanted)
     size = 1
     while size <= min(node, top):
@@ -287,7 +287,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """Return the fewest nodes that hold these workers; 0 if all together do not."""
+    """Return the fewest nodes that hold each number of workers; 0 if all nodes together do not."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)

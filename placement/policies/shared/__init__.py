@@ -1,1 +1,1 @@
-"""Shared parts of policies: the protocol, the admission, the growth of sizes, and where they fit."""
+"""Shared parts of policies: the protocol, the admission of jobs, the growth of sizes, and placement on nodes."""

@@ -16,13 +16,13 @@ from placement.reasons import Cause, Reason
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Target of a job: its number of workers, with a reason; 0 lets it wait.
+    """Target size of a job: a number of workers and the reason for it; with 0 workers the job waits.
 
     Attributes:
-        workers: how many.
-        reason: a sentence of a policy of one's own, or a ``Reason``.
-        nodes: workers per node id, of a policy that places the job itself; None leaves it to
-            ``placement.cluster.packing``. They must add up to ``workers``.
+        workers: Number of workers.
+        reason: A sentence, from a custom policy, or a ``Reason``.
+        nodes: Workers per node id, from a policy that places the job itself; they must add up to ``workers``. If None,
+            ``placement.cluster.packing`` chooses the nodes.
 
     Examples:
         >>> from placement import Target
@@ -36,9 +36,11 @@ class Target:
 
 
 def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
-    """Return a policy's answer with plain numbers of workers made targets; what is no number is for the core to refuse.
+    """Return a policy's answer as targets: a plain number of workers becomes a ``Target``, any reason a ``Reason``.
 
-    Raises AllocationError: it is no mapping (rule ``mapping``).
+    Numbers of workers are not checked here: the core rejects values that are not valid.
+
+    Raises AllocationError: the answer is not a mapping (rule ``mapping``).
     """
     if not isinstance(answer, Mapping):
         raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")
@@ -55,17 +57,17 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
 class Policy(Protocol):
     """Policy that decides how many workers each job gets; ``placement.cluster.packing`` decides on which nodes.
 
-    Promises that the contract tests hold every registered policy to: a target for every job; never more than
-    the cluster has; ``min_workers`` or nothing; never above ``max_workers``; ``held_at`` wherever it fits;
-    the order of the jobs does not matter; its own decision, once carried out, is not changed by the same
-    input; nothing idle that a job could use. A policy reads no clock and rolls no dice.
+    The contract tests check that every registered policy returns a target for every job; never exceeds the cluster;
+    gives a job ``min_workers`` or nothing, and never more than ``max_workers``; gives ``held_at`` if it fits; does
+    not depend on the order of the jobs; repeats its decision if called again with the same input once that decision
+    is in effect; and leaves nothing idle that a job could use. A policy reads no clock and uses no randomness.
 
-    Priorities, tenants, deadlines and the like are none of its business (``placement.planning.constraints``): where
-    they matter it is asked several times for one decision, each time about some of the jobs on a part of the cluster.
+    A policy does not handle priorities, tenants or deadlines. ``placement.planning.constraints`` does: if they
+    matter, it calls the policy several times per decision, each time with some of the jobs and part of the cluster.
 
-    A class may say ``rigid = True``: it was published for jobs that run at exactly the batch and count that their
-    user asked for, and a simulation then runs them so. It may have ``load_solver()``, which the allocator calls in a
-    thread when it starts: for imports that its event loop must not wait for.
+    A class may set ``rigid = True`` if it was published for jobs that run at exactly the batch size and worker count
+    that their user requested; a simulation then runs jobs that way. It may have a method ``load_solver()`` for slow
+    imports, which the allocator calls in a thread at startup so that its event loop does not wait for them.
 
     Examples:
         >>> from placement import Cluster, JobView, Target
@@ -84,13 +86,13 @@ class Policy(Protocol):
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target per job. ``JobView.allocation`` is what the job has, or is on its way to having, by now."""
+        """Return a target per job. ``JobView.allocation`` is what the job currently has or is being moved to."""
         ...
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Admission:
-    """Jobs that are admitted to run, before any of them grows."""
+    """Jobs that are admitted to run, before any of them grows beyond its floor."""
 
     empty: FreeResources  # the cluster's room without any of the jobs
     room: FreeResources  # what is left after every admitted job has its floor
@@ -100,12 +102,12 @@ class Admission:
 
 
 def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
-    """Give every job its minimum or nothing.
+    """Give every job its minimum number of workers or nothing.
 
-    Running jobs come first, then waiting ones, each in the order of arrival; growth comes later and out of
-    what is left, so that a waiting job's minimum is served by shrinking others, never below *their* minimum.
-    A smaller job may pass a larger one that does not fit. Held jobs are then raised to their number, in the
-    order of arrival, as far as that fits.
+    Running jobs come first, then waiting jobs, each in order of arrival. Jobs grow only later and only into the room
+    that is left, so a waiting job's minimum is served by shrinking other jobs, though never below *their* minimum.
+    A smaller job may pass a larger one that does not fit. Held jobs are then raised to their held size, in order of
+    arrival, or as close to it as room allows.
     """
     room = FreeResources(cluster)
     floors: dict[str, int] = {}
@@ -124,10 +126,10 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 
 def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
-    """Return the workers of each admitted job once those in ``order`` have taken, in turn, what speeds them up.
+    """Return the workers of each admitted job after the jobs in ``order`` have grown, one after the other.
 
-    Each job takes the number with the highest speed among those that the room left by the earlier ones allows;
-    held jobs stay at their floor. Takes from ``admission.room``.
+    Each job gets the number of workers with the highest speed that fits into the room left by earlier jobs. Held jobs
+    stay at their floor. The room is deducted from ``admission.room``.
     """
     counts = dict(admission.floors)
     for view in order:
@@ -146,14 +148,14 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
 
 
 def no_room(view: JobView, fits: int, others: int) -> Reason:
-    """Return the reason of a job whose minimum finds no room beside those of others."""
+    """Return the reason why a job waits: only ``fits`` of its workers fit next to the minimums of other jobs."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
     return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
 
 
 def held(view: JobView, workers: int) -> Reason | None:
-    """Return the reason of a job that its user holds at a size; None of another."""
+    """Return the reason for the size of a job that its user holds at a fixed size; None if the job is not held."""
     if view.held_at is None:
         return None
     whole = workers == view.held_at
@@ -161,5 +163,5 @@ def held(view: JobView, workers: int) -> Reason | None:
 
 
 def describe(bundle: Mapping[str, float]) -> str:
-    """Return a bundle for people: ``1 CPU + 2 GPU``."""
+    """Return a bundle in readable form, such as ``1 CPU + 2 GPU``."""
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount > 0)

@@ -1,4 +1,4 @@
-"""Greedy growth: one worker at a time to the job that scores highest."""
+"""Greedy growth: workers are added one at a time, each to the job with the highest score."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Worth = Callable[[JobView, Floats, int], "float | None"]
 
 
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
-    """Return workers of each admitted job, after one more went again and again to the highest score that still fits.
+    """Return the workers of each admitted job after single workers went to the highest score until none fits.
 
-    Equal scores go in the order of arrival; held jobs stay at their floor. Takes from ``admission.room``.
+    Ties go to the job that arrived first. Held jobs stay at their floor. The room is deducted from
+    ``admission.room``.
     """
     counts = dict(admission.floors)
     views = {view.job: view for view in jobs}
@@ -54,14 +55,14 @@ def decide_by_worth(
     *,
     slow_factor: float | None = None,
 ) -> dict[str, Target]:
-    """Make a whole decision: minimums, then one worker at a time by its worth, within what speeds the job up at all.
+    """Make a complete decision: minimums first, then one worker at a time to the job that values it most.
 
-    A worth counts ``JobView.weight`` times (one below 0, a cost, so many times less).
+    Each worth is multiplied by ``JobView.weight``; a negative worth, which is a cost, is divided by it.
 
     Args:
-        worth: of one worker more.
-        say: the reason of a job's number: (its workers, the worth of one more).
-        slow_factor: nodes on which a step takes so many times longer, or more, are left; None ignores them.
+        worth: Worth of one more worker; None if the job wants no more.
+        say: Reason for a job's size, given its workers and the worth of one more.
+        slow_factor: Nodes on which steps take at least this many times longer are avoided; None uses all nodes.
     """
     healthy = cluster if slow_factor is None else without_slow(jobs, cluster, slow_factor)
     admission = admit(jobs, healthy)
@@ -86,10 +87,10 @@ def decide_by_worth(
 
 
 def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with slow nodes draining: some job saw steps take ``factor`` times longer there.
+    """Return the cluster with slow nodes draining: nodes on which some job saw steps take ``factor`` times longer.
 
-    One slow worker holds up its whole group, so that a job is faster without it unless it has few others. Where a
-    job would not run at all any more, all nodes stay in use.
+    One slow worker holds up its whole group, so a job is faster without that worker unless it has few others. If
+    avoiding the slow nodes would change which jobs are admitted or at what floor, all nodes stay in use.
     """
     slow = {node for view in jobs for node, times in view.slow_nodes.items() if times >= factor}
     rest = cluster.draining(slow)
@@ -99,7 +100,7 @@ def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cl
 
 
 def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-    """Return the targets with nodes of this cluster, because the core would use other nodes too."""
+    """Return the targets with explicit nodes of this cluster, so that the core does not use the avoided nodes."""
     allocation = pack({job: target.workers for job, target in targets.items()}, jobs, cluster).allocation
     placed = {}
     for job, target in targets.items():
@@ -110,7 +111,7 @@ def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluste
 
 
 def grow_in_turn(order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
-    """Grow jobs one after the other, for policies that compare slots where workers differ in kind."""
+    """Grow jobs one after the other, for policies that compare single slots, if the jobs' workers differ in kind."""
     counts = grow(order, admission)
     why = "workers; workers of several kinds, so jobs grow in turn"
     return {

@@ -1,4 +1,4 @@
-"""Shapes a job may take, (nodes, workers), and how fast it would be in each."""
+"""Shapes (nodes, workers) that a job may have, and its speed in each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
-    """Return sizes up to one whole node, and whole numbers of nodes beyond, each on as few nodes as it fits.
+    """Return all sizes up to one full node and whole multiples of it beyond, each on as few nodes as possible.
 
     Args:
-        view: the job; its minimum is always among the sizes.
-        slots: how many of its workers each node could hold.
-        most: the largest size of interest.
+        view: The job; its minimum is always among the sizes.
+        slots: Number of the job's workers that each node can hold.
+        most: Largest size to consider.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:
@@ -37,9 +37,10 @@ def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 
 
 def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
-    """Return goodput of each shape relative to that of the smallest size that runs; the size itself without a model.
+    """Return the goodput of each shape at its best batch, relative to the job's minimum size on one node.
 
-    The best batch of each shape is taken. 0 where nothing fits.
+    If the minimum size cannot run, speeds are relative to the lowest goodput among the shapes. A shape in which
+    no batch fits has speed 0. Without a goodput model, the speed is the number of workers.
     """
     if view.goodput is None:
         return np.array([workers for _, workers in wanted], dtype=np.float64)
@@ -52,11 +53,9 @@ def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
 def goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> Floats:
-    """Return useful samples per second of each shape at the batch held, or else the best, within limits.
+    """Return the useful samples per second of each shape, 0 if no batch fits; the array is read-only.
 
-    0 where none fits.
-
-    Read-only.
+    Each shape uses the batch that the job is held at, or else the best batch within the limits.
     """
     limit = view.max_batch_size
     if limit is not None:
@@ -73,7 +72,7 @@ def _goodputs(
     accumulation: bool,
     held_batch: int | None,
 ) -> Floats:
-    """Return goodput [samples/s] of each shape at that batch, finite, 0 where nothing fits; read-only."""
+    """Return the goodput [samples/s] of each shape at the held or best batch: finite, 0 if none fits, read-only."""
     nodes, workers = np.array(wanted).T
     best = model.best_held(
         nodes,

@@ -1,4 +1,4 @@
-"""Stable placement of equal workers: whole nodes first, moving as few running jobs as possible."""
+"""Stable placement of interchangeable workers: whole nodes first, moving as few running jobs as possible."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from placement.policies.shared.shapes import speeds_of
 
 
 class StablePlacer:
-    """Slots of the nodes while jobs settle on them; jobs are numbers, as in ``place``.
+    """Slots of the nodes while jobs are placed on them; jobs are identified by their index in ``place``.
 
     Args:
-        slots: workers that each node can hold.
-        kinds: a number for each node; a job stays within one kind. All are of one kind by default.
+        slots: Workers that each node can hold.
+        kinds: A number for the kind of each node; a job stays within one kind. By default all nodes are of one kind.
     """
 
     def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
@@ -32,17 +32,17 @@ class StablePlacer:
         least: Sequence[int],
         kinds: Sequence[int] | None = None,
     ) -> list[dict[int, int]] | None:
-        """Return workers by node index for every job; None if some job finds less than its least.
+        """Return the workers of every job by node index, or None if some job gets fewer than its minimum.
 
-        Large jobs first. Who keeps its size stays if no larger job took its nodes. Others take the node that holds
-        fewest workers of such jobs, then the tightest; beyond one node, as few nodes as possible, which no other
-        multi-node job uses if that can be. A job that finds less room than its size takes less.
+        Large jobs first. A job that keeps its size stays unless a larger job took its nodes. Others go to the node with
+        the fewest workers of staying jobs, preferring the tightest fit. A job that needs several nodes uses as few as
+        possible, preferably without other multi-node jobs; it gets fewer workers than its size if room is short.
 
         Args:
-            sizes: workers of each job.
-            present: where its workers are, by node index.
-            least: the fewest workers of each job.
-            kinds: the kind of node that each job is to have; 0 for all by default.
+            sizes: Workers of each job.
+            present: Current workers of each job, by node index.
+            least: Minimum number of workers of each job.
+            kinds: Kind of node that each job needs; by default 0 for all jobs.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
         stays = [
@@ -72,7 +72,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """Return the job's place with more workers on its own nodes, else on another one; None if nothing is free."""
+        """Return the job's place with ``more`` workers on one of its nodes, else on another; None if nothing fits."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -87,7 +87,7 @@ class StablePlacer:
         return place
 
     def move(self, job: int, place: Mapping[int, int]) -> None:
-        """Put one job elsewhere."""
+        """Move one job to another place."""
         before = self._occupied.lift(job)
         if len(before) > 1:
             self._multi_node_nodes -= before.keys()
@@ -99,7 +99,7 @@ class StablePlacer:
             self._multi_node_nodes.update(place)
 
     def _find(self, job: int, size: int, reserved: NDArray[np.int64], alike: NDArray[np.bool_]) -> dict[int, int]:
-        """Return the place that displaces the fewest workers of jobs that may stay; it may be smaller than the size."""
+        """Return a place that displaces as few staying workers as possible; it may hold fewer workers than ``size``."""
         free = self._occupied.slots(job)
         fits = np.flatnonzero((free >= size) & alike)
         if len(fits):
@@ -128,9 +128,9 @@ def use_idle(
     most_nodes: int,
     horizon_s: float = 60.0,
 ) -> None:
-    """Give slots that are left to jobs that they speed up by more than the change costs within the horizon.
+    """Give idle slots to jobs if the speed-up outweighs the cost of the change within ``horizon_s``.
 
-    Changes ``places``.
+    Changes ``places`` in place; no job grows beyond ``most_nodes`` nodes.
     """
     for i, view in enumerate(running):
         limit = growth_limit(view)
@@ -147,9 +147,9 @@ def use_idle(
 
 
 def restart_factor(view: JobView, now_s: float, least: float) -> float:
-    """Return Pollux's penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``.
+    """Return Pollux's restart penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``.
 
-    Not below ``least``.
+    At least ``least``; 1 if both age and d are 0.
 
     Source: Qiao et al., OSDI 2021, section 4.2.1; Sia uses it too.
     """
@@ -160,18 +160,18 @@ def restart_factor(view: JobView, now_s: float, least: float) -> float:
 
 
 def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
-    """Return (nodes, workers) of a place."""
+    """Return the shape (nodes, workers) of a place."""
     return len(place), sum(place.values())
 
 
 def growth_limit(view: JobView) -> int:
-    """Return the most workers the job may have now, as far as it knows itself."""
+    """Return the most workers that the job may have now: its useful workers, capped by its own growth limit if set."""
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 
 
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
-    """Return the job's workers by node index; empty if it has none, or one is on a node that is gone or draining."""
+    """Return the job's workers by node index; empty if any of its nodes has left the cluster or is draining."""
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
         at = index(node_id)

@@ -1,4 +1,4 @@
-"""Placement for policies that place their jobs: nodes with the most room first, one GPU type a job."""
+"""Placement by worst fit: nodes with the most room first, one GPU type per job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placement.cluster.occupancy import worst_fit
 
 
 class WorstFitPlacer:
-    """Places jobs one after the other; jobs that run may keep their nodes."""
+    """Places jobs one after the other; running jobs may keep their nodes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.free = FreeResources(cluster)
@@ -22,7 +22,7 @@ class WorstFitPlacer:
         self._types = [types[node_id] for node_id in self.free.node_ids]
 
     def keep(self, view: JobView) -> Mapping[str, int] | None:
-        """Reserve the room of the job's present place; None, and nothing taken, if it is not all there."""
+        """Reserve the job's current place and return it; if part of it is not free, reserve nothing and return None."""
         fits = self.free.slots(view)
         place = {self.free.index(node_id): workers for node_id, workers in view.allocation.items()}
         if any(index is None or fits[index] < workers for index, workers in place.items()):
@@ -33,9 +33,9 @@ class WorstFitPlacer:
         return dict(view.allocation)
 
     def spread(self, view: JobView, workers: int) -> Mapping[str, int] | None:
-        """Reserve workers from the node with the most room until all are served, within the roomiest GPU type.
+        """Reserve room for the workers, always on the node with the most room, within the GPU type with the most room.
 
-        None, and nothing taken, if no type has so much room. Of equal nodes the first by id is taken.
+        If no type has enough room, reserve nothing and return None. Ties between nodes go to the first id.
         """
         fits = self.free.slots(view)
         sums = {gpu: int(fits[self._of(gpu)].sum()) for gpu in dict.fromkeys(self._types)}

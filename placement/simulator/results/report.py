@@ -25,7 +25,7 @@ class JobReport:
         resizes: Number of changes of its workers after the first start.
         gpu_hours: GPUs held x hours, by GPU type.
         paused_s: Time for which it held GPUs without progress because of changes [s].
-        rho: Finish-time fairness: completion time over that on an equal, isolated share of the cluster.
+        rho: Finish-time fairness: completion time / completion time on an equal, isolated share of the cluster.
 
     Examples:
         >>> from placement.simulator import JobReport
@@ -71,7 +71,8 @@ class SimulationReport:
         rules: Name of the rules.
         cluster: The cluster string.
         seed: Seed for all randomness.
-        settings: Other arguments: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances`` and so on.
+        settings: Other arguments of ``simulate``: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances``
+            and so on.
         gpus: Number of GPUs of the cluster.
         prices: Prices paid [USD per GPU and hour], by GPU type.
         rented: Cost of all nodes: from the first submission to the last completion for a cluster of fixed size,
