@@ -24,8 +24,9 @@ class Accumulator(Mapping[str, float]):
 
     Values added during a step count when the step is committed. A step voided by a failure leaves nothing behind and
     counts when it is drawn again. The contributions of a lost worker are kept. Reading returns the sum over all ranks
-    and committed steps, which is the same on every rank, without communication. Between two passes of a loader, all
-    steps are committed. Every rank must add to the same names in a step, even if only 0.0.
+    and committed steps, which is the same on every rank. Read on every rank: after a ``break`` out of a loop, reading
+    may commit the last step. Between two passes of a loader, all steps are committed. Every rank must add to the same
+    names in a step, even if only 0.0.
 
     Examples:
         >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until

@@ -253,7 +253,7 @@ def unit_mesh() -> DeviceMesh:
 
     Its dimensions are those of ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, with their names and in that order, or a
     single one for ``unit=2``. It is constant while the worker lives, because units join and leave as a whole. The first
-    call creates the mesh, so all workers of the unit must make it.
+    call creates the mesh, so all workers of the unit must make it at the same point.
 
     Raises:
         RuntimeError: the job has no units, or the code does not run in a job.

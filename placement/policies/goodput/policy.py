@@ -43,7 +43,7 @@ class GoodputPolicy:
     * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left, as in heSRPT
       (``remaining.rank_weights``). With GPUs of several types, ranks are softened the more the emptier the cluster
       is, so that the last few long jobs share the best type instead of ending one after the other. Remaining work
-      is declared epochs x measured progress per epoch; jobs that declare nothing count at the mean of the rest. A job that
+      is declared epochs x measured progress per epoch; a job that declares nothing counts as the mean. A job that
       would end later than ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most
       ten times, so that no job starves.
     * discount = H' / (H' + n d) for every option but staying unchanged, with d = ``resize_cost_s``, H' =
