@@ -100,7 +100,7 @@ class _Connecting(threading.Thread):
         """Connect, and abort the backend if that fails or the group is no longer wanted by then."""
         try:
             self._connect()
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, nobody else aborts the backend
             self._failure = str(error).split("\n", 1)[0]
         with self._deciding:
             self._over = True

@@ -112,6 +112,7 @@ class SharedState:
         self._rollbacks: list[_Rollback] = []
         self._snapshots: list[Any] = []
         self._before_round: tuple[RunProgress, Generators, list[Any]] | None = None
+        self._round_lost = False  # its steps are to be undone, unless another rank has committed them
         self._copies = Remembered()  # of all states, as the round in progress found them
 
     def register(self, key: str, state: Stateful) -> None:
@@ -161,6 +162,7 @@ class SharedState:
 
     def lose_round(self) -> None:
         """Discount the steps of the round; :meth:`exchange` finds out if another rank has committed it."""
+        self._round_lost = self._before_round is not None
         if self._before_round is not None:
             self._before_round[0].limit_memory(self.progress.memory_bound)  # what a step has found out holds
             self._take_progress(copy.deepcopy(self._before_round[0]))
@@ -351,7 +353,8 @@ class SharedState:
         if not any(each.has_state for each in everyone):
             _compare(communicator, layout, [row[6] for row in rows])
         holders = [each for each in everyone if each.has_state]
-        if self._before_round is not None and max(each.step for each in holders) <= run.loader_steps:
+        # In a pass nested in a step the step continues: only the nested one is lost.
+        if self._round_lost and max(each.step for each in holders) <= run.loader_steps:
             self._undo_round()  # else this rank's steps count, in the mean of the models
         if len(holders) > 1:
             replicas.reconcile(communicator, max(each.averaged for each in holders), holds=self.complete)
@@ -363,7 +366,7 @@ class SharedState:
                 elif destination == communicator.rank:
                     self._receive(communicator, source)
                     received = True
-        self.complete, self.loaded, self._before_round = True, False, None
+        self.complete, self.loaded, self._before_round, self._round_lost = True, False, None, False
         bounds = [row[-2] for row in rows if row[-2]]  # one rank alone may know that it ran out of memory
         self.progress.limit_memory(min(bounds, default=None))
         # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.

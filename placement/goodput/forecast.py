@@ -53,8 +53,8 @@ class NoiseTrend:
         self._seen = collections.deque[tuple[float, float]](maxlen=64)  # (training time [s], noise scale)
 
     def see(self, trained_s: float, noise: float) -> None:
-        """Record the noise scale after this training time; values that are not positive and finite are ignored."""
-        if 0 < noise < math.inf and (not self._seen or trained_s >= _APART * self._seen[-1][0] > 0):
+        """Record the noise scale after this training time; times and values that are not positive are ignored."""
+        if 0 < noise < math.inf and trained_s > 0 and (not self._seen or trained_s >= _APART * self._seen[-1][0]):
             self._seen.append((trained_s, noise))
 
     def growth(self, ahead_s: float) -> float:

@@ -81,3 +81,31 @@ def test_no_update_of_a_lost_step_stays(strategy: str, moment: str) -> None:
     first, again = zip(*(outcome.results[worker][3] for worker in (1, 3)), strict=True)
     for each in again:
         torch.testing.assert_close(each, torch.stack(first).mean(0))
+
+
+def summed(strategy: str) -> float:
+    """Train with gradients of 1 and evaluate within some steps; return how many updates the weight shows."""
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
+    ones = TensorDataset(torch.ones(SAMPLES, 1, dtype=torch.float64))
+    loader = er.AdaptiveDataLoader(ones, batch_size=BATCH)
+    evaluation = er.AdaptiveDataLoader(ones, batch_size=SAMPLES // 2, shuffle=False)
+    for _ in er.remaining_epochs_until(1):
+        for (rows,) in loader:
+            optimizer.zero_grad()
+            wrapped(rows).mean().backward()
+            optimizer.step()
+            if er.get_context().get_global_step() % 4 == 3:
+                with torch.no_grad():
+                    for (seen,) in evaluation:
+                        wrapped(seen)
+    return -model.weight.item()
+
+
+@pytest.mark.parametrize("strategy", ["sma", "pair"])
+@pytest.mark.parametrize("worker", [1, 2])
+def test_a_loss_in_an_evaluation_leaves_the_step(strategy: str, worker: int) -> None:
+    outcome = run_job(lambda: summed(strategy), [Kill(3, worker, "edge")], first=WORKERS)
+    assert list(outcome.results.values()) == [SAMPLES / BATCH] * 2

@@ -198,3 +198,12 @@ def test_growing_noise_is_worth_more_workers() -> None:
     assert ahead.goodput.noise.var == pytest.approx(2**0.25 * here.goodput.noise.var) and ahead.noise_growth == 1.0
     with pytest.raises(ValueError, match="noise_growth of job 'a'"):
         view("a", noise_growth=0.5)
+
+
+def test_noise_before_the_first_step_is_no_history() -> None:
+    trends = [NoiseTrend(), NoiseTrend()]
+    trends[0].see(0.0, 5.0)
+    for trend in trends:
+        for number in range(1, 200):
+            trend.see(10.0 * number, 2.0 ** (number / 100))
+    assert trends[0].growth(600.0) == trends[1].growth(600.0) > 1.0
