@@ -107,5 +107,5 @@ def summed(strategy: str) -> float:
 @pytest.mark.parametrize("strategy", ["sma", "pair"])
 @pytest.mark.parametrize("worker", [1, 2])
 def test_a_loss_in_an_evaluation_leaves_the_step(strategy: str, worker: int) -> None:
-    outcome = run_job(lambda: summed(strategy), [Kill(3, worker, "edge")], first=WORKERS)
+    outcome = run_job(lambda: summed(strategy), [Kill(3, worker, "edge", last=True)], first=WORKERS)
     assert list(outcome.results.values()) == [SAMPLES / BATCH] * 2
