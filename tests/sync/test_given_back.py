@@ -75,9 +75,9 @@ def check(outcome: Outcome) -> None:
     assert len(outcome.passes) == EPOCHS and outcome.told == []
 
 
-@pytest.mark.parametrize("strategy", [LocalSGD(period=PERIOD), DiLoCo(period=PERIOD), PairAveraging(period=PERIOD)])
-def test_others_make_the_steps_of_a_late_rank(strategy: Any) -> None:
-    outcome = run_job(Late(strategy), [], first=(1, 2, 3))
+@pytest.mark.parametrize("make", [LocalSGD, DiLoCo, PairAveraging])
+def test_others_make_the_steps_of_a_late_rank(make: Any) -> None:
+    outcome = run_job(Late(make(period=PERIOD, give_back=True)), [], first=(1, 2, 3))
     check(outcome)
     made = {worker: len(seen) for worker, (_, seen, *_) in outcome.results.items()}
     assert made[2] < SAMPLES // BATCH * EPOCHS * 0.7 < min(made[1], made[3]), made
@@ -86,13 +86,13 @@ def test_others_make_the_steps_of_a_late_rank(strategy: Any) -> None:
 
 
 def test_none_is_given_back_where_it_is_not_wanted() -> None:
-    outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=False)), [], first=(1, 2, 3))
+    outcome = run_job(Late(LocalSGD(period=PERIOD)), [], first=(1, 2, 3))
     check(outcome)
     assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
 
 
 def test_worker_processes_leave_out_what_is_given() -> None:
-    outcome = run_job(Late(LocalSGD(period=PERIOD), workers=1), [], first=(1, 2))
+    outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=True), workers=1), [], first=(1, 2))
     check(outcome)
     used = sorted(sample for _, seen, *_ in outcome.results.values() for step in seen for sample in step)
     assert used == sorted(list(range(SAMPLES)) * EPOCHS)
@@ -130,7 +130,7 @@ def test_a_break_within_a_round_ends_all_ranks() -> None:
     def train() -> tuple[int, Tensor]:
         model = line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD))
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
         loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
         for _ in er.remaining_epochs_until(1):
             for x in loader:
@@ -154,4 +154,4 @@ def test_a_break_within_a_round_ends_all_ranks() -> None:
 @pytest.mark.parametrize("moment", ["backward", "after_step", "edge"])
 def test_workers_come_leave_and_die(dies: int, moment: str) -> None:
     script = [Change(5, (1, 2, 3, 4)), Kill(19, dies, moment)]
-    check(run_job(Late(LocalSGD(period=PERIOD)), script, first=(1, 2, 3)))
+    check(run_job(Late(LocalSGD(period=PERIOD, give_back=True)), script, first=(1, 2, 3)))
