@@ -91,11 +91,62 @@ def test_none_is_given_back_where_it_is_not_wanted() -> None:
     assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
 
 
-def test_worker_processes_leave_out_what_is_given() -> None:
+def test_none_is_given_back_where_worker_processes_load() -> None:
     outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=True), workers=1), [], first=(1, 2))
     check(outcome)
-    used = sorted(sample for _, seen, *_ in outcome.results.values() for step in seen for sample in step)
-    assert used == sorted(list(range(SAMPLES)) * EPOCHS)
+    assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
+
+
+def test_none_is_given_back_once_the_strategy_says_so() -> None:
+    def train() -> list[int]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+        made = []
+        for epoch in er.remaining_epochs_until(4):
+            if epoch == 2:  # takes effect after a step or a round
+                wrapped.set_strategy(LocalSGD(period=PERIOD))
+            made.append(0)
+            for x in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                # one worker is late
+                time.sleep(0.02 if current_session().worker == "w2" else 0.002)
+                made[-1] += 1
+        return made
+
+    outcome = run_job(train, [], first=(1, 2))
+    first, second = outcome.results[1], outcome.results[2]
+    assert second[1] < first[1] and first[3] == second[3] == SAMPLES // BATCH
+
+
+def test_a_model_is_evaluated_over_the_training_loader() -> None:
+    def train() -> list[int]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+        made = []
+        for _ in er.remaining_epochs_until(2):
+            wrapped.train()
+            for x in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+            wrapped.eval()
+            made.append(0)
+            with torch.no_grad():
+                for x in loader:
+                    wrapped(x)
+                    # one worker is late
+                    time.sleep(0.02 if current_session().worker == "w2" else 0.002)
+                    made[-1] += 1
+        return made
+
+    outcome = run_job(train, [], first=(1, 2))
+    assert list(outcome.results.values()) == [[SAMPLES // BATCH] * 2] * 2
 
 
 @pytest.mark.parametrize("meet", ["loader", "all_reduce"])
