@@ -200,6 +200,32 @@ def test_a_break_within_a_round_ends_all_ranks() -> None:
     assert outcome.told == []
 
 
+def test_a_break_loses_nothing_of_the_next_pass() -> None:
+    def train() -> list[list[int]]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
+        data = torch.utils.data.TensorDataset(rows(), torch.arange(SAMPLES))
+        loader = er.AdaptiveDataLoader(data, batch_size=BATCH)
+        seen: list[list[int]] = []
+        for epoch in er.remaining_epochs_until(2):
+            for x, numbers in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                if epoch:
+                    seen.append(numbers.tolist())
+                elif er.get_context().get_global_step() >= PERIOD + 3:
+                    break  # sooner than the next step was to be counted
+                time.sleep(0.03)  # each step
+        return seen
+
+    outcome = run_job(train, [], first=(1, 2))
+    used = sorted(sample for seen in outcome.results.values() for step in seen for sample in step)
+    assert used == list(range(SAMPLES))
+    assert outcome.told == []
+
+
 @pytest.mark.slow  # a scripted kill leaves gloo threads behind in this process
 @pytest.mark.parametrize("dies", [1, 2, 3])
 @pytest.mark.parametrize("moment", ["backward", "after_step", "edge"])

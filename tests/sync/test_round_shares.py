@@ -14,6 +14,7 @@ import pytest
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.communication.round_shares import RoundShares
+from elastic_ray.standalone.session import session_after, standalone_session
 
 DELAY_S, STEP_S = 0.01, 0.15
 
@@ -70,11 +71,11 @@ Pair = tuple[RoundShares, RoundShares, Wire]
 def enter(first: RoundShares, second: RoundShares, timeout_s: float = 10.0) -> Wire:
     """Both enter a new group; the second one through a wire."""
     told: list[bytes] = []
-    first.enter(Alike(0, 2, told, timeout_s), wanted=True, called_off=lambda: False)  # type: ignore[arg-type]
+    first.enter(Alike(0, 2, told, timeout_s), wanted=True, called_off=lambda: False)
     host, port, token = json.loads(told[0])
     wire = Wire(host, port)
     told.append(json.dumps([host, wire.port, token]).encode())
-    second.enter(Alike(1, 2, told, timeout_s), wanted=True, called_off=lambda: False)  # type: ignore[arg-type]
+    second.enter(Alike(1, 2, told, timeout_s), wanted=True, called_off=lambda: False)
     return wire
 
 
@@ -167,7 +168,7 @@ def test_nothing_is_left_of_a_closed_group() -> None:
     before = named()
     told: list[bytes] = []
     shares = RoundShares()
-    shares.enter(Alike(0, 1, told), wanted=True, called_off=lambda: False)  # type: ignore[arg-type]
+    shares.enter(Alike(0, 1, told), wanted=True, called_off=lambda: False)
     shares.close()
     deadline_s = time.monotonic() + 3.0
     while named() > before and time.monotonic() < deadline_s:
@@ -176,6 +177,15 @@ def test_nothing_is_left_of_a_closed_group() -> None:
     host, port, _ = json.loads(told[0])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port), timeout=1.0)
+
+
+def test_nothing_is_left_of_a_run_that_is_replaced() -> None:
+    told: list[bytes] = []
+    earlier = standalone_session()
+    earlier.run.shares.enter(Alike(0, 1, told), wanted=True, called_off=lambda: False)
+    after = session_after(earlier)
+    assert not earlier.run.shares.stands
+    after.membership.close(broken=False)
 
 
 class Fails(Alike):
@@ -187,7 +197,7 @@ class Fails(Alike):
 def test_nothing_is_left_of_a_group_that_is_not_entered() -> None:
     told: list[bytes] = []
     shares = RoundShares()
-    fails(lambda: shares.enter(Fails(0, 2, told), wanted=True, called_off=lambda: False))  # type: ignore[arg-type]
+    fails(lambda: shares.enter(Fails(0, 2, told), wanted=True, called_off=lambda: False))
     host, port, _ = json.loads(told[0])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port), timeout=1.0)
@@ -197,7 +207,7 @@ def test_nothing_is_left_of_a_group_that_is_not_entered() -> None:
 def test_the_port_is_closed_once_all_ranks_are_there(pair: Pair) -> None:
     told: list[bytes] = []
     shares = RoundShares()
-    shares.enter(Alike(0, 1, told), wanted=True, called_off=lambda: False)  # type: ignore[arg-type]
+    shares.enter(Alike(0, 1, told), wanted=True, called_off=lambda: False)
     shares.begin_round(0, 2)
     assert shares.is_own(1), "the token is known by then"
     host, port, _ = json.loads(told[0])
@@ -210,14 +220,15 @@ def test_strangers_do_not_keep_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("elastic_ray.communication.round_shares._TOKEN_S", 0.5)
     told: list[bytes] = []
     first, second = RoundShares(), RoundShares()
-    first.enter(Alike(0, 2, told), wanted=True, called_off=lambda: False)  # type: ignore[arg-type]
+    first.enter(Alike(0, 2, told), wanted=True, called_off=lambda: False)
     host, port, _ = json.loads(told[0])
+    before = threading.active_count()
     strangers = [socket.create_connection((host, port)) for _ in range(10)]
     strangers[0].sendall(b"x" * 16)
     strangers[1].sendall(b"x")
     time.sleep(0.3)  # less than they have
-    assert named() <= 2 * 2 + 3, "not more are held than twice as many as there are ranks"
-    second.enter(Alike(1, 2, told), wanted=True, called_off=lambda: False)  # type: ignore[arg-type]
+    assert threading.active_count() - before <= 2 * 2, "not more are held than twice as many as there are ranks"
+    second.enter(Alike(1, 2, told), wanted=True, called_off=lambda: False)
     second.begin_round(0, 2)
     assert second.is_own(1)
     for each in strangers:
