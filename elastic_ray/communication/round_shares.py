@@ -6,51 +6,121 @@ step, so each step is made once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
-import socketserver
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 
 _Answer = TypeVar("_Answer")
 
 _TOKEN_BYTES = 16
-_TOKEN_S = 10.0  # in which a rank shows that it is one
+_TOKEN_S = 5.0  # in which a rank shows that it is one
+_PAUSE_S = 0.05  # after a connection that could not be accepted
+_BACKLOG = 16  # connections that may wait to be accepted, at least
 # round, first rank, ranks, and whether the first one's step is to be counted; as many counts come back
 _QUESTION = struct.Struct("!QHHB")
+_ALL = (1 << 32) - 1  # steps that have begun in a round that is over
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 _CHEAP = 0.01  # part of a step that an answer may take, to be asked for when it is needed and not before
 _EARLY = 1.5  # answers' times before a step's end at which the next one is counted otherwise
 
 
-class _Counts(socketserver.ThreadingTCPServer):
+class _Counts:
     """Server with the number of steps that have begun for each rank in the current round."""
 
-    daemon_threads = True
-    block_on_close = False
-
     def __init__(self, host: str, token: bytes, ranks: int) -> None:
-        self.token, self._ranks = token, ranks
-        self._lock = threading.Lock()
+        self._token, self._ranks = token, ranks
+        self._lock, self._closed = threading.Lock(), False
         self._round, self._counts = -1, list[int]()
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, 0), _Caller)
+        self._known, self._callers = 0, set[socket.socket]()
+        self._strangers = threading.BoundedSemaphore(2 * ranks)  # callers that have not shown the token yet
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=max(_BACKLOG, ranks))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True, name="round-shares").start()
 
     def end(self) -> None:
-        """Stop answering, and release the port."""
-        self.shutdown()
-        self.server_close()
-
-    def count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
-        """Return the steps begun for each of these ranks; with ``adds``, then count one more for the first of them."""
+        """Disconnect all ranks, and release the port."""
         with self._lock:
+            self._closed = True
+            callers = list(self._callers)
+        for each in (self._listener, *callers):
+            _shut(each)
+
+    def _accept(self) -> None:
+        """Accept connections until all ranks have one."""
+        while True:
+            self._strangers.acquire()
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                self._strangers.release()
+                if self._listener.fileno() < 0:  # all ranks are known, or the group is left
+                    return
+                time.sleep(_PAUSE_S)
+                continue
+            with self._lock:
+                self._callers.add(caller)
+                if self._closed:
+                    _shut(caller)
+            threading.Thread(target=self._serve, args=(caller,), daemon=True, name="round-shares").start()
+
+    def _serve(self, caller: socket.socket) -> None:
+        """Answer the requests of one connection until it ends."""
+        try:
+            with contextlib.suppress(OSError):
+                if self._is_rank(caller):
+                    self._answer(caller)
+        finally:
+            with self._lock:
+                self._callers.discard(caller)
+            caller.close()
+
+    def _is_rank(self, caller: socket.socket) -> bool:
+        """True if the caller shows the token in time."""
+        try:
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            token, until_s = b"", time.monotonic() + _TOKEN_S
+            while len(token) < _TOKEN_BYTES:
+                caller.settimeout(max(0.001, until_s - time.monotonic()))
+                if not (piece := caller.recv(_TOKEN_BYTES - len(token))) or time.monotonic() > until_s:
+                    return False
+                token += piece
+            if not secrets.compare_digest(token, self._token):
+                return False
+            caller.settimeout(None)
+        finally:
+            self._strangers.release()
+        with self._lock:
+            self._known += 1
+            if self._known == self._ranks:
+                _shut(self._listener)
+        return True
+
+    def _answer(self, caller: socket.socket) -> None:
+        with caller.makefile("rb") as stream:
+            while len(question := stream.read(_QUESTION.size)) == _QUESTION.size:
+                number, first, ranks, adds = _QUESTION.unpack(question)
+                counts = self._count(number, first, ranks, adds=bool(adds))
+                caller.sendall(struct.pack(f"!{len(counts)}I", *counts))
+
+    def _count(self, number: int, first: int, ranks: int, *, adds: bool) -> Sequence[int]:
+        """Return the steps begun for each of these ranks; with ``adds``, then count one more for the first of them.
+
+        A round that is over has no steps left.
+        """
+        with self._lock:
+            if number < self._round:
+                return [_ALL] * ranks
             if number > self._round:
                 self._round, self._counts = number, [1] * self._ranks  # each has begun its first
             found = self._counts[first : first + ranks]
@@ -59,27 +129,88 @@ class _Counts(socketserver.ThreadingTCPServer):
             return found
 
 
-class _Caller(socketserver.BaseRequestHandler):
-    """Handler of one rank's connection."""
+class _Member:
+    """A rank's connection to the counts of one group, and the thread that asks ahead."""
 
-    server: _Counts
+    def __init__(self, communicator: Communicator, address: tuple[str, int], called_off: Callable[[], bool]) -> None:
+        self.rank, self.ranks, self.timeout_s = communicator.rank, communicator.world_size, communicator.timeout_s
+        self._called_off, self._lock, self._ended = called_off, threading.Lock(), False
+        self._socket = socket.create_connection(address, timeout=communicator.timeout_s)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(_LOOK_S)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="round-shares")
 
-    def handle(self) -> None:
-        """Answer requests until the rank disconnects."""
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.request.settimeout(_TOKEN_S)
-        try:
-            token = self.request.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
-        except OSError:
-            return
-        if not secrets.compare_digest(token, self.server.token):
-            return
-        self.request.settimeout(None)
-        stream = self.request.makefile("rb")
-        while len(question := stream.read(_QUESTION.size)) == _QUESTION.size:
-            number, first, ranks, adds = _QUESTION.unpack(question)
-            counts = self.server.count(number, first, ranks, adds=bool(adds))
-            self.request.sendall(struct.pack(f"!{len(counts)}I", *counts))
+    def introduce(self, token: bytes) -> None:
+        """Show the server that this is a rank."""
+        self._socket.sendall(token)
+
+    def close(self) -> None:
+        """Leave the group; requests in progress fail at once."""
+        self._ended = True
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        _shut(self._socket)
+
+    def ask(self, number: int, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
+        """Send a request to rank 0 and return the answer.
+
+        Raises CommunicationFailedError: rank 0 is gone or does not answer in time, or the group was left or called off.
+        No answer that comes later is taken for that to another request.
+        """
+        with self._lock:
+            if self._ended:
+                raise CommunicationFailedError("the group was left")
+            try:
+                return self._ask(_QUESTION.pack(number, first, ranks, adds), ranks)
+            except OSError as error:
+                self._ended = True
+                raise CommunicationFailedError(
+                    f"rank 0, which counts the steps of a round, is gone: {error}"
+                ) from error
+            except CommunicationFailedError:
+                self._ended = True
+                raise
+
+    def _ask(self, question: bytes, ranks: int) -> tuple[int, ...]:
+        answer, wanted, until_s = bytearray(), 4 * ranks, time.monotonic() + self.timeout_s
+        self._socket.sendall(question)
+        while len(answer) < wanted:
+            try:
+                piece = self._socket.recv(wanted - len(answer))
+            except TimeoutError:
+                if self._ended or self._called_off():
+                    raise CommunicationFailedError("the group was called off") from None
+                if time.monotonic() > until_s:
+                    raise CommunicationFailedError(
+                        f"rank 0, which counts the steps of a round, has not answered for {self.timeout_s:.0f} s"
+                    ) from None
+                continue
+            if not piece:
+                raise CommunicationFailedError("rank 0, which counts the steps of a round, is gone")
+            answer += piece
+        return struct.unpack(f"!{ranks}I", answer)
+
+
+class _Round:
+    """Round in progress, to which tasks that ask ahead belong."""
+
+    def __init__(self, member: _Member, number: int, steps: int) -> None:
+        self._member, self._number, self.steps = member, number, steps
+        self.due = threading.Event()  # ends the pause of the task
+        self.over = False
+        self.leaves = False  # what is left of the round to ranks that have it done sooner
+
+    def ask(self, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
+        """As ``_Member.ask``; raises CommunicationFailedError also if this rank has ended the round."""
+        if self.over:
+            raise CommunicationFailedError("the round is over")
+        return self._member.ask(self._number, first, ranks, adds=adds)
+
+
+def _shut(one: socket.socket) -> None:
+    """Close a socket that another thread may be waiting for."""
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()
 
 
 class RoundShares:
@@ -87,17 +218,11 @@ class RoundShares:
 
     def __init__(self) -> None:
         self._server: _Counts | None = None
-        self._socket: socket.socket | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._called_off: Callable[[], bool] = lambda: False
-        self._rank, self._ranks = 0, 1
-        self.active = False  # in the present round
-        self._number = self._steps = 0
+        self._member: _Member | None = None
+        self._round: _Round | None = None
         self._own = 0  # the own step that this rank makes, or was the last to make; as many as there are for no more
         self._counted: Future[int] | None = None  # the next one, which is being counted
         self._looked: Future[bool] | None = None  # whether all steps have been begun
-        self._leaves = False  # what is left of the round to ranks that have it done sooner
-        self._due, self._lock = threading.Event(), threading.Lock()
         self._since_s = self._answer_s = self._step_s = 0.0
 
     def enter(self, communicator: Communicator, *, wanted: bool, called_off: Callable[[], bool]) -> None:
@@ -108,50 +233,59 @@ class RoundShares:
         self.close()
         if not wanted:
             return
-        self._rank, self._ranks, self._called_off = communicator.rank, communicator.world_size, called_off
         told, token = b"", secrets.token_bytes(_TOKEN_BYTES)
         try:
-            if self._rank == 0:
-                self._server = _Counts(communicator.host, token, self._ranks)
-                threading.Thread(target=self._server.serve_forever, daemon=True, name="round-shares").start()
-                told = json.dumps([communicator.host, self._server.server_address[1], token.hex()]).encode()
+            if communicator.rank == 0:
+                self._server = _Counts(communicator.host, token, communicator.world_size)
+                told = json.dumps([communicator.host, self._server.port, token.hex()]).encode()
             host, port, token_text = json.loads(communicator.broadcast_bytes(told, 0))
-            self._socket = socket.create_connection((host, port), timeout=communicator.timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.settimeout(_LOOK_S)
-            self._socket.sendall(bytes.fromhex(token_text))
+            self._member = _Member(communicator, (host, port), called_off)
+            self._member.introduce(bytes.fromhex(token_text))
         except OSError as error:
+            self.close()
             communicator.mark_broken()
-            raise CommunicationFailedError(f"rank {self._rank} does not reach rank 0's counts: {error}") from error
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="round-shares")
+            cause = f"rank {communicator.rank} does not reach rank 0's counts: {error}"
+            raise CommunicationFailedError(cause) from error
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave the group."""
-        self._due.set()
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._socket is not None:
-            self._socket.close()
-        if self._server is not None:  # whose end takes up to half a second
-            threading.Thread(target=self._server.end, daemon=True).start()
-        self._server = self._socket = self._thread = self._counted = self._looked = None
-        self.active = False
+        self.end_round(lost=True)
+        if self._member is not None:
+            self._member.close()
+        if self._server is not None:
+            self._server.end()
+        self._server = self._member = None
 
     @property
     def stands(self) -> bool:
         """True if the ranks of the current group can share their steps."""
-        return self._thread is not None
+        return self._member is not None
+
+    @property
+    def active(self) -> bool:
+        """True in a round whose steps are shared."""
+        return self._round is not None
 
     def begin_round(self, number: int, steps: int) -> None:
         """Start a round of ``steps`` steps per rank; ``number`` must exceed that of the group's earlier rounds."""
-        self.active, self._number, self._steps = True, number, steps
-        self._counted = self._looked = None
-        self._own, self._leaves, self._since_s = 0, False, time.monotonic()
+        assert self._member is not None, "the group stands"
+        self._round = _Round(self._member, number, steps)
+        self._own, self._since_s = 0, time.monotonic()
         self._count_ahead()
 
-    def end_round(self) -> None:
-        """End the round on this rank."""
-        self.active = False
+    def end_round(self, *, lost: bool = False) -> None:
+        """End the round on this rank, and wait for a request in progress unless the round is ``lost``."""
+        ended, self._round = self._round, None
+        asking: list[Future[Any]] = [each for each in (self._counted, self._looked) if each is not None]
+        self._counted = self._looked = None
+        if ended is not None:
+            ended.over = True
+            ended.due.set()
+            if not lost and asking and self._member is not None:
+                wait(asking, self._member.timeout_s)
 
     def is_own(self, step: int) -> bool:
         """True if this rank makes its own step of this number; False if another rank has begun it, or will.
@@ -160,7 +294,7 @@ class RoundShares:
         """
         if step > self._own:
             self._step_s = time.monotonic() - self._since_s
-            self._due.set()
+            self._present.due.set()
             counted, self._counted = self._counted or self._submit(0.0), None
             self._own, self._since_s = self._answered(counted), time.monotonic()
             self._count_ahead()
@@ -171,80 +305,70 @@ class RoundShares:
 
         Raises CommunicationFailedError: rank 0 is gone.
         """
+        present, ranks = self._present, self._known.ranks
         looked, self._looked = self._looked, None
         if looked is not None:
-            self._due.set()
+            present.due.set()
             if self._answered(looked):
                 return None
-        while not self._leaves:
-            begun = self._ask(0, self._ranks, adds=False)
-            rank = min(range(self._ranks), key=lambda each: begun[each])
-            if begun[rank] >= self._steps:
+        while not present.leaves:
+            begun = present.ask(0, ranks, adds=False)
+            rank = min(range(ranks), key=lambda each: begun[each])
+            if begun[rank] >= present.steps:
                 return None
-            (step,) = self._ask(rank, 1, adds=True)
-            if step < self._steps:
+            (step,) = present.ask(rank, 1, adds=True)
+            if step < present.steps:
                 return rank, step
         return None
+
+    @property
+    def _present(self) -> _Round:
+        assert self._round is not None, "a round is in progress"
+        return self._round
+
+    @property
+    def _known(self) -> _Member:
+        assert self._member is not None, "the group stands"
+        return self._member
 
     def _count_ahead(self) -> None:
         """Count the next own step in the background, shortly before it is due, unless answers are fast enough.
 
         After its last own step, this checks whether all steps have begun, as they have if no rank is late.
         """
-        if self._own < self._steps and self._answer_s > _CHEAP * self._step_s:
+        present = self._present
+        if self._own < present.steps and self._answer_s > _CHEAP * self._step_s:
             wait_s = max(0.0, self._step_s - _EARLY * self._answer_s)
-            if self._own + 1 < self._steps:
+            if self._own + 1 < present.steps:
                 self._counted = self._submit(wait_s)
-            elif self._thread is not None:
-                self._due.clear()
-                self._looked = self._thread.submit(self._all_begun, wait_s)
+            else:
+                present.due.clear()
+                self._looked = self._known.thread.submit(self._all_begun, present, self._known.ranks, wait_s)
 
     def _submit(self, wait_s: float) -> Future[int]:
         """Count this rank's next step after ``wait_s`` seconds, unless faster ranks will make it."""
-        assert self._thread is not None, "a round is in progress"
-        self._due.clear()
-        return self._thread.submit(self._count, self._own + 1, wait_s)
+        self._present.due.clear()
+        return self._known.thread.submit(self._count, self._present, self._known.rank, self._own + 1, wait_s)
 
-    def _count(self, before: int, wait_s: float) -> int:
+    def _count(self, present: _Round, rank: int, before: int, wait_s: float) -> int:
         """Return the number of the own step that begins now, or the number of steps of a round if there is none."""
-        self._due.wait(wait_s)
+        present.due.wait(wait_s)
         asked_s = time.monotonic()
-        (begun,) = self._ask(self._rank, 1, adds=False)
+        (begun,) = present.ask(rank, 1, adds=False)
         taken = begun - before
-        if taken and self._steps - begun <= taken:  # while this rank has made one step they have begun so many
-            self._leaves = True
-            return self._steps
-        (step,) = self._ask(self._rank, 1, adds=True)
+        if taken and present.steps - begun <= taken:  # while this rank has made one step they have begun so many
+            present.leaves = True
+            return present.steps
+        (step,) = present.ask(rank, 1, adds=True)
         self._answer_s = 0.5 * (self._answer_s + time.monotonic() - asked_s)
-        return min(step, self._steps)
+        return min(step, present.steps)
 
-    def _all_begun(self, wait_s: float) -> bool:
-        self._due.wait(wait_s)
-        return min(self._ask(0, self._ranks, adds=False)) >= self._steps
+    def _all_begun(self, present: _Round, ranks: int, wait_s: float) -> bool:
+        present.due.wait(wait_s)
+        return min(present.ask(0, ranks, adds=False)) >= present.steps
 
     def _answered(self, counted: Future[_Answer]) -> _Answer:
         try:
             return counted.result()
         except CancelledError as error:
             raise CommunicationFailedError("the group was left") from error
-
-    def _ask(self, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
-        """Send a request to rank 0 and return the answer; stop waiting once the group is called off."""
-        answer, wanted = bytearray(), 4 * ranks
-        try:
-            with self._lock:
-                assert self._socket is not None, "the group stands"
-                self._socket.sendall(_QUESTION.pack(self._number, first, ranks, adds))
-                while len(answer) < wanted:
-                    try:
-                        piece = self._socket.recv(wanted - len(answer))
-                    except TimeoutError:
-                        if self._called_off():
-                            raise CommunicationFailedError("the group was called off") from None
-                        continue
-                    if not piece:
-                        raise CommunicationFailedError("rank 0, which counts the steps of a round, is gone")
-                    answer += piece
-        except OSError as error:
-            raise CommunicationFailedError(f"rank 0, which counts the steps of a round, is gone: {error}") from error
-        return struct.unpack(f"!{ranks}I", answer)

@@ -27,7 +27,6 @@ from elastic_ray.data.sharding import (
     step_size,
     whole_step,
 )
-from elastic_ray.state.generators import Generators
 from elastic_ray.state.progress import BITS, sample_hashes
 
 _SHOWN = 4  # of an order, in errors
@@ -332,11 +331,7 @@ class MapBatches:
 
     def pass_over(self, epoch: int, position: int, cut: StepSplit) -> None:
         """Skip this rank's part of the step at ``position``, because another rank runs it."""
-        if self._loader is not None and self._loader.num_workers:
-            for _ in self._firsts:  # read ahead by other processes
-                self.fetch()
-        else:
-            self.begin(epoch, position + cut.count(position, self._total), cut, new_pass=False)
+        self.begin(epoch, position + cut.count(position, self._total), cut, new_pass=False)
 
     def step_of(self, rank: int, number: int, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """Return the part that `rank` has in the step that is ``number`` steps after ``position``."""
@@ -358,12 +353,10 @@ class MapBatches:
     def _load(self, batch: EpochBatch) -> Any:
         """Load a batch in this process, without prefetching."""
         assert self._loader is not None, "begin() comes first"
-        before, dataset = Generators(), self._loader.dataset
+        assert not self._loader.num_workers, "samples of other ranks are loaded without worker processes only"
+        dataset = self._loader.dataset
         whole = getattr(dataset, "__getitems__", None)
-        found = self._loader.collate_fn(whole(batch) if whole else [dataset[index] for index in batch])
-        if self._loader.num_workers:
-            before.restore()  # worker processes have generators of their own
-        return found
+        return self._loader.collate_fn(whole(batch) if whole else [dataset[index] for index in batch])
 
     def hash_of_rest(self, epoch: int, position: int) -> int:
         """Return the sum of the sample hashes of the epoch's order from ``position`` to its end."""

@@ -277,7 +277,7 @@ class AdaptiveDataLoader(ResumableLoader):
         """Make this loader the one that reports for the job."""
         sample, tokens = describe_sample(self.dataset), self._tokens
         info = LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample, tokens=tokens)
-        self._session.registry.loaders.lead(self, info)
+        self._session.registry.loaders.lead(self, info, in_processes=self._given.num_workers > 0)
 
     def _recount(self, tokens: TokenBatch) -> None:
         """Convert the declared batch in tokens to samples again, using the tokens that the loop has counted so far.

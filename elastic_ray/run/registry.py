@@ -125,13 +125,14 @@ class LoaderRegistry:
     def __init__(self, *, fixed_batch: bool = False) -> None:
         self._fixed_batch = fixed_batch
         self.info: LoaderInfo | None = None  # what it tells the job, None before there is one
+        self.in_processes = False  # samples of the leading loader are loaded by worker processes
         self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
         self._failed = False
         self._made: list[weakref.WeakMethod[Any]] = []
 
-    def lead(self, loader: object, info: LoaderInfo) -> None:
-        """Make this loader the leading one."""
+    def lead(self, loader: object, info: LoaderInfo, *, in_processes: bool = False) -> None:
+        """Make this loader the leading one; with ``in_processes``, worker processes load its samples."""
         if self._fixed_batch:
             if info.limits.per_worker:
                 raise ValueError(
@@ -139,6 +140,7 @@ class LoaderRegistry:
                 )
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
+        self.in_processes = in_processes
 
     @property
     def leading(self) -> weakref.ref[Any] | None:
@@ -394,6 +396,8 @@ class Registry:
     @property
     def gives_back(self) -> bool:
         """True if slow ranks give away steps to other ranks within a round."""
+        if self.loaders.in_processes:  # they load this rank's own samples only
+            return False
         return self.round_period > 1 and all(each.gives_back for each in self._gradients)
 
     @property

@@ -137,7 +137,8 @@ class LoaderPasses:
             steps = run.registry.round_steps if step.leads else 1
             counts = step.to_come(steps) if step.to_come is not None else ()
             run.ledger.begin_round(step.loader_pass, counts, len(counts) or steps, copies=run.elastic)
-            if run.shares.stands and run.ledger.trains_in_rounds and len(counts) > 1:
+            shared = run.shares.stands and run.registry.gives_back and run.registry.may_train  # now, on all ranks
+            if shared and run.ledger.trains_in_rounds and len(counts) > 1:
                 run.shares.begin_round(run.states.progress.loader_steps, len(counts))
 
     def makes_step(self, step: LoaderStep) -> bool:
@@ -344,7 +345,7 @@ class LoaderPasses:
         lost = ledger.round
         assert lost is not None, "a round is in progress"
         run.sums.undo_beyond(0)
-        run.shares.end_round()
+        run.shares.end_round(lost=True)
         if abandoned:  # code that has continued cannot draw it again: the steps count as they are
             ledger.end_round(None)
             self._end_alone(lost.loader_pass)

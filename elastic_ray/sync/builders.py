@@ -195,11 +195,11 @@ class LocalSGD:
     Examples:
         >>> from elastic_ray.sync import LocalSGD
         >>> LocalSGD(period=8)
-        LocalSGD(period=8, give_back=True)
+        LocalSGD(period=8, give_back=False)
     """
 
     period: int = 4
-    give_back: bool = True
+    give_back: bool = False
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range
@@ -226,13 +226,13 @@ class DiLoCo:
     Examples:
         >>> from elastic_ray.sync import DiLoCo
         >>> DiLoCo(period=32)
-        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=True)
+        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=False)
     """
 
     period: int = 16
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    give_back: bool = True
+    give_back: bool = False
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range
@@ -264,12 +264,12 @@ class SMA:
     Examples:
         >>> from elastic_ray.sync import SMA
         >>> SMA(alpha=0.2)
-        SMA(alpha=0.2, period=1, give_back=True)
+        SMA(alpha=0.2, period=1, give_back=False)
     """
 
     alpha: float = 0.1
     period: int = 1
-    give_back: bool = True
+    give_back: bool = False
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range
@@ -297,11 +297,11 @@ class PairAveraging:
     Examples:
         >>> from elastic_ray.sync import PairAveraging
         >>> PairAveraging()
-        PairAveraging(period=1, give_back=True)
+        PairAveraging(period=1, give_back=False)
     """
 
     period: int = 1
-    give_back: bool = True
+    give_back: bool = False
 
     def __post_init__(self) -> None:
         _ = self._average  # refuses what is out of range

@@ -229,7 +229,7 @@ class Average:
         until: Number of optimizer steps after which gradients are all-reduced (KungFu's AdaptiveSGD); None for
             never.
         give_back: Whether a slow rank gives steps of a period to ranks that wait for it. The assignment of steps to
-            ranks then depends on their speeds; False assigns the same steps in each run.
+            ranks then depends on their speeds. False, the default, assigns the same steps in each run.
     """
 
     algorithm: str = "local_sgd"
@@ -238,7 +238,7 @@ class Average:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     until: int | None = None
-    give_back: bool = True
+    give_back: bool = False
 
     def __post_init__(self) -> None:
         check_one_of("algorithm", self.algorithm, AVERAGES)

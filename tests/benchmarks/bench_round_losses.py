@@ -26,8 +26,8 @@ from tests.loop.changing import Change, Kill, run_job  # noqa: E402
 
 STRATEGIES: dict[str, Any] = {
     "all_reduce": "all_reduce",
-    "local_sgd": LocalSGD(period=8),
-    "diloco": DiLoCo(period=8, outer_lr=1.0, outer_momentum=0.0),
+    "local_sgd": LocalSGD(period=8, give_back=True),
+    "diloco": DiLoCo(period=8, outer_lr=1.0, outer_momentum=0.0, give_back=True),
 }
 CONTEXT, WIDTH = 32, 32
 

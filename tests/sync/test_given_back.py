@@ -75,9 +75,9 @@ def check(outcome: Outcome) -> None:
     assert len(outcome.passes) == EPOCHS and outcome.told == []
 
 
-@pytest.mark.parametrize("strategy", [LocalSGD(period=PERIOD), DiLoCo(period=PERIOD), PairAveraging(period=PERIOD)])
-def test_others_make_the_steps_of_a_late_rank(strategy: Any) -> None:
-    outcome = run_job(Late(strategy), [], first=(1, 2, 3))
+@pytest.mark.parametrize("make", [LocalSGD, DiLoCo, PairAveraging])
+def test_others_make_the_steps_of_a_late_rank(make: Any) -> None:
+    outcome = run_job(Late(make(period=PERIOD, give_back=True)), [], first=(1, 2, 3))
     check(outcome)
     made = {worker: len(seen) for worker, (_, seen, *_) in outcome.results.items()}
     assert made[2] < SAMPLES // BATCH * EPOCHS * 0.7 < min(made[1], made[3]), made
@@ -86,16 +86,67 @@ def test_others_make_the_steps_of_a_late_rank(strategy: Any) -> None:
 
 
 def test_none_is_given_back_where_it_is_not_wanted() -> None:
-    outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=False)), [], first=(1, 2, 3))
+    outcome = run_job(Late(LocalSGD(period=PERIOD)), [], first=(1, 2, 3))
     check(outcome)
     assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
 
 
-def test_worker_processes_leave_out_what_is_given() -> None:
-    outcome = run_job(Late(LocalSGD(period=PERIOD), workers=1), [], first=(1, 2))
+def test_none_is_given_back_where_worker_processes_load() -> None:
+    outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=True), workers=1), [], first=(1, 2))
     check(outcome)
-    used = sorted(sample for _, seen, *_ in outcome.results.values() for step in seen for sample in step)
-    assert used == sorted(list(range(SAMPLES)) * EPOCHS)
+    assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
+
+
+def test_none_is_given_back_once_the_strategy_says_so() -> None:
+    def train() -> list[int]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+        made = []
+        for epoch in er.remaining_epochs_until(4):
+            if epoch == 2:  # takes effect after a step or a round
+                wrapped.set_strategy(LocalSGD(period=PERIOD))
+            made.append(0)
+            for x in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                # one worker is late
+                time.sleep(0.02 if current_session().worker == "w2" else 0.002)
+                made[-1] += 1
+        return made
+
+    outcome = run_job(train, [], first=(1, 2))
+    first, second = outcome.results[1], outcome.results[2]
+    assert second[1] < first[1] and first[3] == second[3] == SAMPLES // BATCH
+
+
+def test_a_model_is_evaluated_over_the_training_loader() -> None:
+    def train() -> list[int]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+        made = []
+        for _ in er.remaining_epochs_until(2):
+            wrapped.train()
+            for x in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+            wrapped.eval()
+            made.append(0)
+            with torch.no_grad():
+                for x in loader:
+                    wrapped(x)
+                    # one worker is late
+                    time.sleep(0.02 if current_session().worker == "w2" else 0.002)
+                    made[-1] += 1
+        return made
+
+    outcome = run_job(train, [], first=(1, 2))
+    assert list(outcome.results.values()) == [[SAMPLES // BATCH] * 2] * 2
 
 
 @pytest.mark.parametrize("meet", ["loader", "all_reduce"])
@@ -130,7 +181,7 @@ def test_a_break_within_a_round_ends_all_ranks() -> None:
     def train() -> tuple[int, Tensor]:
         model = line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD))
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
         loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
         for _ in er.remaining_epochs_until(1):
             for x in loader:
@@ -149,9 +200,37 @@ def test_a_break_within_a_round_ends_all_ranks() -> None:
     assert outcome.told == []
 
 
+def test_a_break_loses_nothing_of_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ray.communication.round_shares._CHEAP", 0.0)  # ranks ask ahead
+
+    def train() -> list[list[int]]:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=PERIOD, give_back=True))
+        data = torch.utils.data.TensorDataset(rows(), torch.arange(SAMPLES))
+        loader = er.AdaptiveDataLoader(data, batch_size=BATCH)
+        seen: list[list[int]] = []
+        for epoch in er.remaining_epochs_until(2):
+            for x, numbers in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                if epoch:
+                    seen.append(numbers.tolist())
+                elif er.get_context().get_global_step() >= PERIOD + 3:
+                    break  # sooner than the next step was to be counted
+                time.sleep(0.03)  # each step
+        return seen
+
+    outcome = run_job(train, [], first=(1, 2))
+    used = sorted(sample for seen in outcome.results.values() for step in seen for sample in step)
+    assert used == list(range(SAMPLES))
+    assert outcome.told == []
+
+
 @pytest.mark.slow  # a scripted kill leaves gloo threads behind in this process
 @pytest.mark.parametrize("dies", [1, 2, 3])
 @pytest.mark.parametrize("moment", ["backward", "after_step", "edge"])
 def test_workers_come_leave_and_die(dies: int, moment: str) -> None:
     script = [Change(5, (1, 2, 3, 4)), Kill(19, dies, moment)]
-    check(run_job(Late(LocalSGD(period=PERIOD)), script, first=(1, 2, 3)))
+    check(run_job(Late(LocalSGD(period=PERIOD, give_back=True)), script, first=(1, 2, 3)))
