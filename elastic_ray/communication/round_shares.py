@@ -171,6 +171,7 @@ class _Member:
                 raise
 
     def _ask(self, question: bytes, ranks: int) -> tuple[int, ...]:
+        """Return the counts of so many ranks. Raises OSError or CommunicationFailedError as :meth:`ask`."""
         answer, wanted, until_s = bytearray(), 4 * ranks, time.monotonic() + self.timeout_s
         self._socket.sendall(question)
         while len(answer) < wanted:
@@ -190,7 +191,7 @@ class _Member:
         return struct.unpack(f"!{ranks}I", answer)
 
 
-class _Round:
+class _SharedRound:
     """Round in progress, to which tasks that ask ahead belong."""
 
     def __init__(self, member: _Member, number: int, steps: int) -> None:
@@ -200,10 +201,19 @@ class _Round:
         self.leaves = False  # what is left of the round to ranks that have it done sooner
 
     def ask(self, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
-        """As ``_Member.ask``; raises CommunicationFailedError also if this rank has ended the round."""
+        """Request counts of the round from rank 0. Raises CommunicationFailedError: it is gone, or the round over."""
         if self.over:
             raise CommunicationFailedError("the round is over")
         return self._member.ask(self._number, first, ranks, adds=adds)
+
+    def end(self) -> None:
+        """Refuse further requests, and end the pause of a task."""
+        self.over = True
+        self.due.set()
+
+    def leave_rest(self) -> None:
+        """Leave the remaining steps to ranks that finish them sooner."""
+        self.leaves = True
 
 
 def _shut(one: socket.socket) -> None:
@@ -219,7 +229,7 @@ class RoundShares:
     def __init__(self) -> None:
         self._server: _Counts | None = None
         self._member: _Member | None = None
-        self._round: _Round | None = None
+        self._round: _SharedRound | None = None
         self._own = 0  # the own step that this rank makes, or was the last to make; as many as there are for no more
         self._counted: Future[int] | None = None  # the next one, which is being counted
         self._looked: Future[bool] | None = None  # whether all steps have been begun
@@ -272,7 +282,7 @@ class RoundShares:
     def begin_round(self, number: int, steps: int) -> None:
         """Start a round of ``steps`` steps per rank; ``number`` must exceed that of the group's earlier rounds."""
         assert self._member is not None, "the group stands"
-        self._round = _Round(self._member, number, steps)
+        self._round = _SharedRound(self._member, number, steps)
         self._own, self._since_s = 0, time.monotonic()
         self._count_ahead()
 
@@ -282,8 +292,7 @@ class RoundShares:
         asking: list[Future[Any]] = [each for each in (self._counted, self._looked) if each is not None]
         self._counted = self._looked = None
         if ended is not None:
-            ended.over = True
-            ended.due.set()
+            ended.end()
             if not lost and asking and self._member is not None:
                 wait(asking, self._member.timeout_s)
 
@@ -322,7 +331,7 @@ class RoundShares:
         return None
 
     @property
-    def _present(self) -> _Round:
+    def _present(self) -> _SharedRound:
         assert self._round is not None, "a round is in progress"
         return self._round
 
@@ -350,20 +359,20 @@ class RoundShares:
         self._present.due.clear()
         return self._known.thread.submit(self._count, self._present, self._known.rank, self._own + 1, wait_s)
 
-    def _count(self, present: _Round, rank: int, before: int, wait_s: float) -> int:
+    def _count(self, present: _SharedRound, rank: int, before: int, wait_s: float) -> int:
         """Return the number of the own step that begins now, or the number of steps of a round if there is none."""
         present.due.wait(wait_s)
         asked_s = time.monotonic()
         (begun,) = present.ask(rank, 1, adds=False)
         taken = begun - before
         if taken and present.steps - begun <= taken:  # while this rank has made one step they have begun so many
-            present.leaves = True
+            present.leave_rest()
             return present.steps
         (step,) = present.ask(rank, 1, adds=True)
         self._answer_s = 0.5 * (self._answer_s + time.monotonic() - asked_s)
         return min(step, present.steps)
 
-    def _all_begun(self, present: _Round, ranks: int, wait_s: float) -> bool:
+    def _all_begun(self, present: _SharedRound, ranks: int, wait_s: float) -> bool:
         present.due.wait(wait_s)
         return min(present.ask(0, ranks, adds=False)) >= present.steps
 

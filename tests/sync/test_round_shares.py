@@ -102,7 +102,7 @@ def fails(call: Callable[[], Any]) -> float:
     return time.monotonic() - since_s
 
 
-def test_a_round_left_early_counts_no_step_of_the_next(pair: Pair) -> None:
+def test_a_round_left_early_counts_no_later_step(pair: Pair) -> None:
     _, second, _ = pair
     ask_ahead(second)
     second.end_round()  # as after a break
@@ -143,7 +143,7 @@ def test_a_silent_rank_0_is_given_up() -> None:
     first.close()
 
 
-def test_a_request_of_a_lost_group_does_not_reach_the_next(pair: Pair) -> None:
+def test_a_lost_groups_request_stays_with_it(pair: Pair) -> None:
     first, second, wire = pair
     ask_ahead(second)
     wire.silent = True
@@ -194,7 +194,7 @@ class Fails(Alike):
         raise CommunicationFailedError("a peer is gone")
 
 
-def test_nothing_is_left_of_a_group_that_is_not_entered() -> None:
+def test_nothing_is_left_of_a_refused_group() -> None:
     told: list[bytes] = []
     shares = RoundShares()
     fails(lambda: shares.enter(Fails(0, 2, told), wanted=True, called_off=lambda: False))
