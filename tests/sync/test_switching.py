@@ -212,7 +212,6 @@ def differing(given: Any) -> Any:
     [
         (("ps", "parallax"), ("ps", "parallax")),
         ((SMALL, None), ("all_reduce", "all_reduce")),
-        (("local_sgd", "bf16"), ("local_sgd", "bf16")),
         (("auto", None), ("auto", "all_reduce")),
         (("auto", Auto(steps=20)), ("auto", "auto")),
     ],
@@ -222,6 +221,13 @@ def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any, named: Any) -> Non
         assert all(f"rank {rank} reduces" in text and f"strategy {name!r}" in text for rank, name in enumerate(named))
         assert kind == "RanksDisagreeError" and "in step 5" in text and "strategy" in text
         assert took_s < 60
+
+
+@pytest.mark.thorough
+def test_a_rank_that_averages_among_others_learns_it(ranks: Ranks) -> None:
+    for kind, text, took_s in ranks.run(differing, ("local_sgd", "bf16"), world=2):
+        assert "rank 0 has come to the end of a step, and averages models" in text and "rank 1 reduces" in text
+        assert kind == "RanksDisagreeError" and "in step 5" in text and took_s < 60
 
 
 def two_models() -> Any:
