@@ -15,8 +15,7 @@ from collections import OrderedDict, deque
 from elastic_ray.batch.growth import MAX_GROWTH, GrowthWatch
 from elastic_ray.batch.halving import LEAST_HALF
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within, split
-from elastic_ray.batch.noise_scale import NoiseSignal
-from elastic_ray.batch.reports import outdated
+from elastic_ray.batch.reports import NoiseSignal, outdated
 from placement.goodput.model import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
 from placement.knowledge.knowledge import Prior
 

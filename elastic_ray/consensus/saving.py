@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Values of a rank that ride on the control sums; the token's halves are exact in float32.
 _RIDING = 4
 _HALF_BITS = 16
+_NEVER = (0.0, 0.0, 0.0, 1.0)
+"""Contribution of a rank that can never write its part."""
 
 
 class Readiness(enum.Enum):
@@ -56,12 +58,13 @@ class SaveAgreement:
         self._writer: PartSaver | None = None
         self._order: SaveOrder | None = None
         self._given_up = False
+        self.resting: Sequence[float] | None = _NEVER  # until it has a writer
         self._heard: tuple[float, ...] | None = None
         self.refusals = 0
 
     def serve(self, writer: PartSaver) -> None:
         """Set the writer of this rank's part."""
-        self._writer = writer
+        self._writer, self.resting = writer, None
 
     def give_up(self) -> None:
         """Stop joint saving: rank 0 saves alone from now on."""
@@ -142,10 +145,6 @@ class SaveAgreement:
         """Return the agreed order and clear it."""
         order, self._order = self._order, None
         return order
-
-
-_NEVER = (0.0, 0.0, 0.0, 1.0)
-"""Contribution of a rank that can never write its part."""
 
 
 def _said(rank: int, readiness: Readiness) -> list[float]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.batch.device_numbers import added
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
+from elastic_ray.sync.device_numbers import added
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 
 if TYPE_CHECKING:

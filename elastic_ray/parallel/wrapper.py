@@ -502,7 +502,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._sync.before_update()
-        self._run.replicas.trained(self.module)
+        self._run.replicas.trained[id(self.module)] = self.module.training
         self._check_called()
         if not self._scaler_checked:
             self._scaler_checked = True

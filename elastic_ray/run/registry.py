@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.halving import LEAST_HALF, UNHALVED_STEPS, Halving
-from elastic_ray.batch.noise_scale import NoiseSignal
-from elastic_ray.batch.reports import LoaderInfo, ModelInfo
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo, NoiseSignal
 from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.consensus.saving import SaveAgreement

@@ -204,7 +204,7 @@ class Run:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
         if self.group.world_size == 1 or (together and self.models == 1):
-            self.agreed.run_out()
+            self.agreed.ran_out = True
             if self.group.world_size == 1:
                 self.ledger.fail(RAN_OUT)
             return True

@@ -89,7 +89,8 @@ class GroupChanges:
             self._make_equal(ends=True)
         if agreed.stop or agreed.preempted:
             raise WorkerDismissed(stopped=True)
-        heard = run.registry.saving.take_heard(run.group.world_size)
+        saving = run.registry.saving
+        heard = saving.take_heard(run.group.world_size) if saving.resting is None else ()
         if agreed.take_consensus() and not self._saved_by_step(heard):
             self._make_equal()
         run.registry.call(HookPoint.BETWEEN_STEPS)
@@ -294,7 +295,8 @@ class GroupChanges:
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
         """Set another batch shape, unless a policy has set one."""
-        self._run.set_shape(self._adaptation.held_shape() or shape)
+        held = self._adaptation.held_shape() if self._adaptation.active else None
+        self._run.set_shape(held or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:
         """True if each rank saves its own part, now or later, according to the votes ``heard`` with the step's sums."""

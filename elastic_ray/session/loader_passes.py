@@ -144,7 +144,7 @@ class LoaderPasses:
     def makes_step(self, step: LoaderStep) -> bool:
         """True if this rank executes the started step; False if another rank does, or the round is lost."""
         run = self._run
-        if not run.shares.active or step.taken or run.ledger.round is None:
+        if run.ledger.round is None or step.taken or not run.shares.active:
             return True
         try:
             if run.shares.is_own(run.ledger.round.steps):
@@ -503,7 +503,7 @@ class LoaderPasses:
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
         """Undo a step in which a worker ran out of memory, and draw its batch again in smaller micro-batches."""
         run = self._run
-        run.agreed.forget_ran_out()
+        run.agreed.ran_out = False
         run.sums.undo_beyond(run.ledger.depth)
         run.ledger.undo(step)
         run.ledger.clear_failure()

@@ -510,6 +510,8 @@ class SampleTally:
         ledger: Holds the step in progress.
     """
 
+    resting: None = None
+
     def __init__(self, ledger: StepLedger) -> None:
         self._ledger = ledger
         self._heard: int | None = None

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ray.batch.noise_scale import estimate
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.monitoring import GradientNorms, GradientVariance, Monitor, StepMeasures, WorkerMeasures
 from elastic_ray.monitoring.measures import FIELDS, packed, unpacked
 from elastic_ray.monitoring.monitoring import Monitoring, StepMeter, device_bytes, host_bytes
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
+from elastic_ray.sync.statistics.noise_scale import estimate
 from elastic_ray.sync.statistics.update_norms import with_update_norms
 from placement.goodput.model import NoiseScale
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import real_count, real_shape
+from elastic_ray.sync.device_numbers import real_count, real_shape
 from elastic_ray.sync.engine.reduction import BucketLayout
 from elastic_ray.sync.engine.trainable import local_groups
 from elastic_ray.sync.operations.bucket_operation import GradientBucket

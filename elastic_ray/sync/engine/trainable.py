@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import local
 from elastic_ray.state.pieces import shared_out
 from elastic_ray.state.tree import OptimizerState, Stateful
+from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.engine.joint_optimizer import optimizers_of
 from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo
 from elastic_ray.sync.tables.sparse_backward import switch_off

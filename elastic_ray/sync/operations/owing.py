@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from elastic_ray.batch.device_numbers import real_count, shaped_like
+from elastic_ray.sync.device_numbers import real_count, shaped_like
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
 
 if TYPE_CHECKING:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from elastic_ray.batch.device_numbers import as_real, read, real_shape, with_steps_read
-from elastic_ray.batch.statistics import (
+from elastic_ray.monitoring.gradient_measures import GradientNorms
+from elastic_ray.sync.device_numbers import as_real, read, real_shape, with_steps_read
+from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.preconditioners import (
     LEAST_PART,
     REFRESHED_EVERY,
     SETTLED_STEPS,
@@ -26,8 +28,6 @@ from elastic_ray.batch.statistics import (
     is_adam_like,
     squared_norm,
 )
-from elastic_ray.monitoring.gradient_measures import GradientNorms
-from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
@@ -46,6 +46,8 @@ class RowDenominators:
     Each rank measures the rows that it owns, in units of its optimizer state. Only one number per parameter is sent,
     from which the floor of the parameter's denominators is computed.
     """
+
+    idle = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
         self._optimizer, self._shards = optimizer, shards

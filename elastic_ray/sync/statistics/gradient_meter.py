@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.noise_scale import estimate_groups
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance
 from elastic_ray.monitoring.monitor import Monitor
+from elastic_ray.sync.statistics.noise_scale import estimate_groups
 
 if TYPE_CHECKING:
     from elastic_ray.steps.step import LoaderStep

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.device_numbers import Number, added, read
-from elastic_ray.batch.noise_scale import TINY
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.sync.device_numbers import Number, added, read
 from elastic_ray.sync.operations.bucket_operation import MeasuredGradient
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
+from elastic_ray.sync.statistics.noise_scale import TINY
 
 if TYPE_CHECKING:
     from elastic_ray.steps.step import LoaderStep

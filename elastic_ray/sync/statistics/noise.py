@@ -1,4 +1,4 @@
-"""Measurement of one model's gradient noise scale in its training steps (torch; see ``batch.noise_scale``)."""
+"""Measurement of one model's gradient noise scale in its training steps (torch; see ``noise_scale``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from elastic_ray.batch.noise_scale import NoiseSignal, SmoothedNoise, estimate_groups
+from elastic_ray.batch.reports import NoiseSignal
 from elastic_ray.batch.scaling_rules import step_gain
-from elastic_ray.batch.statistics import BucketPreconditioner, is_adam_like
 from elastic_ray.sync.operations.bucket_operation import MeasuredGradient
+from elastic_ray.sync.preconditioners import BucketPreconditioner, is_adam_like
+from elastic_ray.sync.statistics.noise_scale import SmoothedNoise, estimate_groups
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class _Pending:
 
 class StatesSource(Protocol):
     """Protocol of an optimizer's view for statistics, with its ``param_groups`` and ``state``."""
+
+    @property
+    def idle(self) -> bool:
+        """True as long as the optimizer itself holds everything."""
 
     @property
     def state(self) -> Mapping[Any, Any]:
@@ -132,12 +137,15 @@ class NoiseTracker:
         self._step = step
         if self.adam_like is None:
             self.learn_kind()
-        return self._source is None or not self._source.outdated
+        return self._source is None or self._source.idle or not self._source.outdated
 
     def learn_kind(self) -> None:
         """Find out the optimizer's kind, once it has a state."""
-        if (self._source or self._optimizer).state:
-            self.adam_like = is_adam_like(self._optimizer) if self._source is None else self._source.adam_like
+        source = self._source
+        if source is None or source.idle:
+            self.adam_like = is_adam_like(self._optimizer) if self._optimizer.state else None
+        elif source.state:
+            self.adam_like = source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's current factors for the bucket's gradients; None if it is not Adam-like."""

@@ -221,15 +221,15 @@ class StrategyInForce:
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
         self._context, self._model, self._number = context, model, number
-        self._asked: _Asked | None = None
-        self._asked_before: _Asked | None = None  # when the step in progress began
+        self.asked: _Asked | None = None
+        self.asked_before: _Asked | None = None  # when the step in progress began
         self.takes = 0  # how often buckets were laid out anew since the present group was entered; equal on all ranks
-        self._entering = True
-        self._wanted: Strategy | None = None  # by the tuner, or by the state of another rank
+        self.entering = True  # until the present group's first step
+        self.wanted: Strategy | None = None  # by the tuner, or by the state of another rank
         self._rows: Mapping[str, RowBucket] = {}
-        self._step_s: deque[float] = deque(maxlen=_KEPT_TIMES)
-        self._bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)
-        self._stepped: tuple[int, float] | None = None
+        self.step_s: deque[float] = deque(maxlen=_KEPT_TIMES)  # times between optimizer steps, for :meth:`explain`
+        self.bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)  # times of each bucket's reductions
+        self.stepped: tuple[int, float] | None = None  # steps before the latest optimizer step, and when that was
         profile = model.profile
         self.plan = lower(builder.build(profile, Topology()), profile, Topology())
         self.digest = self.plan.digest
@@ -237,7 +237,7 @@ class StrategyInForce:
         self.tuner = self._tuner_for(builder, self.plan.strategy)
         self._has_tuned = self.tuner is not None
         self._told = ""  # why two levels are one
-        self._key = _key(self.plan.strategy)
+        self.own_key = _key(self.plan.strategy)  # see :attr:`key`
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
         if not isinstance(builder, Auto):
@@ -268,20 +268,20 @@ class StrategyInForce:
     @property
     def pending(self) -> bool:
         """True if another strategy or tuner is about to take effect."""
-        return self._asked is not None or self._wanted is not None
+        return self.asked is not None or self.wanted is not None
 
     @property
     def label(self) -> str:
         """Name of the current strategy, and of the one about to take effect."""
-        asked = self._asked.strategy if self._asked is not None else self._wanted
+        asked = self.asked.strategy if self.asked is not None else self.wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
 
     @property
     def asked_digest(self) -> int:
         """Digest of the strategy about to take effect, and of whether a tuner chooses it; 0 if there is none."""
-        asked = self._asked
-        strategy = asked.strategy if asked is not None else self._wanted
+        asked = self.asked
+        strategy = asked.strategy if asked is not None else self.wanted
         if strategy is None:
             return 0
         return digest((strategy.to_json(), asked is not None, asked is not None and asked.tuner is not None))
@@ -298,9 +298,9 @@ class StrategyInForce:
         The prefix ``auto/`` marks a chosen strategy: the choice may differ in another group, and both count.
         """
         if self.tuner is None:
-            return self._key
+            return self.own_key
         in_force = self.tuner.choice.settled and self.tuner.strategy == self.plan.strategy
-        return f"{CHOSEN}{self._key}" if in_force else None
+        return f"{CHOSEN}{self.own_key}" if in_force else None
 
     def works(self, plan: SyncPlan) -> bool:
         """True if the model supports the plan."""
@@ -326,18 +326,18 @@ class StrategyInForce:
             return  # it is in force
         if tuner is not None:
             tuner.enter_group()
-        self._asked = _Asked(strategy, tuner)
+        self.asked = _Asked(strategy, tuner)
 
     def ask_topology(self, topology: str) -> None:
         """Request another topology for the current strategy, or for the strategy that was requested last."""
-        self.ask((self._asked.strategy if self._asked is not None else self.plan.strategy).with_topology(topology))
+        self.ask((self.asked.strategy if self.asked is not None else self.plan.strategy).with_topology(topology))
 
     def before_forward(self) -> None:
         """Adopt the strategy that the tuner proposes, between two steps or within one."""
         if self.tuner is not None:
             self.tuner.tell(lambda: str(self.explain()))
             wanted = self.tuner.strategy
-            self._wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
+            self.wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True) -> SyncPlan:
         """Apply the requested plan, for which buckets are laid out.
@@ -347,17 +347,17 @@ class StrategyInForce:
         """
         strategy = self.plan.strategy
         if switch:
-            asked, self._asked = self._asked, None
-            strategy, self._wanted = self._wanted or strategy, None
+            asked, self.asked = self.asked, None
+            strategy, self.wanted = self.wanted or strategy, None
             if asked is not None:
                 self.tuner, strategy = asked.tuner, asked.strategy
                 self._has_tuned = self._has_tuned or asked.tuner is not None
         self.plan = lower(strategy, self.profile, self.topology)
-        self.digest, self._key = self.plan.digest, _key(strategy)
-        self.takes += 0 if self._entering else 1
-        self._step_s.clear()
-        self._bucket_s.clear()
-        self._stepped = None
+        self.digest, self.own_key = self.plan.digest, _key(strategy)
+        self.takes += 0 if self.entering else 1
+        self.step_s.clear()
+        self.bucket_s.clear()
+        self.stepped = None
         self._tell_fallback()
         return self.plan
 
@@ -375,51 +375,28 @@ class StrategyInForce:
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
-    def reduced(self, bucket_s: Sequence[float]) -> None:
-        """Record the reduction of a pass's gradients on all ranks.
-
-        Args:
-            bucket_s: Duration of each bucket's reduction [s].
-        """
-        self._bucket_s.append(tuple(bucket_s))
-        if self.tuner is not None:
-            self.tuner.reduced()
-
-    def stepped(self) -> None:
-        """Record the time of an optimizer step."""
-        now_s, steps = time.perf_counter(), self._context.states.progress.steps
-        if self._stepped is not None and steps == self._stepped[0] + 1:
-            self._step_s.append(now_s - self._stepped[1])
-        self._stepped = steps, now_s
-
     def enter_group(self) -> bool:
         """Enter a group, in which all ranks hold the same state; True if buckets need a new layout."""
-        self._stepped = None
-        self.takes, self._entering = 0, True
-        if self._asked is not None and self._asked.tuner is not None:
-            self._asked.tuner.enter_group()
+        self.stepped = None
+        self.takes, self.entering = 0, True
+        if self.asked is not None and self.asked.tuner is not None:
+            self.asked.tuner.enter_group()
         if self.tuner is not None:
             self.tuner.enter_group()
             self.before_forward()
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
-    def remember(self) -> None:
-        """Store the request at the start of a step, for rollback."""
-        self._asked_before, self._entering = self._asked, False
-        if self.tuner is not None:
-            self.tuner.remember()
-
     def roll_back(self) -> None:
         """Restore the request from before the lost step."""
-        self._stepped, self._asked = None, self._asked_before
+        self.stepped, self.asked = None, self.asked_before
         if self.tuner is not None:
             self.tuner.roll_back()
-            self._wanted = None
+            self.wanted = None
 
     def capture(self) -> dict[str, Any]:
         """Return the strategy if it differs from the initial one, and the tuner's state."""
-        asked = self._asked
-        strategy = (asked.strategy if asked is not None else self._wanted or self.plan.strategy).to_json()
+        asked = self.asked
+        strategy = (asked.strategy if asked is not None else self.wanted or self.plan.strategy).to_json()
         tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
@@ -436,9 +413,9 @@ class StrategyInForce:
         if "tuner" in tree:
             self.tuner = self._restored(tree["tuner"], strategy)
             self._has_tuned = True
-        self._asked = None
-        self._wanted = strategy if strategy != self.plan.strategy else None
-        return self._wanted is not None
+        self.asked = None
+        self.wanted = strategy if strategy != self.plan.strategy else None
+        return self.wanted is not None
 
     def _restored(self, tree: Mapping[str, Any] | None, strategy: Strategy) -> StrategyTuner | None:
         if tree is None:
@@ -450,8 +427,8 @@ class StrategyInForce:
     def explain(self) -> StrategyTable:
         """Return a table of each parameter's synchronisation, with reasons."""
         times: dict[int, float] = {}
-        if self._bucket_s:
-            times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}
+        if self.bucket_s:
+            times = {index: statistics.median(each) for index, each in enumerate(zip(*self.bucket_s, strict=True))}
         choice = self.tuner.choice if self.tuner is not None else None
         rows = dict(choice.rows) if choice is not None else {}
         return explain(
@@ -459,7 +436,7 @@ class StrategyInForce:
             with_rows(self.profile, {**rows, **self.touched}),
             self.topology,
             choice=choice,
-            step_s=statistics.median(self._step_s) if self._step_s else None,
+            step_s=statistics.median(self.step_s) if self.step_s else None,
             bucket_s=times,
         )
 
