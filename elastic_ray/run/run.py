@@ -148,7 +148,7 @@ class Run:
 
         Returns the failure of this worker or of another one; None if all succeeded.
         """
-        due = saves or self.registry.saving_is_due
+        due = saves or self.registry.saves()
         if self.wishes is None or self.wishes.settle(well=failure is None, due=due, measured=measured):
             return failure
         return failure or "another worker of the unit could not complete its step"
@@ -181,10 +181,6 @@ class Run:
                 f"{self.registry.round_period} steps: each rank makes these steps by itself, and no other waits for it "
                 f"there; {way_out}"
             )
-
-    def mark_synced(self) -> None:
-        """Mark this worker as having joined the job."""
-        self.synced = True
 
     def run_out_of_memory(self) -> bool:
         """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.

@@ -256,7 +256,7 @@ class Session:
         self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
-        self.run.mark_synced()
+        self.run.synced = True
         self._steps_at_join = self.progress.steps
         if self.registry.folds_random:
             fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
@@ -279,7 +279,7 @@ class Session:
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """Return the state with which a rerun in this process continues; None if there is no complete state."""
-        if not self.synced or self.ledger.half_updated:
+        if not self.synced or self.ledger.updating:
             return None
         self.states.roll_back()
         return self.states.capture_to_keep(), self.progress
@@ -291,7 +291,7 @@ class Session:
         """
         self.in_epochs = True
         self.sync_point()
-        self.progress.declare_epochs(epochs)
+        self.progress.epochs = epochs
 
     def leave_epochs(self) -> None:
         """Leave the loop over epochs, recording this rank's state before later code changes it."""

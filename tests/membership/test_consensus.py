@@ -42,6 +42,7 @@ class Part:
 
     def __init__(self) -> None:
         self.heard: list[tuple[list[float], int]] = []
+        self.resting: Sequence[float] | None = None
 
     def begin(self) -> None: ...
 
@@ -91,6 +92,18 @@ def test_what_rides_on_control_sums_reaches_its_part_once() -> None:
         assert heard == [[([1.0, 2.0], 2)] * 2] * 2
     (alone,) = on_ranks(1, lambda communicator: _voted_alone(communicator))
     assert alone == [[([0.0, 1.0], 1)]] * 2
+
+
+def test_resting_part_is_counted_but_not_asked_nor_told() -> None:
+    def work(communicator: Communicator) -> Any:
+        one = Rank(communicator)
+        if communicator.rank:
+            one.parts[0].resting = (0.0, 5.0)
+        one.consensus.vote(Announced(Intent.EDGE, 1), {})
+        return [part.heard for part in one.parts]
+
+    asked, rests = on_ranks(2, work)
+    assert asked == [[([0.0, 6.0], 2)], [([1.0, 2.0], 2)]] and rests == [[], [([1.0, 2.0], 2)]]
 
 
 def _voted_alone(communicator: Communicator) -> Any:
@@ -545,7 +558,7 @@ def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     assert writer.asked == 1 and nobody.values(0, 2)[2:] == [0.0, 0.0]
     nobody.begin()
     assert writer.begun == 1
-    nobody.give_up()
+    nobody.given_up = True
     nobody.prepare(0, 2)
     assert writer.asked == 1 and not nobody.together and nobody.values(0, 2) == (0.0, 0.0, 0.0, 1.0)
 

@@ -418,7 +418,7 @@ class StepWeights:
             total = sum(map(sum, counts))
             self.factor = step.count / total if total > 0 else 0.0
             self._statistics.scale_carried(self.factor)
-            step.take_counts(counts)
+            step.counts = counts
         return self._group.share(step)
 
     @torch.no_grad()
@@ -467,7 +467,7 @@ def refuse_weights(step: LoaderStep | None) -> None:
     Raises RuntimeError: the loop has set a weight for the step's micro-batch.
     """
     if step is not None:
-        step.begin_backward()
+        step.backward = step.micro
     if step is not None and step.weighed:
         raise RuntimeError(
             "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "

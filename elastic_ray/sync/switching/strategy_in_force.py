@@ -52,7 +52,7 @@ class StrategyTuner:
 
     def __init__(self, context: Run, auto: Auto, model: StrategyInForce, strategy: Strategy, number: int) -> None:
         self._context, self._auto, self._model, self._number = context, auto, model, number
-        self._choice = self._before = Choice(strategy=strategy, settled=True)  # alone there is nothing to synchronise
+        self.choice = self._before = Choice(strategy=strategy, settled=True)  # alone there is nothing to synchronise
         self._form = ""
         self._known: dict[str, Choice] = {}  # of other forms of the group
         self._told = ""
@@ -64,12 +64,7 @@ class StrategyTuner:
     @property
     def strategy(self) -> Strategy:
         """Strategy to use from the next step on."""
-        return self._choice.strategy
-
-    @property
-    def choice(self) -> Choice:
-        """Current state of the choice."""
-        return self._choice
+        return self.choice.strategy
 
     @property
     def agenda(self) -> str:
@@ -79,7 +74,7 @@ class StrategyTuner:
     @property
     def found(self) -> dict[str, FoundStrategy]:
         """Strategies that won a race, keyed by the form of the group, for other jobs of the same model."""
-        choices = {**self._known, self._form: self._choice}
+        choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
             for form, choice in choices.items()
@@ -88,7 +83,7 @@ class StrategyTuner:
 
     def tell(self, table: Callable[[], str]) -> None:
         """Notify the job's user of a choice, once it has taken effect; called on every rank."""
-        choice = self._choice
+        choice = self.choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
         self._looked_at = choice
@@ -113,16 +108,16 @@ class StrategyTuner:
         if step is None or step is self._step:
             return
         self._step = step
-        if not self._choice.measures:
+        if not self.choice.measures:
             if ledger.state.progress.steps % _WATCH_EVERY == 0 and self._model.touched:
-                self._choice = watch_rows(self._choice, self._agree(0.0).rows)
+                self.choice = watch_rows(self.choice, self._agree(0.0).rows)
             return
         if not self._context.may_choose(self._number):
             self._since_s = None
             return
-        if self._model.plan.strategy == self._choice.strategy:
+        if self._model.plan.strategy == self.choice.strategy:
             took_s = time.perf_counter() - self._since_s if self._since_s is not None else 0.0
-            self._choice = advance(self._choice, self._agree(took_s), self._auto.steps, self._consider)
+            self.choice = advance(self.choice, self._agree(took_s), self._auto.steps, self._consider)
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
@@ -158,11 +153,11 @@ class StrategyTuner:
         form = self._form_of(self._model.topology)
         if form != self._form:
             if self._form:
-                self._known[self._form] = self._choice
-            came = leave(self._choice)
+                self._known[self._form] = self.choice
+            came = leave(self.choice)
             self._form = form
-            self._choice = self._known.pop(form, Choice(strategy=came, settled=not form))
-        self._before = self._choice
+            self.choice = self._known.pop(form, Choice(strategy=came, settled=not form))
+        self._before = self.choice
 
     def _form_of(self, topology: Topology) -> str:
         """Return the backend and which ranks share nodes, regardless of the nodes' names; "" for a rank alone."""
@@ -174,11 +169,11 @@ class StrategyTuner:
 
     def remember(self) -> None:
         """Store the choice at the start of a step, for rollback."""
-        self._before = self._choice
+        self._before = self.choice
 
     def roll_back(self) -> None:
         """Restore the choice from before the lost step, without its measurements."""
-        self._choice = self._before
+        self.choice = self._before
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
@@ -186,7 +181,7 @@ class StrategyTuner:
         return {
             "auto": dataclasses.asdict(self._auto),
             "form": self._form,
-            "choice": self._choice.to_state(),
+            "choice": self.choice.to_state(),
             "known": {key: choice.to_state() for key, choice in self._known.items()},
             "told": self._told,
         }
@@ -194,7 +189,7 @@ class StrategyTuner:
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a captured state."""
         self._auto, self._form = Auto(**tree["auto"]), tree["form"]
-        self._choice = self._before = Choice.from_state(tree["choice"])
+        self.choice = self._before = Choice.from_state(tree["choice"])
         self._known = {key: Choice.from_state(choice) for key, choice in tree["known"].items()}
         self._told = tree["told"]
 
