@@ -7,8 +7,6 @@ cent, and both methods rank the shapes of a job alike.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,40 +24,20 @@ _BATCHES = _STEPS + 1  # and the largest micro-batch: where a larger one would n
 _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor's cache
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BoundedModel:
-    """Goodput model of one job with the limits of its batch."""
-
-    model: GoodputModel
-    max_batch_size: int | None  # largest global batch [samples]; None keeps it at the model's initial one
-    atomic_bsz_range: tuple[int, int] | None  # least and most samples per worker and micro-step; None for no bounds
-    accumulation: bool  # whether it may accumulate gradients
-
-
-def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> Floats:
-    """Return the goodput [samples/s, weighted by progress relative to M0] at the best batch of every shape.
+def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
+    """Return the goodput [samples/s, weighted by progress relative to M0] at the best batch of every shape, (J, C).
 
     For batch M = R b with b samples per worker and step, split into k = ceil(b / most) micro-steps of m = b / k::
 
         goodput = max over b of  M / (alpha_s + (k - 1) T_grad(m) + (T_grad(m)^g + T_sync^g)^(1/g)) x efficiency(M)
 
-    with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``.
+    with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``; 0 if no batch fits.
 
     Args:
-        nodes: Nodes of each shape, an array (C,) or (J, C).
-        workers: Workers of each shape, 1 or more, an array (C,) or (J, C).
-
-    Returns an array (J, C), 0 if no batch fits.
+        numbers: Rows of ``numbers_of``, one per job.
+        nodes: Nodes of each shape, (J, C); 0 if the shape is impossible.
+        workers: Workers of each shape, 1 or more, (J, C).
     """
-    shape = len(questions), np.shape(workers)[-1]
-    asked = [(ask.model, ask.max_batch_size, ask.atomic_bsz_range, ask.accumulation) for ask in questions]
-    numbers = np.array([numbers_of(*each) for each in asked], dtype=np.float64)
-    n, r = (np.ascontiguousarray(np.broadcast_to(x, shape), dtype=np.int64) for x in (nodes, workers))
-    return of_numbers(numbers.reshape(len(questions), -1), n, r)
-
-
-def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
-    """Compute goodputs from the rows of ``numbers_of``, one row per job; 0 also if ``nodes`` is 0."""
     jobs, shapes = workers.shape
     columns = np.ascontiguousarray(numbers.T)
     asked = np.flatnonzero(nodes)
@@ -125,7 +103,7 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """Return the fields of a ``BoundedModel`` as plain numbers, in the order that ``_best`` reads them."""
+    """Return a job's model and the limits of its batch as plain numbers, in the order that ``_best`` reads them."""
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise
     sqr, var = max(noise.sqr, 0.0), max(noise.var, 0.0)

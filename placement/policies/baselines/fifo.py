@@ -19,12 +19,8 @@ class FifoPolicy:
     too. Other jobs keep their minimum while later jobs arrive, and earlier jobs grow first.
     """
 
+    name = "fifo"
     rigid: bool = dataclasses.field(default=True, init=False)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "fifo"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

@@ -30,12 +30,8 @@ class OptimusPolicy:
     ``JobView.weight`` multiplies the time that a worker saves.
     """
 
+    name = "optimus"
     rigid: bool = dataclasses.field(default=True, init=False)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "optimus"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

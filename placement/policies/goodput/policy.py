@@ -88,6 +88,7 @@ class GoodputPolicy:
         lengths: True to use declared lengths.
     """
 
+    name = "goodput"
     horizon_s: float = 300.0
     crowd: float = 0.25
     hysteresis: float = 0.05
@@ -109,11 +110,6 @@ class GoodputPolicy:
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"{field} must be between 0 and 1, but got {getattr(self, field)}")
         check_number("late", self.late, least=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "goodput"
 
     @property
     def prices(self) -> Mapping[str, float]:

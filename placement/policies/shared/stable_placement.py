@@ -1,4 +1,4 @@
-"""Stable placement of interchangeable workers: whole nodes first, moving as few running jobs as possible."""
+"""Shapes that jobs of interchangeable workers may have, and stable placement: whole nodes first, few jobs move."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, Shape, shape_goodputs
 from placement.cluster.occupancy import FreeSlots, Occupancy
-from placement.policies.shared.shapes import speeds_of
+from placement.goodput.step_time import Floats
 
 
 class StablePlacer:
@@ -179,3 +179,35 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
             return {}
         place[at] = workers
     return place
+
+
+def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
+    """Return all sizes up to one full node and whole multiples of it beyond, each on as few nodes as possible.
+
+    Args:
+        view: The job; its minimum is always among the sizes.
+        slots: Number of the job's workers that each node can hold.
+        most: Largest size to consider.
+    """
+    roomy = np.cumsum(sorted(slots, reverse=True))
+    if not len(roomy) or roomy[-1] < view.min_workers:
+        return ()
+    node, most = max(slots), min(most, int(roomy[-1]))
+    sizes = {*range(1, node + 1), *range(2 * node, most + 1, node), view.min_workers}
+    return tuple(
+        (int(np.searchsorted(roomy, size)) + 1, size) for size in sorted(sizes) if view.min_workers <= size <= most
+    )
+
+
+def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
+    """Return the goodput of each shape at its best batch, relative to the job's minimum size on one node.
+
+    If the minimum size cannot run, speeds are relative to the lowest goodput among the shapes. A shape in which
+    no batch fits has speed 0. Without a goodput model, the speed is the number of workers.
+    """
+    if view.goodput is None:
+        return np.array([workers for _, workers in wanted], dtype=np.float64)
+    values = shape_goodputs(view, view.goodput, ((1, view.min_workers), *wanted), view.atomic_bsz_range)
+    positive = values[values > 0]
+    base = values[0] if values[0] > 0 else (positive.min() if positive.size else 1.0)
+    return np.asarray(values[1:] / base)
