@@ -59,8 +59,6 @@ class AllocatorCore:
     that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
     Args:
-        policy: The policy that decides the number of workers.
-        config: Times and thresholds.
         settling: True if running jobs may not have reported yet (after a restart of the allocator).
         knowledge: Knowledge shared by jobs of one fingerprint; None limits each job to its own measurements.
     """

@@ -94,10 +94,7 @@ class Autoscaler:
     """Autoscaler with soft state: a new one beside a running cluster treats its existing nodes as requested.
 
     Args:
-        types: Node types on offer.
         policy: The allocator's policy; nodes that it would not use are not requested.
-        config: Timing of the autoscaler.
-        constraints: The allocator's constraints.
         most_nodes: Most nodes of all types together; None for no limit.
 
     Raises:

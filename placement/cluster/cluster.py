@@ -142,8 +142,6 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
     """Raise an error if the cluster cannot hold an allocation.
 
     Args:
-        allocation: Workers per job and node.
-        bundles: Resources of one worker, per job.
         cluster: The nodes; workers may use what is ``free`` on them.
 
     Raises AllocationError: it names the rule, and the job or node that breaks it.

@@ -327,7 +327,7 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
         slots: Number of its workers that fit on each node, in any order; only used for nodes(k).
         most: Largest size of interest; ``view.useful_workers`` by default.
 
-    Returns an array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries are finite and at least 0.
+    Returns an array of length n + 1, n = min(most, sum(slots)); speed[0] = 0, all entries are finite and at least 0.
     The speed of a size that is not allowed is interpolated between the allowed sizes around it, so that a policy that
     adds one worker at a time gets past it; ``placement.planning.constraints`` ensures that no job ends up there. An
     entry is 0 if no batch size is possible, and may fall with k if communication outweighs the gain.

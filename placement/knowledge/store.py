@@ -134,7 +134,6 @@ class KnowledgeStore:
     """Knowledge files under one storage root. Calls block on the file system: an event loop runs them in a thread.
 
     Args:
-        root: The storage root.
         writer: Name of this writer's file, unique among all writers that share the root.
     """
 

@@ -75,7 +75,6 @@ class KnowledgeSync:
     Args:
         knowledge: The knowledge to write; it is only read here.
         writer: Name of this allocator's files, unique among the clusters that share a storage.
-        recall: Called with the measurements that were read.
     """
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:

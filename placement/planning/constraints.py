@@ -46,7 +46,6 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
 
     Args:
         slots: Number of its workers that fit on each node of the empty cluster.
-        now_s: Current time [s since the epoch].
     """
     assert view.deadline_s is not None, f"job {view.job} has no deadline"
     left_s = view.deadline_s - now_s
@@ -76,7 +75,6 @@ def guarantee(
 
     Args:
         before: Jobs whose deadlines the last decision guaranteed.
-        now_s: Current time [s since the epoch].
         refused: Reason for each job that must not get a guarantee.
 
     Returns the problem with these minimums, and a note to add to the reason of each job with a deadline.
@@ -211,7 +209,6 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
     """Query the policy, then again with sizes rounded down to whole nodes; use the second if nothing idles for it.
 
     Args:
-        problem: The jobs and the resources that they share.
         worth: Number of workers that a whole node holds, for each job that prefers whole nodes.
     """
     plan = solve(problem)
@@ -318,9 +315,6 @@ def decide(
     then wins.
 
     Args:
-        problem: All jobs and the whole cluster.
-        constraints: The cluster's rules.
-        now_s: Current time [s since the epoch].
         guaranteed: Jobs whose deadlines the last decision guaranteed.
     """
     plans: list[Plan] = []

@@ -37,9 +37,6 @@ def make_plan(
     """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
 
     Args:
-        policy: The policy that decides.
-        now_s: Current time [s since the epoch].
-        constraints: The cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.
         granted: ``Plan.granted`` of the last decision.
 

@@ -373,7 +373,6 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
     nodes, then of the roomiest other nodes.
 
     Args:
-        problem: The jobs and the resources that they share.
         first: Placements that must be in the part, for jobs in ``problem``.
     """
     if not ceiling:

@@ -48,11 +48,7 @@ class NodeRequests:
         self._by_coordinator = False
 
     def ask(self, bundles: Bundles) -> None:
-        """Request nodes that hold these bundles, all of them at once; existing nodes count.
-
-        Args:
-            bundles: Resources and labels of each node.
-        """
+        """Request nodes that hold these bundles, all of them at once; existing nodes count."""
         wanted = [(dict(resources), dict(labels)) for resources, labels in bundles]
         coordinator = _coordinator()
         due = time.monotonic() - self._at_s > _REPEAT_S
@@ -136,9 +132,7 @@ class ClusterScaler:
     """Scaler of one allocator, which decides every ``interval_s`` and never delays running jobs.
 
     Args:
-        config: Node types, objective and timing.
         policy: Another instance of the allocator's policy, since decisions run in a thread.
-        constraints: The allocator's constraints.
     """
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:

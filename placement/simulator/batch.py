@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -12,58 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from placement.autoscaling.objectives import make_objective
 from placement.checks import check_number
-from placement.cluster.jobs import SpotUse
-from placement.cluster.price_table import PriceTable
 from placement.errors import InputError
-from placement.policies import Policy, make_policy
-from placement.simulator.engine import simulate
-from placement.simulator.nodes.clusters import gpu_types, parse_cluster
-from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.provider import AutoscaledCluster
+from placement.simulator.engine import Task
 from placement.simulator.results.report import SimulationReport
-from placement.simulator.workloads.lengths import Lengths
-from placement.simulator.workloads.profiles import load_profiles
-from placement.simulator.workloads.traces import read_trace
-from placement.simulator.world.rules import make_rules
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One simulation to run: a trace under one policy, with the arguments of ``simulate``."""
-
-    trace: str
-    profiles: str
-    cluster: str
-    rules: str
-    policy: str | Policy
-    seed: int = 0
-    knowledge: bool = False
-    lengths: Lengths = dataclasses.field(default_factory=Lengths)
-    disturbances: Disturbances = dataclasses.field(default_factory=Disturbances)
-    prices: PriceTable = dataclasses.field(default_factory=PriceTable)
-    autoscale: AutoscaledCluster | None = None
-    statistical: bool = True
-    spot_use: SpotUse = "prefer"
-    apart: bool | None = False
-
-    def check(self) -> None:
-        """Check all input before anything runs.
-
-        Raises:
-            InputError: The input is invalid.
-            ValueError: The policy is unknown.
-        """
-        nodes = parse_cluster(self.cluster)
-        types = gpu_types(nodes)
-        self.disturbances.check(make_rules(self.rules), nodes)
-        self.prices.rates(types)
-        if self.autoscale is not None:
-            self.autoscale.check(make_rules(self.rules), self.disturbances)
-            make_objective(self.autoscale.objective)
-        make_policy(self.policy)
-        read_trace(self.trace, load_profiles(self.profiles, types))
 
 
 def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[SimulationReport]:
@@ -82,19 +33,14 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
     workers = min(processes or os.cpu_count() or 1, len(tasks))
     with _ProgressBar(len(tasks), shown=progress) as bar:
         if workers <= 1:
-            return [bar.done(run(task)) for task in tasks]
+            return [bar.done(task.run()) for task in tasks]
         # Spawned, not forked: threads of NumPy's linear algebra do not survive a fork.
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-            futures = [pool.submit(run, task) for task in tasks]
+            futures = [pool.submit(task.run) for task in tasks]
             for future in concurrent.futures.as_completed(futures):
                 bar.done(future.result())
             return [future.result() for future in futures]
-
-
-def run(task: Task) -> SimulationReport:
-    """Run one simulation."""
-    return simulate(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
 
 
 class _ProgressBar:

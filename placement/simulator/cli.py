@@ -20,7 +20,8 @@ from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.policies.baselines.boa import BoaPolicy
-from placement.simulator.batch import Task, mean_records, run_all, write_json
+from placement.simulator.batch import mean_records, run_all, write_json
+from placement.simulator.engine import Task
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.nodes.spot import SpotTrace, read_spot

@@ -22,10 +22,8 @@ class ScalingDriver(LiveDriver):
     """Live driver whose nodes are those that the autoscaler requested and the simulated cloud could provide.
 
     Args:
-        autoscaler: The same class that runs live.
         disturbances: Disturbances of the jobs. Its spot markets are ignored, since the provider has them.
         notice_s: Time between a spot node's notice and its end [s].
-        longest_s: Simulated time after which the simulation gives up [s].
     """
 
     def __init__(

@@ -114,7 +114,6 @@ def offers(
     Args:
         types: Node types of which at least one node may exist.
         lasts_h: Mean time until a node is reclaimed, by type [h].
-        cache: Cache of earlier computations.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}

@@ -57,7 +57,6 @@ class Budget:
         """Return the current value of saving one hour, for each job [USD/h].
 
         Args:
-            account: Past spending and number of jobs.
             jobs: Current number of jobs, which counts like one more hour of the account.
         """
         # The present jobs count like an hour's: a mean over the first minutes says nothing.

@@ -174,7 +174,6 @@ class _Alternatives:
         """Return the placements of all jobs for these options; jobs that are not admitted get none.
 
         Args:
-            picks: The option of each admitted job.
             moving: True if jobs may be moved to make room for others. If False, jobs grow into scattered room, provided
                 that the workers of all jobs are alike.
         """

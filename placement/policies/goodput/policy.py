@@ -304,7 +304,6 @@ class MixedTypes:
         """Add workers on other GPU types, in order of arrival, if the model of mixed groups predicts a gain.
 
         Args:
-            jobs: All jobs of the decision.
             targets: The policy's targets with one GPU type per job, including nodes.
         """
         placed: Allocation = {job: target.nodes for job, target in targets.items() if target.nodes}

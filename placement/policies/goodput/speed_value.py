@@ -41,7 +41,6 @@ class SpeedValue:
         """Return weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
 
         Args:
-            speed: Speed in each option, (J, C).
             fewer: True if the option gives a running job no more workers than it has now.
             same: True if the option changes nothing for the job, so that no discount applies.
         """
@@ -65,9 +64,6 @@ def worth_of(
     """Return (minus the total weight of jobs that would not run, sum of values of the others); larger is better.
 
     Args:
-        instance: The jobs and pools.
-        present: Current placements.
-        placements: Placements to evaluate.
         valid: Per job, True if it may have its placement; otherwise it counts as not running.
         may_wait: Per job, True if waiting counts as an option with speed 0 instead of as not running.
     """

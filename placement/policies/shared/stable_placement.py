@@ -16,7 +16,6 @@ class StablePlacer:
     """Slots of the nodes while jobs are placed on them; jobs are identified by their index in ``place``.
 
     Args:
-        slots: Workers that each node can hold.
         kinds: A number for the kind of each node; a job stays within one kind. By default all nodes are of one kind.
     """
 
@@ -39,9 +38,6 @@ class StablePlacer:
         possible, preferably without other multi-node jobs; it gets fewer workers than its size if room is short.
 
         Args:
-            sizes: Workers of each job.
-            present: Current workers of each job, by node index.
-            least: Minimum number of workers of each job.
             kinds: Kind of node that each job needs; by default 0 for all jobs.
         """
         wanted = [0] * len(sizes) if kinds is None else list(kinds)
@@ -186,8 +182,6 @@ def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 
     Args:
         view: The job; its minimum is always among the sizes.
-        slots: Number of the job's workers that each node can hold.
-        most: Largest size to consider.
     """
     roomy = np.cumsum(sorted(slots, reverse=True))
     if not len(roomy) or roomy[-1] < view.min_workers:

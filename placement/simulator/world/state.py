@@ -48,9 +48,7 @@ class World:
     """State that a driver moves through time: the allocator core and the simulated jobs.
 
     Args:
-        jobs: All jobs of the trace.
         cluster: The nodes at the start.
-        policy: Policy of the allocator core.
         knowledge: Measurements shared by jobs of one application; None if each job only knows its own.
     """
 
