@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import (
+    Allocate,
     Event,
+    Instruction,
     JobEnded,
     JobHeartbeat,
     NodeForgiven,
@@ -19,9 +21,9 @@ from placement.allocator.events import (
     Recalled,
     SettingsChanged,
     TimePassed,
+    Unsatisfiable,
 )
 from placement.allocator.explaining import Explanation, explain
-from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
 from placement.cluster.cluster import Allocation, AllocationError, Change, Cluster, Node, check, diff

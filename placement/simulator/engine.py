@@ -21,17 +21,15 @@ from placement.knowledge.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.baselines.boa import JobClass
 from placement.policies.shared.base import Policy
-from placement.simulator.live import LiveDriver
+from placement.simulator.live import LiveDriver, ScalingDriver
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster, Provider
 from placement.simulator.results.fairness import SIZES, alone_s, rho
 from placement.simulator.results.report import JobReport, Rented, SimulationReport
-from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application, load_profiles
-from placement.simulator.workloads.traces import TraceJob, in_order, read_trace
+from placement.simulator.workloads.traces import Lengths, TraceJob, in_order, read_trace
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import Rules, make_rules
 from placement.simulator.world.state import World

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.speeds import numbers_of, of_numbers
 from placement.goodput.step_time import ThroughputModel
-from placement.goodput.table import numbers_of, of_numbers
 
 WORKERS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64])
 NODES = np.maximum(1, -(-WORKERS // 4))

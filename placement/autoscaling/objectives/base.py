@@ -8,14 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from placement.cluster.account import Account
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Account, JobView
 from placement.cluster.node_types import NodeType
 from placement.goodput.model import GoodputModel
 from placement.goodput.remaining import remaining
-from placement.goodput.speeds import GoodputCache, model_of, table
+from placement.goodput.speeds import GoodputCache, Ints, model_of, table
 from placement.goodput.step_time import Floats
-from placement.goodput.table import Ints
 from placement.policies.goodput.tables import useful
 from placement.reasons import Reason
 

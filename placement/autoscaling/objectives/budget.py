@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.checks import check_number
-from placement.cluster.account import Account
+from placement.cluster.jobs import Account
 
 _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been saved or overspent
 

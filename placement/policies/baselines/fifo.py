@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, requested_workers
 from placement.policies.shared.base import Target, admit, grow, held
-from placement.policies.shared.worst_fit import WorstFitPlacer
+from placement.policies.shared.stable_placement import WorstFitPlacer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, requested_workers
 from placement.policies.shared.base import Target, admit, grow, held
-from placement.policies.shared.worst_fit import WorstFitPlacer
+from placement.policies.shared.stable_placement import WorstFitPlacer
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from placement.goodput.model import NoiseScale
 from placement.goodput.remaining import overdue, rank_weights, seconds_left
 from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.policies.goodput.local_search import improve, present_placements
-from placement.policies.goodput.speed_value import SpeedValue
-from placement.policies.goodput.tables import OptionTable, Placement, build, useful
+from placement.policies.goodput.tables import OptionTable, Placement, SpeedValue, build, useful
 from placement.policies.shared.base import Target, held
 from placement.reasons import Cause, Reason, count
 from placement.text import ago, short_name
