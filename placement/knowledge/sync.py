@@ -43,7 +43,8 @@ class _SyncedRoot:
         except Exception as error:  # a job trains without it all the same
             logger.warning("what earlier jobs have measured cannot be read from %s: %s", self._path, error)
             return
-        self.know(each.fingerprint for each in (*measurements.steps, *measurements.strategies))
+        self.know(each.fingerprint for each in measurements.steps)
+        self.know(each.fingerprint for each in measurements.strategies)
         self._recall(measurements)
 
     def know(self, fingerprints: Iterable[str]) -> None:

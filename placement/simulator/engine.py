@@ -165,8 +165,10 @@ class Task:
         nodes, rules, trace, profiles = parse_cluster(self.cluster), make_rules(self.rules), self.trace, self.profiles
         types = gpu_types(nodes)
         applications = load_profiles(profiles, types) if isinstance(profiles, (str, Path)) else profiles
-        is_file = isinstance(trace, (str, Path))
-        specs = read_trace(trace, applications) if is_file else in_order(trace, applications, "jobs")
+        if isinstance(trace, (str, Path)):
+            specs = read_trace(trace, applications)
+        else:
+            specs = in_order(trace, applications, "jobs")
         self.disturbances.check(rules, nodes)
         if self.autoscale is not None:
             self.autoscale.check(rules, self.disturbances)
