@@ -92,7 +92,7 @@ def check_answers(there: str, address: str) -> None:
     if address.startswith(("http://", "https://")):
         raise ConnectionError(
             f"RAY_ADDRESS={address} is a dashboard's address, which serves only submit, logs and stop of submissions; "
-            "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the others"
+            "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the other commands"
         )
     place = split(there.rpartition("://")[2].partition("/")[0])
     if place is None:

@@ -442,8 +442,8 @@ def _resume_sweeps() -> None:
         start(self, *args, resume_config=tune.ResumeConfig() if again else resume_config, **named)
         if again and storage is not None and not self.resumed:
             raise RuntimeError(
-                f"the sweep in {storage.experiment_fs_path} cannot be restored, as Ray's log says, and was not begun "
-                "anew: move that directory away to do so"
+                f"the sweep in {storage.experiment_fs_path} cannot be restored (see Ray's log). To start it "
+                "again, move that directory away"
             )
 
     TuneController.__init__ = resume_or_start  # type: ignore[method-assign]

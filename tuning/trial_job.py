@@ -129,7 +129,7 @@ def make_template(
     spec = trainer.spec()
     if spec.datasets:
         raise ValueError(
-            "an ElasticTrainer with datasets= cannot be tried out: each trial would need a reader of its own. Read the "
+            "an ElasticTrainer with datasets= cannot be tuned: each trial would need its own reader. Read the "
             "data in the train function, from Parquet files with elastic_ray.data.arrow.ArrowDataset"
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight

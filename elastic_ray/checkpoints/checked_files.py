@@ -59,7 +59,7 @@ def sha256_of(filesystem: pyarrow.fs.FileSystem, path: str, go_on: Callable[[], 
     with filesystem.open_input_stream(path) as stream:
         while piece := stream.read(CHUNK_BYTES):
             if not go_on():
-                raise InterruptedError("the reading was given up")
+                raise InterruptedError("the reading was abandoned")
             found.update(piece)
     return found.hexdigest()
 
@@ -81,7 +81,7 @@ class CheckedStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), CHUNK_BYTES):
             if not self._go_on():
-                raise InterruptedError("the checkpoint was given up")
+                raise InterruptedError("the checkpoint was abandoned")
             piece = view[begin : begin + CHUNK_BYTES]
             self._raw.write(piece)
             self._digest.update(piece)

@@ -265,7 +265,7 @@ class RunStorage:
         try:
             files = copy_directory(origin, origin_path, self, work, go_on=go_on)
             if not go_on():  # what is complete is found by a restart: not behind the back of who gave it up
-                raise InterruptedError("the checkpoint was given up")
+                raise InterruptedError("the checkpoint was abandoned")
             self._write_note(posixpath.join(work, PROGRESS_FILE), {**note, _FILES: _told(files)})
             if work != target:
                 self.delete_checkpoint(target)
@@ -383,7 +383,7 @@ class RunStorage:
             if heard is not None:
                 sha256 = sha256_of(self.filesystem, posixpath.join(path, name), heard)
                 if sha256 not in [each for _, each in written]:
-                    raise BadNoteError(f"its {name} has another checksum than what was written")
+                    raise BadNoteError(f"its {name} does not have the checksum of what was written")
 
     def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
         """Return sizes and checksums of each file by all notes of a checkpoint; two ranks may have added the same file.
@@ -460,7 +460,7 @@ def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
     try:
         return load(text)
     except ValueError as error:
-        raise BadNoteError(f"its {posixpath.basename(path)} is no JSON: {error}") from None
+        raise BadNoteError(f"its {posixpath.basename(path)} is not JSON: {error}") from None
 
 
 def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
@@ -472,7 +472,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
     try:  # notes of formats before have none
         return {name: (int(each["size"]), str(each["sha256"])) for name, each in note.get(_FILES, {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadNoteError(f"its note does not tell its files: {type(error).__name__}: {error}") from None
+        raise BadNoteError(f"its note does not list its files: {type(error).__name__}: {error}") from None
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:

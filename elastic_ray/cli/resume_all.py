@@ -178,7 +178,7 @@ def _judge_sweep(
     try:
         trials = [json.loads(trial[0])["status"] for trial in json.loads(text)["trial_data"]]
     except (TypeError, LookupError) as error:
-        raise ValueError(f"{max(states, key=_path).path} is of another Ray: {error!r}") from error
+        raise ValueError(f"{max(states, key=_path).path} was written by another version of Ray: {error!r}") from error
     if all(status in _ENDED_TRIAL for status in trials):
         return
     if kept is not None and kept.command:

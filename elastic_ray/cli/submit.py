@@ -202,7 +202,7 @@ def _job(script: Path, arguments: tuple[str, ...], **options: Any) -> JobFile:
     folder = (job.working_dir or job.script.parent).resolve()
     if not job.script.resolve().is_relative_to(folder):
         raise click.BadParameter(
-            f"must hold the script {job.script}, but {folder} does not", param_hint="--working-dir"
+            f"must contain the script {job.script}, but {folder} does not", param_hint="--working-dir"
         )
     return dataclasses.replace(job, name=name, working_dir=folder)
 
@@ -220,7 +220,7 @@ def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
             refused.append(submission)
             if len(refused) == _TRIES:
                 raise click.ClickException(
-                    f"a submission must have an id of its own, but Ray refused {', '.join(refused)} as taken: choose "
+                    f"a submission needs a unique id, but Ray refused {', '.join(refused)} as taken: choose "
                     "another --name"
                 ) from error
 

@@ -122,7 +122,7 @@ def _bundle(config: ScalingConfig) -> dict[str, float]:
     bundle = {name: float(amount) for name, amount in bundle.items() if amount}
     if not bundle:
         raise ValueError(
-            f"ScalingConfig(resources_per_worker) must give a worker something above 0, but got {given!r}; "
+            f"ScalingConfig(resources_per_worker) must give a worker at least one resource above 0, but got {given!r}; "
             "for example {'CPU': 1}"
         )
     return bundle
@@ -268,7 +268,7 @@ def _runtime_env(env: Any) -> dict[str, Any]:
         ray.remote(_runtime_env).options(runtime_env=dict(env))
     except (TypeError, ValueError) as error:
         raise type(error)(
-            f"RunConfig(worker_runtime_env) must be one that Ray takes for an actor, but got {dict(env)!r}: {error} "
+            f"RunConfig(worker_runtime_env) must be one that Ray accepts for an actor, but got {dict(env)!r}: {error} "
             "(Local directories and modules are uploaded for the whole job: ray.init(runtime_env=...), or elastic-ray "
             "submit --working-dir)"
         ) from error

@@ -146,8 +146,8 @@ def check(function: str, given: Mapping[str, Any]) -> None:
     """
     if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
         raise RuntimeError(
-            f"prepare_model(parallel_strategy={given['parallel_strategy']!r}) cannot be kept in an elastic job, whose "
-            "workers each hold the whole model: leave it out"
+            f"prepare_model(parallel_strategy={given['parallel_strategy']!r}) is not supported in an elastic job, "
+            "where each worker holds the whole model: leave it out"
         )
     if function == "prepare_data_loader" and not given.get("move_to_device", True):
         raise RuntimeError(

@@ -87,7 +87,7 @@ def _create(spec: JobSpec) -> Any:
     controller = create_on_head(JobController, name, spec, spoken(), max_restarts=-1)
     if any(find_actor(own) is not None for own, _ in aliases(name, whole=True)):
         ray.kill(controller)
-        raise ValueError(f"a controller named {name!r} is alive")
+        raise ValueError(f"a controller named {name!r} is still running")
     return controller
 
 

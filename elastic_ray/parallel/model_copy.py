@@ -52,7 +52,7 @@ def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tu
         what = f"the rows of {tables[0]} (ShardedEmbedding)" if tables else "its parameters (fully_shard)"
         raise TypeError(
             f"a model of {type(module).__name__} cannot be copied or pickled, since {what} lie with several workers: "
-            "call state_dict() on all of them, and keep what rank 0 has, or load it into a model that is built anew"
+            "call state_dict() on all of them, and keep what rank 0 has, or load it into a newly built model"
         )
     return ModelCopy, (module, training)
 

@@ -60,7 +60,8 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
                 raise ValueError(
                     f"each parameter must be stepped by one optimizer, but {names.get(id(p), 'one')} is in optimizer "
                     f"{stepped[id(p)]} and in optimizer {number} of the list: give each optimizer parameters of its "
-                    "own; what two losses train together is one optimizer's, which steps for their sum"
+                    "own; parameters that two losses train together belong to one optimizer, which steps for the sum "
+                    "of the losses"
                 )
     return given, given[0] if len(given) == 1 else JointOptimizer(given)
 

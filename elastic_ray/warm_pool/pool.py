@@ -76,7 +76,7 @@ def close_pool(timeout_s: float = _CLOSE_S) -> None:
         with contextlib.suppress(RayActorError):
             ray.get(pool.close.remote(), timeout=max(0.1, deadline_s - time.monotonic()))
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the pool of warm processes has not ended within {timeout_s:g} s")
+            raise TimeoutError(f"the pool of warm processes did not end within {timeout_s:g} s")
         time.sleep(0.05)
 
 

@@ -198,7 +198,7 @@ class StateSaver:
             f"saving the job at step {point.steps}", lambda go_on: self._parts.write(part, go_on)
         )
         if not self._calls.wait(call, timeout_s=self._timeout_s, until=until):
-            raise InterruptedError("the job was stopped meanwhile")
+            raise InterruptedError("the job was stopped in the meantime")
         state: StateFile | None = call.answer.result()
         return state
 

@@ -124,7 +124,9 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
             packed, config = packed if policy is not None else rule.packed, config or rule.config
         except RayActorError:  # it is on its way out
             time.sleep(0.1 * (attempt + 1))
-    raise RuntimeError(f"the allocator did not make way for policy {packed.name!r} and its configuration; try again")
+    raise RuntimeError(
+        f"the allocator was not replaced by one with policy {packed.name!r} and its configuration; try again"
+    )
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:

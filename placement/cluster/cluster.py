@@ -155,7 +155,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
             raise AllocationError("known job", f"job {job!r} is not one of {sorted(bundles)}")
         for node_id, workers in placed.items():
             if node_id not in nodes:
-                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which is not there")
+                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which does not exist")
             if workers < 1:
                 raise AllocationError("whole number", f"job {job!r} has {workers} workers on node {node_id!r}")
             if nodes[node_id].draining:

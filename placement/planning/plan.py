@@ -173,7 +173,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
     nodes = cluster.by_id()
     for job, view in known.items():
         if job not in targets:
-            raise AllocationError("every job", f"no target for job {job!r}; give 0 workers to let it wait")
+            raise AllocationError("every job", f"no target for job {job!r}; assign 0 workers to make it wait")
         workers = targets[job].workers
         _check_count(view, workers)
         _check_nodes(view, targets[job], nodes)

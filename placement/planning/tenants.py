@@ -60,7 +60,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
         if not isinstance(tenant, Tenant):
             raise TypeError(f"tenants must hold Tenant(name=..., weight=..., quota=...), but got {tenant!r}")
         if tenant.name in names:
-            raise ValueError(f"tenants must have names of their own, but {tenant.name!r} occurs twice")
+            raise ValueError(f"tenants' names must be unique, but {tenant.name!r} occurs twice")
         names.add(tenant.name)
 
 

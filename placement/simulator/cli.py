@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
 
 def _run_demo(options: argparse.Namespace) -> int:
     if options.trace or options.profiles:
-        raise InputError("--demo makes its own trace and profiles: leave --trace and --profiles out, or --demo")
+        raise InputError("--demo makes its own trace and profiles: leave out either --trace and --profiles, or --demo")
     with tempfile.TemporaryDirectory() as folder:
         trace, profiles = write_demo(Path(folder) / "demo")
         made = {"trace": [str(trace)], "profiles": str(profiles), "cluster": options.cluster or CLUSTER}
@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace) -> int:
     tasks = [dataclasses.replace(common, trace=trace, policy=policy) for trace in options.trace for policy in chosen]
     for target in filter(None, (options.json, options.plot)):
         if not Path(target).resolve().parent.is_dir():
-            raise InputError(f"{target} must be in a folder that is there, but {Path(target).parent} is not")
+            raise InputError(f"{target} must be in an existing folder, but {Path(target).parent} is not")
     reports = run_all(tasks, processes=options.processes, progress=not options.quiet)
     print(table([report.record() for report in reports]))
     for report in reports:

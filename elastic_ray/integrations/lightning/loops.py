@@ -207,8 +207,8 @@ class ElasticFitLoop(_FitLoop):
         if steps is None or _adapts():
             if known is None:
                 raise ValueError(
-                    "max_steps without max_epochs has no known number of epochs where the batch adapts, or an iterable "
-                    "dataset has no length: give max_epochs as well"
+                    "max_steps without max_epochs gives no number of epochs if the batch adapts or an iterable "
+                    "dataset has no length: set max_epochs too"
                 )
             return known
         if known is not None and is_overridden("on_train_batch_start", self.trainer.lightning_module):

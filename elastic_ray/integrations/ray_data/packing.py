@@ -116,7 +116,7 @@ def unpack(packed: PackedDatasets) -> dict[str, bytes]:
     if packed.stored:
         pickled = internal_kv._internal_kv_get(packed.stored.encode(), namespace=NAMESPACE)
     if pickled is None:
-        raise LookupError(f"the datasets are not in Ray's control store any more ({packed.stored})")
+        raise LookupError(f"the datasets are no longer in Ray's control store ({packed.stored})")
     found = {**pickle.loads(pickled), **packed.in_memory}
     return {name: _pickled(dataset) for name, dataset in found.items()}
 

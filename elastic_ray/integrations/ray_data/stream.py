@@ -155,7 +155,7 @@ def _rows(entry: Any) -> int:
     """Return the number of rows of a block."""
     rows = entry.metadata.num_rows
     if rows is None:
-        raise RuntimeError("Ray Data has not told how many rows a block has, without which none can be dealt out")
+        raise RuntimeError("Ray Data did not report the number of rows of a block, which is needed to distribute rows")
     return int(rows)
 
 

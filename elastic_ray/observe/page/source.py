@@ -132,7 +132,7 @@ class StoredPage:
 
     def process(self, job: str, rank: int, what: str) -> str:
         """Raise ActionRefusedError, because a stored page has no running processes."""
-        raise ActionRefusedError("this page shows what was stored: no process runs here")
+        raise ActionRefusedError("this page shows a stored run, which has no processes")
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
         """Raise InputError, because a stored page has no running jobs."""

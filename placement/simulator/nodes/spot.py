@@ -127,7 +127,7 @@ def _events(text: str, source: str) -> SpotTrace:
             taken[name] = place, now_s
         else:
             if name not in taken:
-                raise InputError(f"{where}: {name!r} is removed, but is not there")
+                raise InputError(f"{where}: {name!r} is removed, but does not exist")
             place, since_s = taken.pop(name)
             if now_s > since_s:
                 places[place].append((since_s, now_s))

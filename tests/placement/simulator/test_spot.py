@@ -144,7 +144,7 @@ def test_what_happens_at_once_is_decided_about_once(tmp_path: Path, play) -> Non
         ("a.csv", "0,add,a\nsoon,remove,a\n", "line 2 must be 'milliseconds"),
         ("a.csv", "0,add,a\n5,stop,a\n", "line 2 must be 'milliseconds"),
         ("a.csv", "0,add,a\n5,add,a\n", "line 2: 'a' is added, but is already there"),
-        ("a.csv", "0,add,a\n5,remove,b\n", "line 2: 'b' is removed, but is not there"),
+        ("a.csv", "0,add,a\n5,remove,b\n", "line 2: 'b' is removed, but does not exist"),
         ("a.csv", "9,add,a\n5,add,b\n", "line 2: times must not fall"),
         ("a.csv", "0,add,a\n", "must span some time"),
         ("a.txt", "", "must be a .json file of counts or a .csv file of events"),

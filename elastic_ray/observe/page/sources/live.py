@@ -225,7 +225,7 @@ class LiveCluster:
         """Resize, release, pause, resume or stop a job; see :meth:`Source.act`."""
         controller = self._controller(job)
         if controller is None:
-            raise ActionRefusedError(f"there is no job {job!r}; one that has ended is forgotten")
+            raise ActionRefusedError(f"there is no job {job!r}; ended jobs are not kept")
         try:
             if action == "resize":
                 ray.get(controller.resize.remote(workers), timeout=_ACTION_S)
