@@ -65,7 +65,9 @@ class PassEpochs:
             self._goes_by = self._comes_before(self._passes)
             self._passes += 1
             if not self._goes_by:
-                self._begin_epoch()
+                self._end_epoch()
+                self._within = True
+                self._session.ledger.begin_epoch()
         return self._goes_by
 
     @contextlib.contextmanager
@@ -110,11 +112,6 @@ class PassEpochs:
             )
         session.begin_epochs(None)
         session.registry.add_hook(HookPoint.BEFORE_END, self._end_epoch)
-
-    def _begin_epoch(self) -> None:
-        self._end_epoch()
-        self._within = True
-        self._session.ledger.begin_epoch()
 
     def _end_epoch(self) -> None:
         """End the epoch, because the code has reached the next one or its end."""

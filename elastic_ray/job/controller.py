@@ -53,6 +53,7 @@ from placement.ray_cluster.named_actors import (
     find_actor,
     names_of_actors,
 )
+from placement.ray_cluster.notes import TRAIN_LOOP
 from placement.reasons import Cause, Reason
 from placement.text import log_plainly
 from placement.versions import Spoken, VersionError, check_spoken, spoken
@@ -186,7 +187,7 @@ class JobController:
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         remembered = self._journal.read()
         if self._stored_train_loop:
-            self._journal.note_train_loop(self._stored_train_loop)
+            self._journal.put(TRAIN_LOOP, self._stored_train_loop)
         self._reconnection: Reconnection | None = None
         self._state_before: ControllerState | None = None
         if spec.stored_train_loop:
@@ -302,7 +303,8 @@ class JobController:
         """Stop the job: saved after the current step or, with ``now``, at once in the middle of it."""
         await self._known()
         if now:
-            self._job.end_now(reason)
+            self._job.stop_reason = f"{reason}, now"
+            self._job.finish(JobPhase.STOPPED)
         self._job.stop(reason)
         await self._persist_state()
 

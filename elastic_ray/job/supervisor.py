@@ -33,7 +33,7 @@ from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record import views
 from elastic_ray.record.controller_state import ControllerState, as_text, from_text, run_of
 from elastic_ray.record.event_log import EventLog
-from elastic_ray.record.losses import Losses
+from elastic_ray.record.losses import STUCK_FAILURES, Losses
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.worker_errors import WorkerErrors
 from elastic_ray.record.writer import RecordWriter
@@ -102,7 +102,7 @@ class JobSupervisor:
         self._weight = spec.scheduling.weight
         self._saved = False
         self._stopping_since: float | None = None
-        self._stop_reason, self._paused = "", ""
+        self.stop_reason, self._paused = "", ""
         self._revivals, self._claimed = tuple[float, ...](), set[int]()
 
     def _keep(self, event: JobEvent) -> None:
@@ -188,7 +188,7 @@ class JobSupervisor:
             reason: Reason to show in the job's message and its last event.
         """
         if self._stopping_since is None:
-            self._stopping_since, self._stop_reason = time.monotonic(), reason
+            self._stopping_since, self.stop_reason = time.monotonic(), reason
             self.reports.queue.close()
             if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
@@ -196,11 +196,6 @@ class JobSupervisor:
                 self._preemption.begin(Allocated(nodes={}, reason=reason), time.monotonic())
             else:
                 self.group.post_to_members(StopJob())
-
-    def end_now(self, reason: str = _ASKED) -> None:
-        """End the job at once, in the middle of a step."""
-        self._stop_reason = f"{reason}, now"
-        self.finish(JobPhase.STOPPED)
 
     def _can_be_saved(self) -> bool:
         """True if the job trains, no rank is at the end of its train function, and no rank waits for storage."""
@@ -217,7 +212,7 @@ class JobSupervisor:
             self.record.message, self.record.needs_node = reason, False
         target = Allocated(nodes=nodes, reason=reason, draining=draining)
         if self._starter.looking:
-            self._starter.hold_back(target)
+            self._starter.later = target
         elif self._preemption.active:
             self._preemption.follow(target)
         elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
@@ -266,7 +261,8 @@ class JobSupervisor:
         if note.kind is EventKind.FAILURE:
             steps = self._planner.latest.total_steps if self._planner.latest is not None else 0
             if history.is_stuck(steps):
-                self.finish(JobPhase.FAILED, error=RuntimeError(history.stuck_because(note.reason)))
+                stuck = "groups in a row failed without a single step; the last"
+                self.finish(JobPhase.FAILED, error=RuntimeError(f"{STUCK_FAILURES} {stuck}: {note.reason}"))
                 return
             self._losses.some_lost(before, after)
         history.settled(note, time.monotonic())
@@ -327,7 +323,7 @@ class JobSupervisor:
         if self._stopping_since is not None:
             point = self.record.resume_point
             steps = point.steps if point is not None else 0
-            self._stop_reason += f"; not saved: {why_not_saved}" if why_not_saved else f"; saved at step {steps}"
+            self.stop_reason += f"; not saved: {why_not_saved}" if why_not_saved else f"; saved at step {steps}"
             self.finish(JobPhase.STOPPED)
         elif why_not_saved:
             self._starter.start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
@@ -485,7 +481,7 @@ class JobSupervisor:
         """End the job and write its records; does nothing if it has already ended."""
         if self.record.phase.ended:
             return
-        reason = views.explain(error, phase, self._stop_reason)
+        reason = views.explain(error, phase, self.stop_reason)
         detail = self.group.history.told_of_start(time.monotonic())
         self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason, detail=detail)
         self.shutdown.record(phase, error, reason, complete=self._starter.knows_reports)

@@ -85,7 +85,7 @@ class Losses:
 
 
 _RESIZE_COST_S = 0.2  # before the first one was measured
-_STUCK_FAILURES = 10
+STUCK_FAILURES = 10
 
 
 class SizeHistory:
@@ -160,11 +160,7 @@ class SizeHistory:
             steps: committed steps when the current group failed.
         """
         self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
-        return self._stuck[1] > _STUCK_FAILURES
-
-    def stuck_because(self, reason: str) -> str:
-        """Return the message for a stuck job."""
-        return f"{_STUCK_FAILURES} groups in a row failed without a single step; the last: {reason}"
+        return self._stuck[1] > STUCK_FAILURES
 
     def saves_soon(self, now_s: float) -> bool:
         """True if the job has trained so briefly that it need not have saved a checkpoint yet."""

@@ -117,14 +117,6 @@ class JobRecord:
         """Automatic checkpoint that remains when the job finishes; None if none remains."""
         return self._states[0] if self._states and self._keeps_last else None
 
-    def _left_state(self, phase: JobPhase) -> str:
-        """Return the directory of the automatic checkpoints that remain if the job ends in `phase`.
-
-        Empty if none remain.
-        """
-        left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
-        return posixpath.dirname(left.path) if left is not None else ""
-
     @property
     def workers_at_most(self) -> int:
         """Largest number of workers that can continue from the resume point, 0 for no limit.
@@ -224,7 +216,7 @@ class JobRecord:
             if report.index >= self._reports.last:
                 self.metrics = report.metrics
         if first_report:
-            self._reports.began_with(first_report)
+            self._reports.first = first_report
 
     def waits(self, who: str, what: str) -> None:
         """Record what `who` is waiting for from storage; an empty text ends the wait."""
@@ -247,6 +239,7 @@ class JobRecord:
     ) -> None:
         """Record the job's end and outcome."""
         self.phase, self.message = phase, message
+        left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         self._outcome = JobOutcome(
             phase=phase,
             error=error,
@@ -254,7 +247,7 @@ class JobRecord:
             reports=self._reports.values(),
             first_report=self._reports.first or 1,
             checkpoints=self._retention.kept,
-            states=self._left_state(phase),
+            states=posixpath.dirname(left.path) if left is not None else "",
             return_value=return_value,
         )
 

@@ -91,7 +91,8 @@ def allocator_view(
         wished=wished,
         allocation=allocation,
         most_workers=history.most_workers,
-        growth_limit=_growth_limit(spec, history),
+        # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
+        growth_limit=spec.min_workers if spec.trial is not None and not history.most_workers else None,
         goodput=planner.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
@@ -143,12 +144,6 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
     allowed = spec.scheduling.allowed_sizes
     most = most if most_wished is None else max(spec.min_workers, allowed.at_most(min(most, most_wished)))
     return most, None if least_wished is None else min(allowed.at_least(least_wished) or most, most)
-
-
-def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
-    """Return the largest size for now; None if only the job's own limit applies."""
-    # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
-    return spec.min_workers if spec.trial is not None and not history.most_workers else None
 
 
 def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:

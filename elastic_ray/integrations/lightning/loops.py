@@ -172,7 +172,7 @@ class ElasticFitLoop(_FitLoop):
             within = True
             if place is not None:
                 place = {**place, "epoch": theirs.processed, "loops": [[place["used"], False]]}
-        self.epoch_loop.move_from(theirs.processed)
+        self.epoch_loop.moved_epochs = theirs.processed
         if place is not None:
             self._data_fetcher.loader.load_state_dict(place)
         self._begin_at_own_place(batches if within else 0)
@@ -281,17 +281,17 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                 self._end_of_data()
                 return
             self._train_batch(data_fetcher)
-        while data_fetcher.at_limit or self._is_training_done or self._stops_early:
+        trainer = self.trainer
+        while (
+            data_fetcher.at_limit
+            or self._is_training_done
+            or (trainer.should_stop and trainer.fit_loop._can_stop_early)  # min_steps and min_epochs are reached
+        ):
             if data_fetcher.leave():
                 if data_fetcher.at_limit:
                     self._end_of_data()
                 return
             self._train_batch(data_fetcher)
-
-    @property
-    def _stops_early(self) -> bool:
-        """True if a stop was requested and ``min_steps`` and ``min_epochs`` are reached."""
-        return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:
         """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one.
@@ -309,10 +309,6 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                 if data_fetcher.leave():
                     self._end_of_data()
                     raise
-
-    def move_from(self, epoch: int) -> None:
-        """Make schedulers that count epochs move next at the end of this epoch."""
-        self.moved_epochs = epoch
 
     def _end_of_data(self) -> None:
         """Move schedulers that count epochs, unless they have already moved at this epoch's last step."""

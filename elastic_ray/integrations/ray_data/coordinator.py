@@ -128,8 +128,9 @@ class DatasetCoordinator:
             if not self._readers.is_latest(wanted.reader):
                 return RowsFound(spans=(), total=None)
             stream = self._stream_for(wanted)
-        if stream.total is not None and not wanted.last_epoch:
-            self._begin_next(wanted)
+        later = any(each.epoch == wanted.epoch + 1 for each in self._streams[wanted.dataset])
+        if stream.total is not None and not wanted.last_epoch and not later:
+            self._begin(wanted.dataset, wanted.epoch + 1, 0)  # its first rows are ready when this epoch has been read
         spans = stream.spans(wanted.first, max(wanted.end, wanted.ahead))
         return RowsFound(spans=spans, total=stream.total)
 
@@ -217,11 +218,6 @@ class DatasetCoordinator:
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
                 self._loop.call_soon_threadsafe(self._tell)
-
-    def _begin_next(self, wanted: RowsWanted) -> None:
-        """Start executing the next epoch once this one has been read completely, so that its first rows are ready."""
-        if all(each.epoch != wanted.epoch + 1 for each in self._streams[wanted.dataset]):
-            self._begin(wanted.dataset, wanted.epoch + 1, 0)
 
     def _close(self, stream: RowStream, *, readers_gone: bool = False) -> None:
         """End an execution; waiting requests move to another one, or are dropped if ``readers_gone``."""
