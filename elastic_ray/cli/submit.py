@@ -236,7 +236,6 @@ def send(
     Args:
         job: Options with a name and a working directory.
         again: Command-line arguments that would submit the job again.
-        user: Owner of the jobs.
         replay: Number of the step after which a replay ends; 0 if this is not a replay.
         resume: If True, the script's sweeps continue from their directories.
 
@@ -279,10 +278,7 @@ def send_again(
     """Submit a job again from the arguments stored by its earlier submission.
 
     Args:
-        user: Owner of the jobs.
         workers: Limits (min, max) to use instead of the stored ones; None keeps those.
-        replay: Number of the step after which a replay ends; 0 if this is not a replay.
-        resume: If True, the script's sweeps continue from their directories.
 
     Raises TakenError: the submission id already exists. ClickException: submission fails, say because a file is gone.
     """

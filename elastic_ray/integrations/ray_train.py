@@ -166,9 +166,6 @@ def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bo
 class RayTrainModel(LateWrapped):
     """A model that is wrapped together with its optimizer when the first epoch starts.
 
-    Args:
-        options: The user's arguments for ``DistributedDataParallel``.
-
     Raises RuntimeError if training has already started.
     """
 
@@ -197,7 +194,6 @@ class RayTrainLoader(LoaderOnDevice):
 
     Args:
         data_loader: The user's loader, whose batch size is that of one worker.
-        device: The worker's device.
 
     Raises RuntimeError if the loader uses a batch sampler.
     """

@@ -25,7 +25,6 @@ class ReportIntake:
     """Receiver of a job's reports.
 
     Args:
-        record: Record of the job.
         tell: Function that reports a storage problem, as a sentence, to the job's user.
         trackers: Trackers, which receive every report, some more than once.
     """

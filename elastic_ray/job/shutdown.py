@@ -27,9 +27,6 @@ class Notifier:
 
     A call that fails or takes too long only adds an event of kind ``warning``. The URL may contain a secret and is
     never shown. Trials send nothing, because their end concerns only the sweep.
-
-    Args:
-        warn: Function that receives the reason why a call failed.
     """
 
     def __init__(self, spec: JobSpec, warn: Callable[[str], None]) -> None:
@@ -85,13 +82,7 @@ _NOTE_S = 2.0
 
 
 class JobShutdown:
-    """Shutdown of a job, step by step.
-
-    Args:
-        parts: Shared parts of the job.
-        status: Function that returns the job's status.
-        notifier: Sender of the notice that the job has ended.
-    """
+    """Shutdown of a job, step by step."""
 
     def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
         self._status, self._notifier = status, notifier

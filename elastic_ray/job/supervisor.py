@@ -61,7 +61,6 @@ class JobSupervisor:
     All of it runs in the controller's event loop, so no locks are needed.
 
     Args:
-        controller: Handle of the job's controller, for workers and the allocator.
         background: Runner of tasks beside the event loop, some of which may outlast the job.
         journal: State for the controller that Ray starts as a replacement if this process dies.
     """
@@ -138,9 +137,6 @@ class JobSupervisor:
     def pause(self, reason: str) -> None:
         """Save the job after the current step and give its slots back until :meth:`resume`.
 
-        Args:
-            reason: Reason to show in the job's message and events.
-
         Raises ValueError: the job cannot be paused, or is already paused.
         """
         if why_not := self._why_not_paused():
@@ -182,11 +178,7 @@ class JobSupervisor:
         self.allocator.soon()
 
     def stop(self, reason: str = _ASKED) -> None:
-        """Stop the job after the current step, and save it if possible.
-
-        Args:
-            reason: Reason to show in the job's message and its last event.
-        """
+        """Stop the job after the current step, and save it if possible."""
         if self._stopping_since is None:
             self._stopping_since, self.stop_reason = time.monotonic(), reason
             self.reports.queue.close()

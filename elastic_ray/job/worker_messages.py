@@ -113,11 +113,7 @@ _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
 class WorkerMessages:
-    """Dispatcher of workers' messages by type.
-
-    Args:
-        errors: Component that judges the exceptions of workers.
-    """
+    """Dispatcher of workers' messages by type."""
 
     def __init__(self, job: JobSupervisor, parts: JobContext, errors: WorkerErrors) -> None:
         self._job, self._errors = job, errors

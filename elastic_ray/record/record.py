@@ -204,8 +204,6 @@ class JobRecord:
 
         Args:
             lines: event lines that ``events.jsonl`` lacks.
-            first_report: number of the first report of this run; 0 if unknown.
-            reports: the last reports in ``reports.jsonl``.
         """
         for line in lines:
             self.unwritten_events.add(line)

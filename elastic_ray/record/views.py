@@ -180,8 +180,6 @@ def job_status(
     """Return the job's status for its driver.
 
     Args:
-        submitted_s: when the job was submitted [s since the epoch].
-        now_s: the current time [s since the epoch].
         started_for_s: how long processes have been starting, if no group trains [s].
     """
     report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
@@ -311,7 +309,6 @@ def members(
     """Return the members of the current generation in rank order, leaving out those whose process is not known.
 
     Args:
-        silence_s: time since each worker was last heard from [s], keyed by worker.
         ratios: each worker's time for equal work, divided by the group's median, keyed by worker.
     """
     spec = machine.current

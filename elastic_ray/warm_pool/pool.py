@@ -125,8 +125,6 @@ class WarmPool:
 
         Args:
             job: Job (or sweep) of the caller; no process is started on the node for a while when a new job begins.
-            environment: Key of the runtime environment.
-            node: Node id of the process.
             starting: Whether a process that is still starting is acceptable.
         """
         await self._found

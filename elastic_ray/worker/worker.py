@@ -72,11 +72,7 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress.
-
-    Args:
-        setup: Settings shared by all workers of the job.
-    """
+    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         log_plainly(logging.WARNING)

@@ -51,15 +51,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class WorkerGroup:
-    """Workers of a job, including the members of the current and the planned generation.
-
-    Args:
-        controller: Handle of the job's controller.
-        record: Record of the job.
-        planner: Planner of batch sizes.
-        background: Runner of background tasks beside the controller's loop.
-        observer: Receiver of everything that concerns the job as a whole.
-    """
+    """Workers of a job, including the members of the current and the planned generation."""
 
     def __init__(
         self,

@@ -29,12 +29,7 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Registrations received so far; a worker's latest one counts, because training continues meanwhile.
-
-    Args:
-        state: State that the previous controller saved.
-        unit: Number of processes per worker.
-    """
+    """Registrations received so far; a worker's latest one counts, because training continues meanwhile."""
 
     def __init__(self, state: ControllerState, unit: int) -> None:
         self._unit = unit

@@ -178,11 +178,7 @@ class ElasticFitLoop(_FitLoop):
         self._begin_at_own_place(batches if within else 0)
 
     def _begin_at_own_place(self, batches: int = 0) -> None:
-        """Start at the trainer's own counters, unless the job already has a position.
-
-        Args:
-            batches: Batches of the current epoch that were already trained.
-        """
+        """Start at the trainer's own counters, unless the job already has a position."""
         states = current_session().states
         if states.progress.epoch or states.progress.passes or states.progress.steps:
             return

@@ -60,7 +60,6 @@ def start_coordinator(
     """Start the dataset coordinator of a job.
 
     Args:
-        controller: Handle of the job's controller.
         runtime_env: Runtime environment of the job's workers, which may provide modules that the datasets' functions
             import.
     """

@@ -86,10 +86,8 @@ class JobMetrics:
     """Metrics of one job, or one trial of a sweep, written by its controller.
 
     Args:
-        speed: Batch planner, which holds the job's measurements and performance model.
         status: Function that returns the job's status; called once a second.
         events: Function that returns all events of the job so far; only new ones are written.
-        write: Function that receives the samples.
     """
 
     def __init__(

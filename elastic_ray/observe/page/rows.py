@@ -127,7 +127,6 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
     """Return the row of one living node.
 
     Args:
-        node: The node as Ray lists it.
         seen: The node as the allocator knows it; None if it does not, or there is no allocator.
         used: Number of slots granted to workers of elastic jobs.
         failed: Record of workers that failed on this node; None if there is none.
