@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import ray
 import torch
-from ray.exceptions import ActorDiedError
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
@@ -36,7 +35,7 @@ from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
 from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.worker import train_loop
-from elastic_ray.worker.actor_controller_client import CONTROLLER_ENDED, ActorControllerClient, HeartbeatThread
+from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
 from elastic_ray.worker.error_origin import origin_of
@@ -189,7 +188,7 @@ class Worker:
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return
         self.saves_alone = True
-        link.gone = why
+        link.leave_controller(why)
         membership.post(StopJob(save=True))
         limit_s, since_s = self._setup.elastic.storage_timeout_s, time.monotonic()
         with self._ended:  # as long as storage takes pieces, the state is on its way
@@ -376,7 +375,7 @@ class Worker:
 
         self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired, hears=True)
         membership = self._membership
-        link.is_stopping = lambda: membership.stop_requested
+        link.stop_when(lambda: membership.stop_requested)
         return Session(
             assignment.worker,
             membership,
@@ -429,10 +428,7 @@ def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver 
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)
         return _end(RunPreempted)
-    try:
-        link.flush()
-    except ActorDiedError:  # the controller may have ended already
-        link.gone = CONTROLLER_ENDED
+    link.flush_if_there()
     problem = "automatic checkpoints are off" if saver is None else saver.save()
     if link.gone:
         _write_end(session, link, problem)
