@@ -41,7 +41,7 @@ def join() -> None:
         address = os.environ.get("RAY_ADDRESS", "")
         there = find_address(address)
         check_answers(there, address)
-        check_access(there, mode_is_open=_mode_is_open())
+        check_access(there, mode_is_open=_MODE not in os.environ and address in ("", "auto"))
         ray.init()
 
 
@@ -147,10 +147,6 @@ def check_access(address: str, *, mode_is_open: bool = False) -> None:
         f"the Ray cluster at {address} was started without a token, but this process has {_MODE}=token, and would "
         f"refuse the answers of the cluster's workers: set {_MODE}=disabled here, or start the cluster with a token"
     )
-
-
-def _mode_is_open() -> bool:
-    return _MODE not in os.environ and (os.environ.get("RAY_ADDRESS") or "auto") == "auto"
 
 
 def _token(mode_is_open: bool) -> str:

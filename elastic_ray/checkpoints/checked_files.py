@@ -39,7 +39,6 @@ def write_checked(
     """Write a file and return its checksum. After an error, the caller must delete a partly written file.
 
     Args:
-        path: path of the file on the run's file system; its directory must exist.
         go_on: called for every chunk; if it returns False, writing stops with ``InterruptedError``.
         named: also flush the directory entry to disk; if False, the caller flushes the directory.
     """

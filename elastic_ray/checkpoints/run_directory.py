@@ -237,7 +237,6 @@ class RunStorage:
         returns.
 
         Args:
-            source: a local directory, or a checkpoint on any file system.
             index: number of the checkpoint; an earlier checkpoint of the same number is replaced.
             resume_point: resume point to store for :meth:`load_resume_point`.
             metrics: metrics reported with the checkpoint; values that JSON cannot hold are stored as their ``repr``.
@@ -283,7 +282,6 @@ class RunStorage:
         """Add another rank's files to the checkpoint that rank 0 reported, without changing rank 0's files.
 
         Args:
-            source: a local directory, or a checkpoint on any file system.
             go_on: called for every chunk; if it returns False, copying stops with ``InterruptedError``.
 
         Returns the names of the added files; None if rank 0 has not stored the checkpoint yet.
@@ -316,11 +314,7 @@ class RunStorage:
         return any(info.base_name.startswith((target, f".part_{index:06d}")) for info in infos)
 
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
-        """Return the resume point of a checkpoint; None if it has none or was not written by elastic_ray.
-
-        Args:
-            checkpoint: a checkpoint, or the path of a checkpoint on this run's file system.
-        """
+        """Return the resume point of a checkpoint; None if it has none or was not written by elastic_ray."""
         filesystem, path = self.filesystem, checkpoint
         if not isinstance(path, str):
             filesystem, path = path.filesystem, path.path

@@ -203,17 +203,17 @@ def _callbacks(given: Any) -> tuple[Any, ...]:
     for callback in callbacks:
         if isinstance(callback, UserCallback | LoggerCallback):
             continue
-        what = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {_type_name(callback)}"
+        what = (
+            f"the class {callback.__qualname__}"
+            if isinstance(callback, type)
+            else f"a {type(callback).__module__}.{type(callback).__qualname__}"
+        )
         hint = "; pass an instance of it" if isinstance(callback, type) else ""
         raise TypeError(
             f"RunConfig(callbacks) takes ray.train.UserCallback and Ray Tune's LoggerCallback (W&B, MLflow, Comet...), "
             f"but got {what}{hint}. A ray.tune.Callback of another kind belongs to tune.RunConfig(callbacks)"
         )
     return callbacks
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check_failures(config: FailureConfig) -> None:

@@ -65,7 +65,9 @@ class PassEpochs:
             self._goes_by = self._comes_before(self._passes)
             self._passes += 1
             if not self._goes_by:
-                self._begin_epoch()
+                self._end_epoch()
+                self._within = True
+                self._session.ledger.begin_epoch()
         return self._goes_by
 
     @contextlib.contextmanager
@@ -110,11 +112,6 @@ class PassEpochs:
             )
         session.begin_epochs(None)
         session.registry.add_hook(HookPoint.BEFORE_END, self._end_epoch)
-
-    def _begin_epoch(self) -> None:
-        self._end_epoch()
-        self._within = True
-        self._session.ledger.begin_epoch()
 
     def _end_epoch(self) -> None:
         """End the epoch, because the code has reached the next one or its end."""
@@ -169,9 +166,6 @@ def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bo
 class RayTrainModel(LateWrapped):
     """A model that is wrapped together with its optimizer when the first epoch starts.
 
-    Args:
-        options: The user's arguments for ``DistributedDataParallel``.
-
     Raises RuntimeError if training has already started.
     """
 
@@ -200,7 +194,6 @@ class RayTrainLoader(LoaderOnDevice):
 
     Args:
         data_loader: The user's loader, whose batch size is that of one worker.
-        device: The worker's device.
 
     Raises RuntimeError if the loader uses a batch sampler.
     """

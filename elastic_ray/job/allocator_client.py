@@ -28,13 +28,7 @@ _LOST_S = 60.0  # a call that nobody answers is lost; an allocator that is gone 
 
 
 class AllocatorClient:
-    """Client that sends the allocator a heartbeat every second, or sooner on demand; starts the allocator if needed.
-
-    Args:
-        controller: Handle of the job's controller.
-        view: Function that returns the job as the allocator sees it.
-        hear: Function that receives the allocator's answers: measurements of other jobs, and notes for the user.
-    """
+    """Client that sends the allocator a heartbeat every second, or sooner on demand; starts the allocator if needed."""
 
     def __init__(
         self, spec: JobSpec, controller: Any, view: Callable[[], JobView], hear: Callable[[HeartbeatReply], None]

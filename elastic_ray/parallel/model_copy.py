@@ -64,11 +64,7 @@ torch.nn.parallel.DistributedDataParallel.register(ModelCopy)
 def describe_model(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, amp: bool, strategy: object = None
 ) -> ModelInfo:
-    """Return a description of a wrapped model.
-
-    Args:
-        strategy: Builder of the model's synchronisation strategy; None is plain all-reduce.
-    """
+    """Return a description of a wrapped model."""
     lines = [type(module).__qualname__, type(optimizer).__qualname__, f"amp={amp}"]
     lines += [
         f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}" for name, param in module.named_parameters()

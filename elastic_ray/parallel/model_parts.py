@@ -124,7 +124,6 @@ class ModelParts:
 
     Args:
         optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
-        number: Number of the model, in order of wrapping.
     """
 
     def __init__(
@@ -143,13 +142,7 @@ class ModelParts:
     def replicated(
         self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
-        """Return the components of a model that is replicated on each rank.
-
-        Args:
-            grad_scale: Returns AMP's current loss scale, 1 without AMP.
-            check_finite: Whether to find out which ranks have NaN or infinite gradients.
-            scaler: AMP's ``GradScaler``; None without AMP.
-        """
+        """Return the components of a model that is replicated on each rank."""
         run, module, optimizer = self._run, self._module, self._optimizer
         optimizers = optimizers_of(optimizer)
         ranges = group_ranges(optimizers) if len(optimizers) > 1 else [None]

@@ -164,12 +164,7 @@ def bounded_tables(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -> None:
-    """Raise ValueError for trained tables with ``max_norm`` if there are several workers.
-
-    Args:
-        tables: The result of :func:`bounded_tables`.
-        workers: Number of workers of the group, now or later.
-    """
+    """Raise ValueError for trained tables with ``max_norm`` if there are several workers."""
     for name, layer in tables.items() if workers > 1 else ():
         if layer.weight.requires_grad:
             raise ValueError(

@@ -167,9 +167,6 @@ class Manifest:
 def complete(parts: Sequence[Part]) -> Manifest:
     """Return the manifest of all ranks' parts.
 
-    Args:
-        parts: one part per rank, in rank order.
-
     Raises ManifestError: the parts belong to different steps, or leave gaps.
     """
     if [part.rank for part in parts] != list(range(len(parts))) or len({part.steps for part in parts}) != 1:

@@ -93,9 +93,6 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
     """Pack datasets from :func:`check_datasets` for :func:`unpack` in another process; requires a connection to Ray.
 
     The seed depends only on the job's name, so that a resubmitted job continues in the same order.
-
-    Args:
-        left: Amounts of resources that Ray Data must leave to the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""

@@ -107,12 +107,7 @@ class Source(Protocol):
 
 
 class StoredPage:
-    """Page of stored data; implements :class:`Source`.
-
-    Args:
-        snapshot: Everything on the page except the details of individual jobs.
-        details: Details of each job, keyed by job name.
-    """
+    """Page of stored data; implements :class:`Source`."""
 
     def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
         self._snapshot, self._details = snapshot, details
