@@ -128,7 +128,7 @@ class ElasticConfig(NamesArguments):
         if self.heartbeat_timeout_s >= self.collective_timeout_s:
             raise ValueError(
                 f"collective_timeout_s must be above heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s), "
-                "for a hung member is to be found before its peers give up, but got "
+                "so that a hung member is found before its peers time out, but got "
                 f"{self.collective_timeout_s:g} s"
             )
 

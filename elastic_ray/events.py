@@ -420,7 +420,7 @@ class Report:
         """
         values = _object(line, "a report")
         if not isinstance(values.get("metrics"), dict):
-            raise ValueError(f"a report must be a JSON object with an object 'metrics', but got {line!r:.200}")
+            raise ValueError(f"a report must be a JSON object with a 'metrics' object, but got {line!r:.200}")
         for name in ("index", "workers", "epochs_done", "steps"):
             if not _is_count(values.get(name, 0 if name != "index" else None)):
                 raise ValueError(f"a report must have a whole number {name!r}, but got {line!r:.200}")

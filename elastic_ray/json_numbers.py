@@ -23,7 +23,6 @@ def dump(value: Any, *, other: Callable[[Any], Any] | None = None, sort_keys: bo
     Args:
         value: Plain values, possibly nested; other objects are converted by ``other``.
         other: Converts an object that JSON does not support to a plain value; ``plain`` by default.
-        sort_keys: As in ``json.dumps``.
 
     Raises TypeError, ValueError, RecursionError: A key is not text, or a value contains itself.
 

@@ -233,7 +233,6 @@ class ElasticTrainable(Trainable):
         """Set up the trial for Tune; its job starts at the first step, when the checkpoint to start from is known.
 
         Args:
-            config: The trial's parameters.
             **constants: Arguments of ``tune.with_parameters``; the train loop finds them in its config too.
         """
         _check_space({**constants, **config})
@@ -442,8 +441,8 @@ def _resume_sweeps() -> None:
         start(self, *args, resume_config=tune.ResumeConfig() if again else resume_config, **named)
         if again and storage is not None and not self.resumed:
             raise RuntimeError(
-                f"the sweep in {storage.experiment_fs_path} cannot be restored, as Ray's log says, and was not begun "
-                "anew: move that directory away to do so"
+                f"the sweep in {storage.experiment_fs_path} cannot be restored (see Ray's log). To start it "
+                "again, move that directory away"
             )
 
     TuneController.__init__ = resume_or_start  # type: ignore[method-assign]

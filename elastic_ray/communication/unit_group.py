@@ -101,7 +101,7 @@ class UnitGroup:
         try:
             self._gloo.allreduce([rows]).wait(self._timeout)
         except RuntimeError as error:
-            raise UnitLostError(f"a worker of the unit is gone: {str(error).splitlines()[0]}") from error
+            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
         found: list[list[float]] = rows.tolist()
         return found
 

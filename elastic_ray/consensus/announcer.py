@@ -114,7 +114,7 @@ class Announcer:
             sums, self._sums = self._sums, None
             return sums
         if self._work is None:
-            raise CommunicationFailedError("the announcement was given up")
+            raise CommunicationFailedError("the announcement was abandoned")
         while True:
             work, self._work = self._work, None
             self.communicator.wait(work)

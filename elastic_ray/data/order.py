@@ -300,7 +300,7 @@ class StreamSharder(Generic[Item]):
             self._read_ahead(min(position - self.position, 1024))
             if not self._ahead:
                 raise ValueError(
-                    f"the stream must give the same items on every rank and after a restart, but ended after "
+                    f"the stream must yield the same items on every rank and after a restart, but ended after "
                     f"{self.position} of the {position} items that have been used"
                 )
             self._drop(min(len(self._ahead), position - self.position))

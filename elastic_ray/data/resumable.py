@@ -84,7 +84,7 @@ def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     """
     point = ResumePoint.from_json(state)
     if point is None:
-        raise ValueError("state must be what state_dict() has given, but is empty")
+        raise ValueError("state must come from state_dict(), but is empty")
     if run.synced:
         raise RuntimeError("load_state_dict must be called before the first epoch, but training has begun")
     present = run.states.progress

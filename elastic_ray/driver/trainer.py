@@ -79,10 +79,7 @@ def impossible(
 
     Args:
         bundle: Resources of one worker.
-        min_workers: Fewest workers the job may run with.
-        label_selector: Labels that a worker's node must have.
         nodes: All living nodes; only ``total`` and ``labels`` are used.
-        sizes: Allowed numbers of workers.
         unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.
 
     Returns:

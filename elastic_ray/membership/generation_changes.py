@@ -252,7 +252,7 @@ class GenerationChanges(Roster):
             planned = self.is_planned(record.worker)
             self._give_up(record, f"it holds the state of generation {generation}, which was called off")
             if planned:
-                self._withdraw(f"joiner {record.worker} was given up", now_s)
+                self._withdraw(f"joiner {record.worker} was abandoned", now_s)
 
     def _prepare_failed(self, told: PrepareFailed, now_s: float) -> None:
         """Handle a worker's failure to form the group of the generation in flight."""

@@ -60,7 +60,8 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
                 raise ValueError(
                     f"each parameter must be stepped by one optimizer, but {names.get(id(p), 'one')} is in optimizer "
                     f"{stepped[id(p)]} and in optimizer {number} of the list: give each optimizer parameters of its "
-                    "own; what two losses train together is one optimizer's, which steps for their sum"
+                    "own; parameters that two losses train together belong to one optimizer, which steps for the sum "
+                    "of the losses"
                 )
     return given, given[0] if len(given) == 1 else JointOptimizer(given)
 
@@ -123,7 +124,6 @@ class ModelParts:
 
     Args:
         optimizer: Optimizer of the model; a ``JointOptimizer`` if there are several.
-        number: Number of the model, in order of wrapping.
     """
 
     def __init__(
@@ -142,13 +142,7 @@ class ModelParts:
     def replicated(
         self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
-        """Return the components of a model that is replicated on each rank.
-
-        Args:
-            grad_scale: Returns AMP's current loss scale, 1 without AMP.
-            check_finite: Whether to find out which ranks have NaN or infinite gradients.
-            scaler: AMP's ``GradScaler``; None without AMP.
-        """
+        """Return the components of a model that is replicated on each rank."""
         run, module, optimizer = self._run, self._module, self._optimizer
         optimizers = optimizers_of(optimizer)
         ranges = group_ranges(optimizers) if len(optimizers) > 1 else [None]

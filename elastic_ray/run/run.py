@@ -399,8 +399,8 @@ class OptimizerWatch:
         """
         if late and optimizer in self._known:
             raise RuntimeError(
-                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the first epoch had "
-                "begun: workers that join later, and the job when it starts again, would continue with another "
+                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the start of the "
+                "first epoch: workers that join later, and the job when it starts again, would continue with another "
                 "schedule. Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages "
                 "that follow each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is "
                 "one LambdaLR over all steps"

@@ -399,7 +399,7 @@ def _of_bytes(content: bytes) -> Any:
     """
     found = from_bytes(content)
     if not isinstance(found, list) or not found or not isinstance(found[0], int):
-        raise RuntimeError("this worker catches up with a collective that the others have not made: see docs/limits.md")
+        raise RuntimeError("this worker repeats a collective that the other workers never made: see docs/limits.md")
     return found
 
 

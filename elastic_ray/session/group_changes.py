@@ -276,8 +276,10 @@ class GroupChanges:
             told = difference(communicator, tensors, different)
             check_alike(different, joined, told, progress.steps)
             if not run.elastic or communicator.rank in different:
-                raise ReplicasDifferError(f"what this worker was sent when it joined is not what it holds: {told}")
-            raise CommunicationFailedError(f"a joiner does not hold what it was sent: {told}")
+                raise ReplicasDifferError(
+                    f"this worker does not hold the state that it was sent when it joined: {told}"
+                )
+            raise CommunicationFailedError(f"a joining worker does not hold the state that it was sent: {told}")
         link = Link.after(
             rows[0][2],
             {
@@ -465,8 +467,8 @@ class UserCollectives:
                 return known
             if number < self._results.first:
                 raise RuntimeError(
-                    f"this worker joined the job within code that makes collectives, and the result of {what}() is not "
-                    "kept any more: more than 256 MiB of results came between two passes over loaders"
+                    f"this worker joined the job within code that makes collectives, and the result of {what}() was "
+                    "discarded: the results between two passes over loaders exceeded 256 MiB"
                 )
             announced = Announced(Intent.COLLECTIVE, 1 + number % _NUMBERS, digest((what, detail)), what)
             self._progress.meeting = True

@@ -122,7 +122,7 @@ class Replicas:
             raise ReplicasDifferError(
                 f"every rank must train its replica in the same way, but after {self._checked} steps {text}. Freeze "
                 "and unfreeze, call train() and eval(), and set options of the optimizer alike on every rank, in the "
-                "same step: let it follow from numbers that all ranks share, not from rank, clock or own samples"
+                "same step: derive it from numbers that all ranks share, not from rank, clock or local samples"
             )
         names = [f"{prefix}{name}" for (prefix, module) in self._named_modules() for name, _ in self._compared(module)]
         everyone = communicator.gather_ints(self._sums())
@@ -287,6 +287,6 @@ def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: i
     """Raise ReplicasDifferError if ranks that have already trained differ among themselves."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
-            f"the ranks must hold the same before a group begins, but after {step} steps {told}. What changes "
-            "parameters or an optimizer's state must do so alike on every rank"
+            f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "
+            "changes parameters or optimizer state must do the same on every rank"
         )

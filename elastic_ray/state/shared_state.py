@@ -396,8 +396,8 @@ class SharedState:
         unknown = trees.keys() - self._states.keys() - _OF_EVERY_RUN
         if unknown:
             raise RuntimeError(
-                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, and this worker, which joins them, "
-                "has not: have it run the same code up to its first epoch (register_state, AdaptiveDataParallel with "
+                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, which this joining worker lacks: "
+                "run the same code up to the first epoch on every worker (register_state, AdaptiveDataParallel with "
                 "the same schedulers and scaler, the same policies), whatever its rank"
             )
         self.install(trees, skip=done)

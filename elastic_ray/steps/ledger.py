@@ -281,13 +281,13 @@ class StepLedger:
             self._check_updated()
         if expected is not None and self.step is None:
             raise RuntimeError(
-                "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that is over: "
-                "call iter(loader) again in each epoch"
+                "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that epoch has "
+                "ended: call iter(loader) again in each epoch"
             )
         if expected is not None and self.step is not None and self.step.loader_pass is not expected:
             raise RuntimeError(
-                "loops over AdaptiveDataLoaders may be nested but not interleaved, as zip(loader_a, loader_b) does: "
-                "use one loader over a dataset that gives both items"
+                "loops over AdaptiveDataLoaders may be nested but not interleaved, as in zip(loader_a, loader_b): "
+                "use one loader over a dataset that yields both items"
             )
         if self.step is None:
             raise AssertionError("an edge without a step")
@@ -415,8 +415,8 @@ class StepLedger:
     def _check_updated(self) -> None:
         if self.updating:
             raise RuntimeError(
-                "optimizer.step() failed half-way, and the error was caught: parameters and optimizer state of this "
-                "worker are of no step. Let errors inside optimizer.step() leave the train function"
+                "optimizer.step() failed half-way, and the error was caught: this worker's parameters and optimizer "
+                "state belong to no step. Let errors inside optimizer.step() leave the train function"
             )
 
     def applied(self) -> None:

@@ -136,7 +136,7 @@ class StragglerWatch:
         used = [each.memory_used for each in measured]
         self._memory = self._memory.add(faults=recent.faults, compute_s=compute_s, used=used)
         self._sends = self._sends.add(sending_s=recent.sending_s, mib=recent.mib, seconds=recent.seconds)
-        self._take_time(recent.seconds)
+        self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + recent.seconds) for each in self.slow)
         if self._trace.ready:
             self._judge(members)
             self._share()
@@ -161,10 +161,6 @@ class StragglerWatch:
         if any(each.weight < 1.0 for each in self.slow):
             self.slow = tuple(dataclasses.replace(each, weight=1.0, fixed=None) for each in self.slow)
             self._reshared()
-
-    def _take_time(self, seconds: float) -> None:
-        if self.slow:
-            self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + seconds) for each in self.slow)
 
     def _judge(self, members: Sequence[Member]) -> None:
         """Find new stragglers, and remove those that have caught up."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import resource
 import threading
 import time
 from typing import Any, TypeVar
@@ -56,6 +55,7 @@ from elastic_ray.worker.messages import (
 from elastic_ray.worker.setup import Assignment, ProcessInfo, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
 from elastic_ray.worker.stored_train_loop import stored_train_loop
+from elastic_ray.worker.warm_up import resident_bytes
 from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL
 from placement.ray_cluster import groups
 from placement.text import log_plainly
@@ -71,11 +71,7 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress.
-
-    Args:
-        setup: Settings shared by all workers of the job.
-    """
+    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         log_plainly(logging.WARNING)
@@ -421,8 +417,8 @@ def _start_of(assignment: Assignment) -> RunProgress | None:
 
 def _end(kind: type[_End], **values: Any) -> _End:
     """Return the end of a run, with the resources that its process currently uses."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
+    memory, cuda = resident_bytes(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return kind(memory_bytes=memory, cuda_used=cuda, **values)
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
@@ -453,10 +449,6 @@ def _write_end(session: Session, link: ActorControllerClient, problem: str) -> N
         link.storage.append_events([event.to_json()])
     except Exception as error:
         logger.warning("job %s: %s; this event was not written: %s", session.job, event.reason, error)
-
-
-def _cuda_used() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

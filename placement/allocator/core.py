@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import (
+    Allocate,
     Event,
+    Instruction,
     JobEnded,
     JobHeartbeat,
     NodeForgiven,
@@ -19,9 +21,9 @@ from placement.allocator.events import (
     Recalled,
     SettingsChanged,
     TimePassed,
+    Unsatisfiable,
 )
 from placement.allocator.explaining import Explanation, explain
-from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
 from placement.cluster.cluster import Allocation, AllocationError, Change, Cluster, Node, check, diff
@@ -59,8 +61,6 @@ class AllocatorCore:
     that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
     Args:
-        policy: The policy that decides the number of workers.
-        config: Times and thresholds.
         settling: True if running jobs may not have reported yet (after a restart of the allocator).
         knowledge: Knowledge shared by jobs of one fingerprint; None limits each job to its own measurements.
     """

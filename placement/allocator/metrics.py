@@ -53,7 +53,6 @@ def cluster_samples(
 
     Args:
         scaling: Last decision about the cluster's size; None if the allocator does not size the cluster.
-        node_types: Node types that ``scaling`` may mention.
         prices: Dual prices of the policy's solver, by GPU type.
     """
     found = [*_slot_samples(core.cluster.nodes, core.jobs.values()), *_phase_samples(core.jobs.values())]

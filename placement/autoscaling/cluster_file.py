@@ -114,7 +114,7 @@ def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
     said = raw.labels.get(MARKET_LABEL)
     if said != market:
         raise InputError(
-            f"{where}: labels must say {MARKET_LABEL}: {market}, for that is what it is, but got {said!r}; "
+            f"{where}: labels must say {MARKET_LABEL}: {market}, to match its node type, but got {said!r}; "
             "jobs that avoid spot nodes choose by it"
         )
     gpus = float(raw.resources.get("GPU", 0.0))

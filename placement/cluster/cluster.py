@@ -138,12 +138,16 @@ def slots(amounts: Resources, bundle: Resources) -> int:
     return min(fits, default=10**9)
 
 
+def add_amounts(totals: dict[str, float], bundle: Resources, workers: int) -> None:
+    """Add what these workers use to the totals; negative workers subtract it."""
+    for name, need in bundle.items():
+        totals[name] = totals.get(name, 0.0) + workers * need
+
+
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
     """Raise an error if the cluster cannot hold an allocation.
 
     Args:
-        allocation: Workers per job and node.
-        bundles: Resources of one worker, per job.
         cluster: The nodes; workers may use what is ``free`` on them.
 
     Raises AllocationError: it names the rule, and the job or node that breaks it.
@@ -155,14 +159,13 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
             raise AllocationError("known job", f"job {job!r} is not one of {sorted(bundles)}")
         for node_id, workers in placed.items():
             if node_id not in nodes:
-                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which is not there")
+                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which does not exist")
             if workers < 1:
                 raise AllocationError("whole number", f"job {job!r} has {workers} workers on node {node_id!r}")
             if nodes[node_id].draining:
                 raise AllocationError("draining", f"job {job!r} is placed on node {node_id!r}, which is draining")
             totals = used.setdefault(node_id, {})
-            for name, need in bundles[job].items():
-                totals[name] = totals.get(name, 0.0) + workers * need
+            add_amounts(totals, bundles[job], workers)
     for node_id, totals in sorted(used.items()):
         for name, amount in sorted(totals.items()):
             free = nodes[node_id].free.get(name, 0.0)
@@ -175,9 +178,7 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in placed.items():
-            amounts = used.setdefault(node_id, {})
-            for name, need in bundles[job].items():
-                amounts[name] = amounts.get(name, 0.0) + workers * need
+            add_amounts(used.setdefault(node_id, {}), bundles[job], workers)
     return used
 
 

@@ -92,7 +92,7 @@ class AllowedSizes:
             why = ""
             if self.memory is not None and 1 <= most < self.fitting:
                 why = f": {self.memory.shortage(most)}; the smallest allowed size that fits is {self.at_least(1)}"
-            raise ValueError(f"no size from {least} to {most} workers is allowed by {self}{why}")
+            raise ValueError(f"no size from {least} to {most} workers satisfies {self}{why}")
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:

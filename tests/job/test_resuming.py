@@ -228,7 +228,7 @@ def test_job_waiting_for_storage_says_so_and_can_stop(tmp_path: Path, journal: J
         await until(says_so)
         begin_s = time.monotonic()
         job.stop()
-        await job.written()
+        await job.shutdown.written()
         assert job.status().phase is JobPhase.STOPPED and time.monotonic() - begin_s < 40
         hanging.answer()
         await opening

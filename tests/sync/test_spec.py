@@ -69,7 +69,7 @@ def test_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
         (lambda: Reduce(parts=0), "parts must be a whole number, 1 or more"),
         (lambda: Reduce(wire="bf16"), "wire must be a Wire, but got 'bf16'"),
         (lambda: Owner(placement="rank 0"), "placement must be one of balanced, first"),
-        (lambda: Owner(wire=Wire(rank=2)), "an owner's tensors have no residuals"),
+        (lambda: Owner(wire=Wire(rank=2)), "owned tensors keep no residuals"),
         (lambda: Rows(update="maybe"), "update must be one of auto, sparse, dense"),
         (lambda: Average(algorithm="easgd"), "algorithm must be one of local_sgd, diloco, sma, pair"),
         (lambda: Average(period=0), "period must be a whole number, 1 or more"),

@@ -191,7 +191,7 @@ class Experiment:
     def start(self, port: int = 8080) -> None:
         """Start the experiment and return at once; end it with ``stop()``. Arguments and errors: see :meth:`run`."""
         if self._server is not None:
-            raise RuntimeError(f"experiment {self.id} has been started already; make another one")
+            raise RuntimeError(f"experiment {self.id} was started before; create another one")
         join()
         check_resources(self._template.spec)
         self._address = ray.get_runtime_context().gcs_address

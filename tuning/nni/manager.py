@@ -207,6 +207,6 @@ def _free_port(port: int) -> int:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise RuntimeError(
-                f"port {port} is taken ({error}): NNI's web page needs one of its own; port=0 takes any that is free"
+                f"port {port} is taken ({error}): NNI's web page needs its own port; port=0 picks a free one"
             ) from error
         return int(probe.getsockname()[1])

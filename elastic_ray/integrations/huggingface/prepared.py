@@ -36,7 +36,6 @@ class AccelerateModel(LateWrapped):
     is it certain which of them belong together.
 
     Args:
-        module: The model as accelerate prepared it.
         make_wrapper: Returns the wrapper, or None while no optimizer of the model has been prepared.
     """
 

@@ -178,11 +178,7 @@ class ElasticFitLoop(_FitLoop):
         self._begin_at_own_place(batches if within else 0)
 
     def _begin_at_own_place(self, batches: int = 0) -> None:
-        """Start at the trainer's own counters, unless the job already has a position.
-
-        Args:
-            batches: Batches of the current epoch that were already trained.
-        """
+        """Start at the trainer's own counters, unless the job already has a position."""
         states = current_session().states
         if states.progress.epoch or states.progress.passes or states.progress.steps:
             return
@@ -207,8 +203,8 @@ class ElasticFitLoop(_FitLoop):
         if steps is None or _adapts():
             if known is None:
                 raise ValueError(
-                    "max_steps without max_epochs has no known number of epochs where the batch adapts, or an iterable "
-                    "dataset has no length: give max_epochs as well"
+                    "max_steps without max_epochs gives no number of epochs if the batch adapts or an iterable "
+                    "dataset has no length: set max_epochs too"
                 )
             return known
         if known is not None and is_overridden("on_train_batch_start", self.trainer.lightning_module):
@@ -281,17 +277,17 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                 self._end_of_data()
                 return
             self._train_batch(data_fetcher)
-        while data_fetcher.at_limit or self._is_training_done or self._stops_early:
+        trainer = self.trainer
+        while (
+            data_fetcher.at_limit
+            or self._is_training_done
+            or (trainer.should_stop and trainer.fit_loop._can_stop_early)  # min_steps and min_epochs are reached
+        ):
             if data_fetcher.leave():
                 if data_fetcher.at_limit:
                     self._end_of_data()
                 return
             self._train_batch(data_fetcher)
-
-    @property
-    def _stops_early(self) -> bool:
-        """True if a stop was requested and ``min_steps`` and ``min_epochs`` are reached."""
-        return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:
         """Run Lightning's ``advance`` until a micro-batch counts; end-of-batch hooks are skipped for a lost one.

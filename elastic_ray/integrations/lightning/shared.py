@@ -46,8 +46,8 @@ def gathered(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor
     _check_group(group)
     if sync_grads:
         raise NotImplementedError(
-            "all_gather(sync_grads=True) is not there under elastic-ray: a loss over samples of several workers would "
-            "change with their number. Make the samples that belong together one item of the dataset"
+            "all_gather(sync_grads=True) is not supported under elastic-ray: a loss over samples of several workers "
+            "would change with their number. Make the samples that belong together one item of the dataset"
         )
     return torch.stack(er.all_gather(tensor))
 
@@ -122,7 +122,7 @@ def accumulating() -> bool:
 
 def _check_group(group: Any) -> None:
     if group is not None and group is not torch.distributed.group.WORLD:
-        raise ValueError("process groups of your own are not there under elastic-ray: the job's workers change")
+        raise ValueError("custom process groups are not supported under elastic-ray: the job's workers change")
 
 
 class ElasticRayEnvironment(ClusterEnvironment):

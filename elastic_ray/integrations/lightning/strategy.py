@@ -284,7 +284,7 @@ def _check(trainer: Any) -> None:
     }
     for name, way_out in _REFUSED.items():
         if asked[name]:
-            raise ValueError(f"{name} cannot be kept under elastic-ray: {way_out}")
+            raise ValueError(f"{name} is not supported under elastic-ray: {way_out}")
 
 
 _REFUSED = {

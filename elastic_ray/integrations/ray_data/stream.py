@@ -25,12 +25,10 @@ class RowStream:
     """Rows of one epoch of a dataset, in order.
 
     Args:
-        packed: The pickled dataset.
         epoch: Index of the epoch. Seeded shuffles that Ray Data reorders in each execution get the same order whenever
             the same epoch is executed again.
         seed: Seed for shuffles that have none.
         left: Amounts of resources reserved for the job's workers.
-        floor: Rows before this position are discarded on arrival.
         changed: Called in the reading thread whenever there are new rows or the execution ends.
     """
 
@@ -155,7 +153,7 @@ def _rows(entry: Any) -> int:
     """Return the number of rows of a block."""
     rows = entry.metadata.num_rows
     if rows is None:
-        raise RuntimeError("Ray Data has not told how many rows a block has, without which none can be dealt out")
+        raise RuntimeError("Ray Data did not report the number of rows of a block, which is needed to distribute rows")
     return int(rows)
 
 
@@ -164,11 +162,6 @@ def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
 
     Ray Data counts a dataset's executions, and seeded shuffles depend on that count; it is set to the epoch here.
     Shuffles without a seed get ``seed``. Random numbers drawn in user functions are not controlled.
-
-    Args:
-        dataset: The ``ray.data.Dataset``.
-        epoch: Index of the epoch, from 0.
-        seed: Seed for shuffles that have none.
     """
     for operator in dataset._logical_plan.dag.post_order_iter():
         _seed_operator(operator, seed)

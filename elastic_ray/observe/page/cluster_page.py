@@ -29,12 +29,7 @@ MOST_SIZES = 128
 
 
 class ClusterPage:
-    """Page of a running cluster.
-
-    Args:
-        name: The cluster's address.
-        actions: If True, jobs may be changed from the page.
-    """
+    """Page of a running cluster."""
 
     def __init__(self, name: str, *, actions: bool = False) -> None:
         self._name, self._actions = name, actions
@@ -248,10 +243,8 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
     """Return the details of one job.
 
     Args:
-        memory: The page's stored data of the job.
         cluster: The nodes; the goodput curve covers the sizes that fit on them.
         answer: Answers of the job's controller and the allocator about this job.
-        now_s: Current time [s since the epoch].
     """
     view = memory.state.view if memory.state is not None else None
     curve = _curve(view, cluster)

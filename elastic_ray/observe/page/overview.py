@@ -19,13 +19,7 @@ from placement.planning.tenants import Tenant, entitlements
 
 
 def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
-    """Return the one-line summary of the cluster.
-
-    Args:
-        look: The allocator's state.
-        jobs: Rows of the jobs that have not ended.
-        nodes: Rows of the nodes that exist.
-    """
+    """Return the one-line summary of the cluster."""
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
     return Strip(

@@ -398,7 +398,7 @@ class StepWeights:
         if len(step.own_counts) <= step.micro:
             raise RuntimeError(
                 "loader.weigh(n) must be called before backward() in each micro-batch of a step, or in none: it was "
-                f"for {len(step.own_counts)}, and not for the one that follows"
+                f"called for {len(step.own_counts)}, and not for the one that follows"
             )
 
     def share(self, step: LoaderStep | None, *, reduces: bool) -> float:

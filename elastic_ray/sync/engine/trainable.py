@@ -50,7 +50,7 @@ class Trainable:
         gone = [name for name, known in self._places.items() if known in self._known and name not in now]
         raise ValueError(
             f"{', '.join([*other, *gone][:5])} of the model were replaced or tied after AdaptiveDataParallel had "
-            "wrapped it, and its optimizer does not step what is there now: change layers and tie weights first, "
+            "wrapped it, and its optimizer does not step the new parameters: change layers and tie weights first, "
             "then make the optimizer, and wrap last"
         )
 

@@ -69,7 +69,8 @@ class UnitStatistics:
         if unlike and all(due) and needed_by:
             raise StrategyError(
                 f"{needed_by[0]} needs the gradient noise scale, for which optimizers on all workers of a unit must "
-                f"have as many parameter groups, but they have {[round(each) for each in due]}; add empty groups where "
+                f"have the same number of parameter groups, but they have {[round(each) for each in due]}; add empty "
+                "groups where "
                 'a worker holds none of their parameters, or use scaling_rule="none", "linear", "sqrt" or "legw" and a '
                 "fixed batch"
             )

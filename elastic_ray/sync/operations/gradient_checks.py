@@ -84,8 +84,8 @@ def check_gradients(
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:
             raise RuntimeError(
-                f"backward() has given a parameter of shape {tuple(param.shape)} a gradient, but a hook has taken it "
-                f"away again: {STEP_AFTER_BACKWARD}"
+                f"backward() has given a parameter of shape {tuple(param.shape)} a gradient, but a hook has "
+                f"removed it: {STEP_AFTER_BACKWARD}"
             )
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(

@@ -164,7 +164,7 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
     """
     staying = [rank for rank, stay in enumerate(stays) if stay]
     if not staying:
-        raise ValueError(f"one rank at least must stay, but all {len(stays)} leave")
+        raise ValueError(f"at least one rank must stay, but all {len(stays)} leave")
     load = collections.Counter(rank for mine in owners for rank in mine)
     found = []
     for tile, mine in enumerate(owners):

@@ -88,11 +88,11 @@ class ShardedTable:
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
         """Return the complete weight for another run in this process; None if it does not exist yet."""
         if run is self._run:
-            raise ValueError("a ShardedEmbedding belongs to one model, but another one that was wrapped has it already")
+            raise ValueError("a ShardedEmbedding must belong to one model, but another wrapped model already has it")
         if self._shard.store is not None and not self._shard.everywhere:
             raise RuntimeError(
-                "a ShardedEmbedding whose rows lie with several workers cannot be wrapped again: keep "
-                "row_state_dict() of the run before, build it anew and load that"
+                "a ShardedEmbedding whose rows several workers hold cannot be wrapped again: keep "
+                "row_state_dict() of the earlier run, build a new one and load that"
             )
         return self._shard.whole(None, ("weight",)) if self._shard.store is not None else None
 

@@ -305,7 +305,7 @@ class ShardHolder:
         if bad:
             raise ReplicasDifferError(
                 f"rows of parameters that rank {bad[0][0]} owns differ from those that rank {bad[0][1]} "
-                f"has of them, in model {self._number}: whatever changes parameters of a sharded model besides its "
+                f"has of them, in model {self._number}: whatever changes parameters of a sharded model outside its "
                 "optimizer's step (initialisation after the first step, clipping of weights, averages that are written "
                 "back) reaches own rows only. Use load_state_dict() on all ranks, or elastic_ray.sync.change_parameters"
             )

@@ -98,8 +98,8 @@ class ShardedGradients(Participant):
             self._statistics.rebuilt()
         if step is not None and step.whole:  # also where no rank shares rows: the group may grow
             raise RuntimeError(
-                "a sharded model cannot be called in a pass over whole_batches=True: towards its end some ranks of a "
-                "group have no batch, and all gather parameters together; evaluate without whole_batches"
+                "a sharded model cannot be called in a pass over whole_batches=True: near its end some ranks of a "
+                "group have no batch, but parameters are gathered by all of them; evaluate without whole_batches"
             )
         if not self._meets:
             return

@@ -215,7 +215,7 @@ def test_parts_that_are_not_there_are_named(storage: RunStorage) -> None:
     with pytest.raises(ManifestError, match="of one step"):
         complete([parts[0], dataclasses.replace(parts[1], steps=8)])
     (Path(directory) / "__1_0.distcp").write_bytes(b"other")
-    with pytest.raises(ManifestError, match=r"part_1.bin speaks of rank 1, step 7 and .* has 5 bytes"):
+    with pytest.raises(ManifestError, match=r"part_1.bin names rank 1, step 7 and .* has 5 bytes"):
         await_parts(storage, directory, parts[0], 2, timeout_s=9, go_on=lambda: True)
     assert state_files(storage) == ()
 

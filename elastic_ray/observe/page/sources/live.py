@@ -33,10 +33,8 @@ def compare(
     """Return the outlook of each job on the current nodes, and on the given nodes under the given policy.
 
     Args:
-        look: The allocator's state; None if there is no allocator.
         nodes: Cluster such as ``T4:4x8``; empty for the current nodes.
         policy: Name of a registered policy; empty for the cluster's current policy.
-        now_s: Current time [s since the epoch].
 
     Raises InputError: the nodes or the policy are invalid, or the number of running jobs is zero or too large.
     """
@@ -72,13 +70,7 @@ _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
 
 class LiveCluster:
-    """Data source for the cluster that this process has joined.
-
-    Args:
-        name: The cluster's address, for display.
-        actions: If True, jobs may be changed from the page.
-        period_s: Minimum time between two polls [s].
-    """
+    """Data source for the cluster that this process has joined."""
 
     def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
         self._page = ClusterPage(name, actions=actions)
@@ -225,7 +217,7 @@ class LiveCluster:
         """Resize, release, pause, resume or stop a job; see :meth:`Source.act`."""
         controller = self._controller(job)
         if controller is None:
-            raise ActionRefusedError(f"there is no job {job!r}; one that has ended is forgotten")
+            raise ActionRefusedError(f"there is no job {job!r}; ended jobs are not kept")
         try:
             if action == "resize":
                 ray.get(controller.resize.remote(workers), timeout=_ACTION_S)
