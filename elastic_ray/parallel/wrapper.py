@@ -231,8 +231,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         for each in self._optimizers:
             run.optimizers.add(each)
-        run.registry.add_rate_factor(lambda: self._steps[0].rates.factor)
-        run.registry.add_signal(lambda: self._tracker.signal)
+        run.registry.models.add_rate_factor(lambda: self._steps[0].rates.factor)
+        run.registry.models.add_signal(lambda: self._tracker.signal)
         self._saved_buffers = SavedBuffers(module) if nonfinite == "skip" else None
         self._tables = ModelTables(run, module, first, self._index, self._scaler)
         parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)

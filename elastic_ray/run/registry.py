@@ -214,14 +214,6 @@ class Registry:
         for hook in self._hooks[point]:
             hook()
 
-    def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """Add a function that returns a newly wrapped model's learning rate factor in the latest step."""
-        self.models.add_rate_factor(factor)
-
-    def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
-        """Add a function that returns rank 0's estimate of a newly wrapped model's gradient signal."""
-        self.models.add_signal(signal)
-
     def add_buffers(self, buffers: BufferSync) -> None:
         """Add a model's buffers, which are synchronised at the end of every pass and in every new group."""
         self._buffers.append(buffers)

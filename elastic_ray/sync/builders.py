@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from elastic_ray.sync.checks import StrategyError, check_count, check_flag
 from elastic_ray.sync.plan import ModelProfile, Topology
@@ -184,8 +184,27 @@ class Parallax:
         )
 
 
+class _Averaging:
+    """Base of strategies that average models: fields have the names and limits of those of ``Average``."""
+
+    __slots__ = ()
+    algorithm: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _ = self._average  # refuses what is out of range
+
+    @property
+    def _average(self) -> Average:
+        fields: Any = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return Average(algorithm=self.algorithm, **fields)
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """Build the strategy; see ``StrategyBuilder``."""
+        return Strategy(average=self._average, name=self.algorithm)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSGD:
+class LocalSGD(_Averaging):
     """Strategy that averages models every few steps (Stich, ICLR 2019).
 
     Attributes:
@@ -201,20 +220,11 @@ class LocalSGD:
     period: int = 4
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(algorithm="local_sgd", period=self.period, give_back=self.give_back)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="local_sgd")
+    algorithm: ClassVar[str] = "local_sgd"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DiLoCo:
+class DiLoCo(_Averaging):
     """Strategy of local steps, then an outer Nesterov step to the mean (Douillard et al., arXiv 2311.08105).
 
     Attributes:
@@ -234,26 +244,11 @@ class DiLoCo:
     outer_momentum: float = 0.9
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(
-            algorithm="diloco",
-            period=self.period,
-            outer_lr=self.outer_lr,
-            outer_momentum=self.outer_momentum,
-            give_back=self.give_back,
-        )
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="diloco")
+    algorithm: ClassVar[str] = "diloco"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SMA:
+class SMA(_Averaging):
     """Strategy that pulls every rank to the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
 
     Attributes:
@@ -271,20 +266,11 @@ class SMA:
     period: int = 1
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(algorithm="sma", alpha=self.alpha, period=self.period, give_back=self.give_back)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="sma")
+    algorithm: ClassVar[str] = "sma"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PairAveraging:
+class PairAveraging(_Averaging):
     """Strategy that averages the models of pairs of ranks (KungFu: PairAveragingOptimizer, after AD-PSGD).
 
     KungFu pulls from a random peer at any time. Here the pairs follow a schedule and both ranks adopt their mean,
@@ -303,16 +289,7 @@ class PairAveraging:
     period: int = 1
     give_back: bool = False
 
-    def __post_init__(self) -> None:
-        _ = self._average  # refuses what is out of range
-
-    @property
-    def _average(self) -> Average:
-        return Average(algorithm="pair", period=self.period, give_back=self.give_back)
-
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Build the strategy; see ``StrategyBuilder``."""
-        return Strategy(average=self._average, name="pair")
+    algorithm: ClassVar[str] = "pair"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
