@@ -234,13 +234,9 @@ class Run:
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Use another batch shape from the next step on; None for the loader's own."""
-        self.states.set_shape(shape)
+        self.states.shape = shape
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
-
-    def may_choose(self, number: int) -> bool:
-        """True if this model's strategy may be chosen now: one at a time, because models share the timed steps."""
-        return self.registry.have_chosen(number)
 
     def add_model(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise

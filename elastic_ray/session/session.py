@@ -204,14 +204,6 @@ class Session:
         """True if the ranks have agreed to stop now and to continue later."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
-    def new_accumulator(self) -> tuple[int, int]:
-        """Return the key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
-        return self.run.sums.new_key(self.ledger.accumulator_scope)
-
-    def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
-        """Add to an accumulator's sum in the innermost step in progress."""
-        self.run.sums.add(self.ledger.depth, key, name, value)
-
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Add policies, which are called between steps.
 
@@ -292,11 +284,6 @@ class Session:
         self.in_epochs = True
         self.sync_point()
         self.progress.epochs = epochs
-
-    def leave_epochs(self) -> None:
-        """Leave the loop over epochs, recording this rank's state before later code changes it."""
-        if self.synced and self.world_size > 1:
-            self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 
     def enter_loop(self) -> PassProgress:
         """Enter the next loader pass of this epoch, at the position that it has already reached.
@@ -400,5 +387,5 @@ class Session:
         if not ends:
             self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
             return False
-        self.consensus.reductions_started()
+        self.consensus.announcer.done()
         return self._changes.before_last_save()

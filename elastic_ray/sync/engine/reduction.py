@@ -197,7 +197,7 @@ class Reduction:
         self.owing: Sequence[OwingOperation] = ()
         self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
         self._plain = False
-        self._asked = False  # the optimizer was, after the last pass
+        self.asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
         self.written: set[int] = set()  # positions of buckets whose sums are in ``.grad`` already
         # sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is finite;
@@ -234,7 +234,7 @@ class Reduction:
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
-            self._asked, self._finite, self.written = False, None, set()
+            self.asked, self._finite, self.written = False, None, set()
             for owing in self.owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
         operation, bucket = layout.operations[index], layout.buckets[index]
@@ -303,7 +303,7 @@ class Reduction:
         """Sum the numbers of sliced gradients, which no rank holds completely; return True if all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
-        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         for bucket, numbers in zip(self._layout.sliced, torch.split(told, [len(each) for each in mine]), strict=True):
             bucket.know(numbers)
         return all(bucket.finite for bucket in self._layout.sliced)
@@ -311,7 +311,7 @@ class Reduction:
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Return the sums of the given numbers over all ranks; a collective."""
         told = torch.tensor(list(values), dtype=torch.float64)
-        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
         return found
 
@@ -347,20 +347,16 @@ class Reduction:
                 if isinstance(operation, OwingOperation):
                     operation.settle(bucket, scale)
 
-    def asked(self) -> None:
-        """Record that the optimizer was asked to step."""
-        self._asked = True
-
     def applied(self) -> None:
         """Commit the state that the last pass left in operations; losing the step later does not change it."""
-        self._asked = False
+        self.asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
         """End the previous step: commit or void its operations."""
-        if self._asked:  # and has not stepped: it had, before the step was drawn again
+        if self.asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
         for operation in self._layout.operations:
@@ -369,7 +365,7 @@ class Reduction:
 
     def void(self) -> None:
         """Discard the state that the last passes left in operations."""
-        self._asked = False
+        self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
             operation.void()
@@ -439,7 +435,7 @@ class StepWeights:
         """Exchange the weights of all ranks' micro-batches and return them by rank."""
         told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
         told[self._group.group.rank] = torch.tensor(own, dtype=torch.float64)
-        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
+        self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[list[float]] = told.tolist()
         return found
 

@@ -112,7 +112,7 @@ class StrategyTuner:
             if ledger.state.progress.steps % _WATCH_EVERY == 0 and self._model.touched:
                 self.choice = watch_rows(self.choice, self._agree(0.0).rows)
             return
-        if not self._context.may_choose(self._number):
+        if not self._context.registry.have_chosen(self._number):
             self._since_s = None
             return
         if self._model.plan.strategy == self.choice.strategy:
