@@ -25,7 +25,7 @@ from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.controller_client import ControllerClient
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.run.registry import HookPoint, Noise, Registry
+from elastic_ray.run.registry import HookPoint, ModelFacts, Registry
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
@@ -239,7 +239,7 @@ class Run:
         self.registry.call(HookPoint.SHAPE_CHANGED)
 
     def add_model(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, facts: ModelFacts
     ) -> int:
         """Register a newly wrapped model; return its number, in order of wrapping.
 
@@ -254,8 +254,7 @@ class Run:
                 "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
                 "fold, epoch = divmod(count, epochs)`; or submit a job each"
             )
-        rates: Callable[[], tuple[float, ...]] = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
-        number = self.registry.models.add(info, noise, rates)
+        number = self.registry.models.add(info, facts)
         self.models = number + 1
         self.replicas.add(module, optimizer)
         self.optimizers.add(optimizer)

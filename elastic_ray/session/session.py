@@ -43,7 +43,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
     shape, steps, step_time, grad_time = run.clock.take()
     if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
         shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
-    progress, peak_s = run.states.progress, run.registry.peak_s
+    progress, peak_s, first = run.states.progress, run.registry.peak_s, run.registry.models.first
     tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
     return StepReport(
         generation=spec.generation,
@@ -54,7 +54,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         step_time=step_time,
         grad_time=grad_time,
         noise=run.registry.models.noise(),
-        signal=run.registry.models.signal,
+        signal=first.signal() if first is not None else None,
         epoch=progress.epoch,
         epochs=progress.epochs,
         total_steps=progress.steps,
@@ -68,7 +68,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         held_batch=adaptation.held_batch,
         coming=adaptation.coming,
         wish=adaptation.wish,
-        learning_rate_factor=run.registry.models.rate_factor,
+        learning_rate_factor=first.rate_factor() if first is not None else None,
         first_step_s=run.clock.first_step_s,
         loss=run.registry.monitoring.loss,
         memory_bound=progress.memory_bound,

@@ -6,7 +6,10 @@ Each builder's docstring gives its original name and the differences from the or
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from elastic_ray.sync.checks import StrategyError, check_count, check_flag
@@ -451,3 +454,95 @@ class UnevenPartitionedPS(_Tiles):
 
     _NAME: ClassVar[str] = "uneven_partitioned_ps"
     _CUT: ClassVar[str] = "uneven"
+
+
+NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
+    "all_reduce": AllReduce,
+    "two_level": lambda: AllReduce(topology="two_level"),
+    "ring": lambda: AllReduce(topology="ring"),
+    "tree": lambda: AllReduce(topology="tree"),
+    "star": lambda: AllReduce(topology="star"),
+    "ps": PS,
+    "ps_balanced": PSLoadBalancing,
+    "zero1": ZeRO1,
+    "zero2": ZeRO2,
+    "partitioned_ps": PartitionedPS,
+    "uneven_partitioned_ps": UnevenPartitionedPS,
+    "partitioned_ar": PartitionedAR,
+    "random_axis_partition_ar": RandomAxisPartitionAR,
+    "parallax": Parallax,
+    "bf16": lambda: AllReduce(wire=Wire(dtype="bf16")),
+    "fp16": lambda: AllReduce(wire=Wire(dtype="fp16")),
+    "int8": lambda: AllReduce(wire=Wire(dtype="int8")),
+    "powersgd": PowerSGD,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
+    "sma": SMA,
+    "pair": PairAveraging,
+    "auto": Auto,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """Builder that returns a given strategy."""
+
+    strategy: Strategy
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """Return the given strategy unchanged."""
+        return self.strategy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Everywhere:
+    """Builder that applies one `sync` to all dense parameters."""
+
+    sync: Reduce | Owner
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """Return the strategy; parameters with sparse gradients are excluded."""
+        return dense(self.sync, profile, "")
+
+
+def resolve_strategy(given: object) -> StrategyBuilder:
+    """Return the strategy builder for a user's ``strategy=`` argument.
+
+    Args:
+        given: A name in :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters,
+            or the path of a strategy's JSON file.
+
+    Raises:
+        StrategyError: the name or file does not exist, or the file does not contain a valid strategy.
+        TypeError: `given` has none of these types.
+    """
+    if isinstance(given, Strategy):
+        return _Ready(given)
+    if isinstance(given, (Reduce, Owner)):
+        return _Everywhere(given)
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and (given.endswith(".json") or os.sep in given)):
+        return _Ready(_read(Path(given)))
+    if isinstance(given, str):
+        if given not in NAMED:
+            raise StrategyError(
+                f"strategy must be one of {', '.join(NAMED)}, a builder of elastic_ray.sync, a Strategy, or the path "
+                f"of its JSON, but got {given!r}"
+            )
+        return NAMED[given]()
+    if isinstance(given, type) or not callable(getattr(given, "build", None)):
+        hint = "; make one of it: call it" if isinstance(given, type) else ""
+        hint = hint or ("; Strategy.from_json(json.dumps(...)) reads one" if isinstance(given, dict) else "")
+        raise TypeError(f"strategy must be a name, a builder, a Strategy or a path, but got {given!r}{hint}")
+    return given  # type: ignore[return-value]
+
+
+def _read(path: Path) -> Strategy:
+    """Return the strategy in a file; errors name the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise StrategyError(f"strategy {str(path)!r} cannot be read: {error}") from None
+    try:
+        return Strategy.from_json(text)
+    except StrategyError as error:
+        raise StrategyError(f"strategy {str(path)!r}: {error}") from None

@@ -22,12 +22,11 @@ import torch
 
 from elastic_ray.batch.reports import CHOSEN
 from elastic_ray.state.layout import digest
-from elastic_ray.sync.builders import Auto, StrategyBuilder
+from elastic_ray.sync.builders import Auto, StrategyBuilder, resolve_strategy
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.candidates import consider, with_rows
 from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, most_candidates, watch_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
-from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import ModelProfile, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Strategy
 from placement.cluster.jobs import FoundStrategy
