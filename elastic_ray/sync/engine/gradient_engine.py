@@ -87,6 +87,7 @@ class GradientEngine(Participant):
         self._control_size = 0
         self._statistics = statistics
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
+        self._settled: object = None  # step whose statistics the unit's workers have added up
         self._expected: object = None  # step in which layers were last asked to measure
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
@@ -175,6 +176,10 @@ class GradientEngine(Participant):
         Raises StrategyError, TypeError: the strategy does not exist, or cannot be used with this model.
         """
         self._in_force.ask(strategy)
+
+    def keep_strategy(self) -> None:
+        """Cancel a requested switch to another strategy."""
+        self.set_strategy(self.strategy)
 
     def set_topology(self, topology: str) -> None:
         """Switch to another all-reduce topology from the next step on. Raises StrategyError: it does not exist."""
@@ -316,10 +321,11 @@ class GradientEngine(Participant):
         ledger = self._context.ledger
         if ledger.step is not None and ledger.step.is_last_micro:
             failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
-            if failure is None:
-                statistics.add_up(wishes.measured, self._statistics_for)
-            else:
+            if failure is not None:
                 ledger.fail(failure)
+            elif self._settled is not ledger.step:  # the first of several optimizers steps
+                self._settled = ledger.step
+                statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
         """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""
