@@ -242,6 +242,11 @@ class StrategyInForce:
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
         if not isinstance(builder, Auto):
             return None
+        if self._context.unit is not None:
+            raise StrategyError(
+                "strategy 'auto' is not supported in a job of units (SchedulingConfig(unit=)): the positions of a unit "
+                "would choose apart from each other. Measure some by hand, and name the fastest"
+            )
         return StrategyTuner(self._context, builder, self, strategy, self._number)
 
     @property
