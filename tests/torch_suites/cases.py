@@ -73,10 +73,11 @@ def _wheel() -> types.ModuleType:
 
 def _cases(module: types.ModuleType) -> Iterator[Case]:
     for kind in vars(module).values():
-        if isinstance(kind, type) and issubclass(kind, unittest.TestCase) and kind.__module__ == module.__name__:
-            if issubclass(kind, (common.MultiProcessTestCase, common.MultiThreadedTestCase)):
-                _fit(kind)
-                yield from (Case(kind, name) for name in unittest.TestLoader().getTestCaseNames(kind))
+        if not isinstance(kind, type) or kind.__module__ != module.__name__:
+            continue
+        if issubclass(kind, (common.MultiProcessTestCase, common.MultiThreadedTestCase)):
+            _fit(kind)
+            yield from (Case(kind, name) for name in unittest.TestLoader().getTestCaseNames(kind))
 
 
 def _fit(kind: Any) -> None:
@@ -126,6 +127,9 @@ def run(case: Case, rank: int, world_size: int, file: str) -> Outcome:
     """Run one case on this rank."""
     _PLACE.rank, _PLACE.world_size, _PLACE.file = rank, world_size, file
     os.environ["WORLD_SIZE"] = str(world_size)
+    if rank == 0:
+        os.makedirs(f"{file}-d/test_dir", exist_ok=True)
+    os.environ["TEMP_DIR"] = f"{file}-d"
     result = _Result()
     try:
         with io.StringIO() as told:
@@ -150,14 +154,14 @@ class _Result(unittest.TestResult):
         where = " < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in reversed(frames[-6:]))
         self.outcome = Outcome("failed", f"{type(error).__name__}: {str(error)[:400]}", where)
 
-    def addError(self, test: Any, err: Any) -> None:  # noqa: N802
+    def addError(self, test: Any, err: Any) -> None:
         self.fail(err[1])
 
     addFailure = addError
 
-    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:  # noqa: N802
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
         if err is not None:
             self.fail(err[1])
 
-    def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802
+    def addSkip(self, test: Any, reason: str) -> None:
         self.outcome = Outcome("skipped", reason)
