@@ -511,6 +511,8 @@ class PolicyBallot:
         said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
 
+    resting: None = None
+
     def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
         self._said = said
         self._policies = 0

@@ -131,7 +131,7 @@ class UnitGroup:
         try:
             self._gloo.broadcast([data], dist.BroadcastOptions()).wait(self._timeout)
         except RuntimeError as error:
-            raise UnitLostError(f"a worker of the unit is gone: {str(error).splitlines()[0]}") from error
+            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
         return data.numpy().tobytes()
 
 

@@ -77,6 +77,8 @@ class StepMeter:
         sending_s: returns the time that the current group's connections have spent sending since it was formed [s].
     """
 
+    resting: None = None
+
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,

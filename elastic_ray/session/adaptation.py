@@ -51,9 +51,10 @@ class Adaptation:
     def add(self, policies: Iterable[Policy]) -> None:
         """Add policies. Raises PolicyError: The state of a policy is not plain."""
         self.runner.add(policies)
-        self.active = bool(self.runner)
-        if self.active:
+        if self.runner and not self.active:
+            self.active = True
             self._run.meter.ask()
+            self._run.consensus.add(self.runner.watched, self.runner.ballot)
 
     def register(self, states: SharedState) -> None:
         """Register the policies' state, to be sent to joiners and rolled back with a lost step.

@@ -290,7 +290,7 @@ class Worker:
         except BaseException as error:
             broken = True
             starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced and self._unit is None
-            whole, atomic_bsz, more = not session.ledger.half_updated, session.atomic_bsz, session.takes_more
+            whole, atomic_bsz, more = not session.ledger.updating, session.atomic_bsz, session.takes_more
             if starts_over and not more:
                 session.progress.bound_memory(atomic_bsz)
             kept = session.keep_state() if starts_over else None
@@ -337,7 +337,7 @@ class Worker:
             saving=session.registry.saving,
             workers=lambda: tuple(member.worker for member in session.group.members),
         )
-        session.registry.save_when(saver.is_due)
+        session.registry.saves = saver.is_due
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         session.registry.add_hook(HookPoint.CHECKPOINT_ASKED, saver.ask)
         return saver

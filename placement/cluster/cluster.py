@@ -170,7 +170,7 @@ def slots(amounts: Resources, bundle: Resources) -> int:
     return min(fits, default=10**9)
 
 
-def add_amounts(totals: dict[str, float], bundle: Resources, workers: int) -> None:
+def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
     """Add what these workers use to the totals; negative workers subtract it."""
     for name, need in bundle.items():
         totals[name] = totals.get(name, 0.0) + workers * need

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import local
+from elastic_ray.sync.device_numbers import local
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.state.tree import as_divided
 from elastic_ray.sync.averaging.algorithms import Averager, make_averager

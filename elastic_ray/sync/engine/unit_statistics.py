@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.batch.device_numbers import as_real, local, read
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.device_numbers import as_real, local, read
 from elastic_ray.sync.operations.buckets import Bucket
 
 if TYPE_CHECKING:
