@@ -156,6 +156,7 @@ class Adaptation:
             self.runner.end(self._progress.steps)
 
     def _call(self, hook: str) -> None:
+        """Call a hook of the policies; in a unit, the leader alone decides for all its workers."""
         if not self.runner.wants(hook):
             return
         unit = self._run.unit

@@ -235,6 +235,7 @@ class StrategyInForce:
         self.own_key = _key(self.plan.strategy)  # see :attr:`key`
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
+        """Return what chooses a strategy for ``"auto"``, or None for any other."""
         if not isinstance(builder, Auto):
             return None
         if self._context.unit is not None:
