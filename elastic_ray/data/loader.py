@@ -573,8 +573,10 @@ class AdaptiveDataLoader(ResumableLoader):
         if weights is None:
             return None
         least = 1 if self._limits.fixed else self._limits.lower
-        most = [each for each in (self._limits.upper, run.states.progress.memory_bound) if each is not None]
-        return Shares(weights=weights, least=least, most=min(most, default=None))
+        bounds = [each for each in (self._limits.upper, run.states.progress.memory_bound) if each is not None]
+        most, parts = min(bounds, default=None), self._shard_of_unit[1]  # shares count a sample of each shard as one
+        least = -(-least // parts)
+        return Shares(weights=weights, least=least, most=None if most is None else max(least, most // parts))
 
     def _pass_total(self, loader_pass: PassProgress) -> int:
         return loader_pass.position if self.dataset_size is None else self.dataset_size

@@ -179,7 +179,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self.module = module
         session = session_of_new_model()
         if session.run.unit is not None:
-            refuse_in_unit(module, policy=policy, monitor=monitor)
+            refuse_in_unit(module)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)

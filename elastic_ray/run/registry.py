@@ -232,6 +232,10 @@ class Registry:
         """
         self._of(model).set_strategy(strategy)
 
+    def keep_strategy(self, model: int) -> None:
+        """Cancel a switch to another strategy that was requested between the same two steps."""
+        self._of(model).keep_strategy()
+
     def set_topology(self, model: int, topology: str) -> None:
         """Switch a model's gradients to another reduction topology; same conditions as :meth:`set_strategy`."""
         self._of(model).set_topology(topology)

@@ -25,7 +25,7 @@ from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import CollectiveResults, GroupChanges, UserCollectives
 from elastic_ray.session.loader_passes import LoaderPasses
-from elastic_ray.state.layout import check_ends
+from elastic_ray.state.layout import check_ends, digest
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint, SavedState, StartingPoint
 from elastic_ray.steps.random_numbers import fold_generators
@@ -244,6 +244,7 @@ class Session:
             self.states.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
         self._install_saved()
         loaded = self.progress.steps if self.states.loaded else 0
+        self._join_unit()
         self.run.agree_in_unit(None)  # all of it is ready
         self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
@@ -253,6 +254,24 @@ class Session:
         if self.registry.folds_random:
             fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
         self.ledger.begin_replay()
+
+    def _join_unit(self) -> None:
+        """Act with the other workers of the unit from here on.
+
+        Raises ValueError: They have other policies, measurements or strategies.
+        """
+        if self.run.wishes is None or self.run.unit is None:
+            return
+        registry, policies = self.registry, self.adaptation.runner.facts
+        facts = policies, registry.monitoring.request, registry.strategies, registry.round_period
+        if len(set(self.run.wishes.alike(float(digest(facts))))) > 1:
+            raise ValueError(
+                "all workers of a unit must give the same policy=, monitor= and strategy= to AdaptiveDataParallel, but "
+                f"they differ; this worker has the policies {[name for name, _ in policies] or 'none'}, "
+                f"{registry.monitoring.request} and the strategies {list(registry.strategies)}"
+            )
+        if self.adaptation.active or self.stragglers.shares or registry.monitoring.request.workers:
+            self.run.meter.join_units(self.run.unit.gather)
 
     def _install_saved(self) -> None:
         """Adopt the states to start with; an error names the checkpoint from which they come."""

@@ -231,11 +231,14 @@ class Worker:
         if assignment.unit is None:
             return None
         elastic = self._setup.elastic
-        return UnitGroup(
-            assignment.unit,
-            cuda=bool(assignment.gpu_ids),
-            timeout_s=elastic.join_timeout_s + elastic.collective_timeout_s,
-        )
+        place, timeout_s = assignment.unit, elastic.join_timeout_s + elastic.collective_timeout_s
+        if place.store:
+            return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s)
+        caller = ControllerCaller(assignment, 0)
+        store = BootstrapStore(caller, timeout_s, rank=place.position, world_size=place.size)
+        store.tell_at_once()
+        store.stay_open()  # for groups that user code makes later
+        return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s, store=store, host=self._host)
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
         """Return the first intact automatic checkpoint to resume from, and its path; None and "" if there is none."""

@@ -19,7 +19,7 @@ from placement.autoscaling.launches import Launches, Lifetimes
 from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
-from placement.cluster.cluster import Allocation, Cluster, Node, Resources
+from placement.cluster.cluster import Allocation, Cluster, Node, Resources, by_node
 from placement.cluster.jobs import Account, Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
 from placement.cluster.price_table import PriceTable
@@ -199,9 +199,10 @@ class Autoscaler:
 
     def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
         """Return nodes by type, best to keep first: those not released before, then those with most workers."""
-        load: collections.Counter[str] = collections.Counter()
+        load: collections.defaultdict[str, float] = collections.defaultdict(float)
         for view in views:
-            load.update(dict(view.allocation))
+            for node_id, workers in by_node(view.allocation).items():
+                load[node_id] += workers
         return {
             name: sorted(nodes, key=lambda n: (n.node_id in self._released, -load[n.node_id], n.node_id))
             for name, nodes in there.items()
@@ -272,7 +273,7 @@ class Autoscaler:
             if view.job in forgotten:
                 continue
             usd_per_h = 0.0
-            for node, workers in view.allocation.items():
+            for node, workers in by_node(view.allocation).items():
                 kind = of.get(node)
                 usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
             bill = self._bills.get(view.job) or view.bill or Bill()
@@ -301,7 +302,7 @@ class Autoscaler:
             }
             nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
             plan = self._plan(views, Cluster(nodes=nodes), now_s) if fresh else {}
-            used = {node for place in plan.values() for node in place}
+            used = {node for place in plan.values() for node in by_node(place)}
             unused = [each for node_id, each in fresh.items() if node_id not in used]
             if not unused:
                 return left
@@ -331,7 +332,7 @@ class Autoscaler:
         While requested nodes are still missing, only empty nodes are released, because the missing ones may be meant
         to take over the workers. No node is released if some running job would have to stop.
         """
-        busy = {node for view in views for node in view.allocation}
+        busy = {node for view in views for node in by_node(view.allocation)}
         waits = any(target[name] > len(nodes) for name, nodes in order.items())
         surplus = [node.node_id for name, nodes in order.items() for node in nodes[keep[name] :]]
         empty = [node for node in surplus if node not in busy]

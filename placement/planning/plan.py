@@ -15,6 +15,7 @@ from placement.planning.constraints import Constraints, decide, without_idle_spo
 from placement.planning.failing_nodes import avoid_slow
 from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
+from placement.planning.spans import plan_with_spans, room_for, spans_nodes
 from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 from placement.reasons import Cause, Reason
@@ -36,16 +37,35 @@ def make_plan(
 ) -> Plan:
     """Decide the number of workers of each job, validate it, and place the workers, under all constraints.
 
+    Units that fit on no node span several (``placement.planning.spans``).
+
     Args:
         guaranteed: ``Plan.guaranteed`` of the last decision.
         granted: ``Plan.granted`` of the last decision.
 
     Raises AllocationError: the policy broke a rule; the caller must not change anything.
     """
+
+    def solve(views: Sequence[JobView], cluster: Cluster) -> Plan:
+        return _on_nodes(policy, views, cluster, now_s, constraints, guaranteed, granted)
+
+    return plan_with_spans(solve, views, cluster)
+
+
+def _on_nodes(
+    policy: Policy,
+    views: Sequence[JobView],
+    cluster: Cluster,
+    now_s: float,
+    constraints: Constraints,
+    guaranteed: Collection[str],
+    granted: Allocation | None,
+) -> Plan:
+    """Return the plan for jobs whose workers fit on single nodes."""
     if constraints.one_multi_node_job_per_node is None:
         # Sharing links slows jobs down, and waiting stops them: as below, who would run otherwise decides.
         rule = functools.partial(dataclasses.replace, constraints)
-        plan_under = functools.partial(make_plan, policy, views, cluster, now_s, guaranteed=guaranteed, granted=granted)
+        plan_under = functools.partial(_on_nodes, policy, views, cluster, now_s, guaranteed=guaranteed, granted=granted)
         anyway = plan_under(constraints=rule(one_multi_node_job_per_node=False))
         if not held_up(views) or not shared(anyway.allocation):
             return anyway
@@ -222,6 +242,9 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     if not nodes:
         why = f"no node has the labels {dict(view.selector)}"
         return Reason(Cause.IMPOSSIBLE, (why,), "change label_selector (or spot) or add such a node")
+    empty = Cluster(nodes=tuple(dataclasses.replace(node, draining=False) for node in nodes))
+    if spans_nodes(view, empty) and room_for(view, empty, view.min_workers) == view.min_workers:
+        return None
     for name, need in sorted(view.bundle.items()):
         most = max(node.total.get(name, 0.0) for node in nodes)
         if need > most + TOLERANCE:

@@ -20,10 +20,11 @@ from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.reducer import GradientReducer
-from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, adds_up_alone, make_operation
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, make_operation
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
+from elastic_ray.sync.engine.unit_strategies import held_by_several, why_not_in_units
 from elastic_ray.sync.plan import ModelProfile, SyncPlan
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.example_norms import ExampleNorms
@@ -76,6 +77,7 @@ class GradientEngine(Participant):
         self._statistics_for: list[str] = []
         self._sharded = tables
         self._divided = divided
+        self._held = held_by_several(context.unit, module) if context.unit is not None else frozenset[str]()
         self._in_force = StrategyInForce(context, self, builder, number)
         self._check_tables(self.plan.strategy)
         self._check_tiles(self.plan)
@@ -86,7 +88,8 @@ class GradientEngine(Participant):
         self._owed = OwedGradients(context)
         self._control_size = 0
         self._statistics = statistics
-        self._drift = Drift(context, module, trainable, optimizer, number, scaler)
+        self._drift = Drift(context, trainable, optimizer, number, scaler)
+        self._settled: object = None  # step whose statistics the unit's workers have added up
         self._expected: object = None  # step in which layers were last asked to measure
         self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
@@ -177,6 +180,10 @@ class GradientEngine(Participant):
         """
         self._in_force.ask(strategy)
 
+    def keep_strategy(self) -> None:
+        """Cancel a requested switch to another strategy."""
+        self.set_strategy(self.strategy)
+
     def set_topology(self, topology: str) -> None:
         """Switch to another all-reduce topology from the next step on. Raises StrategyError: it does not exist."""
         self._in_force.ask_topology(topology)
@@ -201,13 +208,11 @@ class GradientEngine(Participant):
         """Raise StrategyError if the plan divides work among ranks in a way that a job of units does not support."""
         if self._context.unit is None:
             return
-        if self._sharded or not all(adds_up_alone(each) for each in plan.buckets):
-            what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
-            raise StrategyError(
-                f"{what} is not supported in a job of units (SchedulingConfig(unit=)), whose gradients are averaged "
-                "over units element by element: leave strategy= out, or use 'bf16' or 'fp16', and divide the model "
-                "within the unit, over elastic_ray.unit_mesh()"
-            )
+        what, why = f"strategy {plan.strategy.label!r}", why_not_in_units(plan, self.profile.params, self._held)
+        if self._sharded:
+            what, why = "a ShardedEmbedding", "divide the table within the unit, over elastic_ray.unit_mesh()"
+        if why:
+            raise StrategyError(f"{what} is not supported in a job of units (SchedulingConfig(unit=)): {why}")
 
     def _check_statistics(self, strategy: Strategy) -> None:
         """Raise StrategyError if gradient statistics are required but the strategy averages models."""
@@ -321,10 +326,11 @@ class GradientEngine(Participant):
         ledger = self._context.ledger
         if ledger.step is not None and ledger.step.is_last_micro:
             failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
-            if failure is None:
-                statistics.add_up(wishes.measured, self._statistics_for)
-            else:
+            if failure is not None:
                 ledger.fail(failure)
+            elif self._settled is not ledger.step:  # the first of several optimizers steps
+                self._settled = ledger.step
+                statistics.add_up(wishes.measured, self._statistics_for)
 
     def applied(self) -> None:
         """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""

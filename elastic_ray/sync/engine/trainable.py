@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.state.pieces import shared_out
-from elastic_ray.state.tree import OptimizerState, Stateful
+from elastic_ray.state.tree import OptimizerState, Stateful, as_divided
 from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.engine.joint_optimizer import optimizers_of
 from elastic_ray.sync.plan import ModelProfile, OptimizerInfo, ParamInfo
@@ -37,6 +37,13 @@ class Trainable:
         self.groups: list[list[torch.nn.Parameter]] = []
         self.params: list[torch.nn.Parameter] = []
         self._lay_out(wrapped=False)
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Trainable parameters by name, in the model's order; of divided ones, this worker's part."""
+        left = {id(p): p for p in self.params}
+        found = {name: left.pop(key) for name, key in self._places.items() if key in left}
+        return {name: local(p) for name, p in found.items()}
 
     def check(self) -> None:
         """Check that the model still has the parameters that it was wrapped with.
@@ -275,22 +282,6 @@ class LocalParameter:
 def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
     """Return the parameters by group, with stand-ins for parameters that are divided within the unit."""
     return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]
-
-
-def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
-    part = getattr(param, "_local_tensor", None)
-    if part is None:
-        return values
-    from torch.distributed.tensor import DTensor
-
-    def divided(value: Any) -> Any:
-        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
-        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
-            return value
-        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-    return {key: divided(value) for key, value in values.items()}
 
 
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -77,21 +78,22 @@ class GradientMeter:
         self._step = step
         self._variance = self._gradients = None
 
-    def wants_variance(self, gradients: int, spacing: int, *, halved: bool) -> bool:
+    def wants_variance(self, gradients: int, spacing: int, *, halved: bool, again: bool = False) -> bool:
         """True if the step's variance is measured.
 
         Args:
             gradients: Number of gradients in the step; a single one has no variance.
             spacing: Only one step in ``spacing`` can be measured at all.
             halved: Whether the step was divided in two so that it can be measured.
+            again: Whether the previous step's measurement was of no use.
         """
         every = self.monitor.variance_every
-        return every is not None and gradients > 1 and (halved or self._step % every < spacing)
+        return every is not None and gradients > 1 and (halved or again or self._step % every < spacing)
 
-    def wants_norms(self, spacing: int) -> bool:
+    def wants_norms(self, spacing: int, *, again: bool = False) -> bool:
         """True if norms are measured in this step; see :meth:`wants_variance`."""
         every = self.monitor.norms_every
-        return every is not None and self._step % every < spacing
+        return every is not None and (again or self._step % every < spacing)
 
     def take_variance(
         self,
@@ -114,7 +116,7 @@ class GradientMeter:
         )
         if estimates is None:
             return
-        found = [max(0.0, each.var) for each in estimates]
+        found = [each.var for each in estimates]  # of a part of the model, perhaps: clipped once it is whole
         if goes_on and before is not None:
             found = [first + second for first, second in zip(before.groups, found, strict=True)]
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
@@ -122,6 +124,22 @@ class GradientMeter:
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
         """Store the squared norms of the step's gradient, by parameter group."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
+
+    def part(self) -> list[float]:
+        """Return the latest measurements of this worker's part of the model, for :meth:`take_parts`."""
+        none = (0.0,) * self._groups
+        variance, norms = self._variance.groups if self._variance else none, self._gradients or none
+        return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
+
+    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+        """Replace the latest measurements by those of the whole model; discard them if a part is missing."""
+        groups = self._groups
+        if self._variance is not None:
+            sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
+            self._variance = dataclasses.replace(self._variance, groups=sums) if all(p[0] for p in parts) else None
+        if self._gradients is not None:
+            norms = tuple(math.hypot(*(part[2 + groups + group] for part in parts)) for group in range(groups))
+            self._gradients = norms if all(part[1] for part in parts) else None
 
     @property
     def wants_update(self) -> bool:
@@ -133,7 +151,8 @@ class GradientMeter:
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
-            self._found(dataclasses.replace(self.own, variance=variance))
+            groups = tuple(max(0.0, each) for each in variance.groups)
+            self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def take_unmoved(self) -> GradientNorms | None:
         """Return the norms of the applied gradient, without those of the update; None if it was not measured."""

@@ -117,8 +117,11 @@ class GradientStatistics:
         self._variance_due = self.wants_norms = False
         if self.meter.on:
             self.meter.begin_step(steps)
-            self._variance_due = exact and self.meter.wants_variance(gradients, spacing, halved=step.halved)
-            self.wants_norms = exact and self.meter.wants_norms(spacing)
+            again = self.noise.again
+            self._variance_due = exact and self.meter.wants_variance(
+                gradients, spacing, halved=step.halved, again=again
+            )
+            self.wants_norms = exact and self.meter.wants_norms(spacing, again=again)
         self.due = self.in_units or self._variance_due or self.wants_norms or self.in_layers
         self._carried = [0.0] * self.norms_size
 
@@ -126,6 +129,22 @@ class GradientStatistics:
     def in_layers(self) -> bool:
         """True if layers measure this step's single gradient."""
         return self.examples is not None and self.examples.on
+
+    def part(self) -> list[float]:
+        """Return what was measured of this worker's part of the model, for :meth:`take_parts`."""
+        return [*self.noise.part(), *(self.meter.part() if self.meter.on else ())]
+
+    def take_parts(self, parts: Sequence[Sequence[float]]) -> None:
+        """Replace the latest measurements by those of the whole model, which the unit's workers hold in parts."""
+        size = self.noise.shared_size
+        self.noise.take_parts([part[:size] for part in parts])
+        if self.meter.on:
+            self.meter.take_parts([part[size:] for part in parts])
+
+    def drop_parts(self) -> None:
+        """Drop the latest measurements, because parts of the model were not measured alike."""
+        self.noise.drop()
+        self.meter.invalidate()
 
     def begin_pass(self) -> None:
         """Start a backward pass."""

@@ -99,6 +99,7 @@ class NoiseTracker:
         self.adam_steps: list[list[float]] = [[0.0, 0.0, 1.0] for _ in range(optimizers)]
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
+        self._left_out_at = -2  # steps committed when the list has changed
 
     @property
     def signal(self) -> NoiseSignal:
@@ -115,7 +116,8 @@ class NoiseTracker:
         """
         self._step = step
         self._pending = None
-        due = halved or step % (self._every or _EVERY) == 0 or (self._every is None and step < _DENSE_STEPS)
+        dense = self.again or (self._every is None and step < _DENSE_STEPS)
+        due = halved or dense or step % (self._every or _EVERY) == 0
         return due and gradients > 1 and self.looks_at(step)
 
     def looks_at(self, step: int) -> bool:
@@ -200,8 +202,13 @@ class NoiseTracker:
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
         """Exclude parameters that other workers of the unit count; ``looks`` if there may be more of them."""
         if counted_elsewhere != self.counted_elsewhere:
-            self.counted_elsewhere = counted_elsewhere
+            self.counted_elsewhere, self._left_out_at = counted_elsewhere, self._step
         self.looks = looks
+
+    @property
+    def again(self) -> bool:
+        """True if the previous step counted parameters of the unit twice, so that this step measures again."""
+        return self._left_out_at == self._step - 1
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """True if norms of these buckets are in the optimizer's units."""
@@ -278,6 +285,7 @@ class NoiseTracker:
             "progress": self.progress,
             "counted_elsewhere": self.counted_elsewhere,
             "looks": self.looks,
+            "left_out_at": self._left_out_at,
         }
 
     def restore(self, tree: Any) -> None:
@@ -288,6 +296,7 @@ class NoiseTracker:
         self._preconditioned = tree["preconditioned"]
         self.progress = tree["progress"]
         self.counted_elsewhere, self.looks = tree.get("counted_elsewhere"), tree.get("looks", True)
+        self._left_out_at = tree.get("left_out_at", -2)
         for mine, theirs in zip(self.held_factors, tree["held_factors"], strict=True):
             mine[:] = theirs
         for mine, theirs in zip(self.adam_steps, tree.get("adam_steps", ()), strict=False):

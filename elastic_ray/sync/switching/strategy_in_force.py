@@ -234,8 +234,14 @@ class StrategyInForce:
         self.own_key = _key(self.plan.strategy)  # see :attr:`key`
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
+        """Return what chooses a strategy for ``"auto"``, or None for any other."""
         if not isinstance(builder, Auto):
             return None
+        if self._context.unit is not None:
+            raise StrategyError(
+                "strategy 'auto' is not supported in a job of units (SchedulingConfig(unit=)): the positions of a unit "
+                "would choose apart from each other. Measure some by hand, and name the fastest"
+            )
         return StrategyTuner(self._context, builder, self, strategy, self._number)
 
     @property
