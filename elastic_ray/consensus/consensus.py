@@ -275,7 +275,8 @@ class RankConsensus:
         self._replicas.begin()
         self._changes.begin()
         for part in self._parts:
-            part.begin()
+            if part.resting is None:
+                part.begin()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Announce this rank's next action to the other ranks; call :meth:`agreed` before starting its collectives.

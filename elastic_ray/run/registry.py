@@ -166,7 +166,7 @@ class Registry:
         self.monitoring = monitoring or Monitoring()
         self.models = ModelRegistry()
         self.loaders = LoaderRegistry(fixed_batch=fixed_batch)
-        self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
+        self.hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[BufferSync] = []
         self._gradients: list[Participant] = []
         self.drifting: set[int] = set()  # models that are averaged, by their numbers
@@ -181,15 +181,11 @@ class Registry:
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Register ``hook`` to be called at every such point."""
-        self._hooks[point].append(hook)
-
-    def has_hook(self, point: HookPoint) -> bool:
-        """True if any hook is registered for the point."""
-        return bool(self._hooks[point])
+        self.hooks[point].append(hook)
 
     def call(self, point: HookPoint) -> None:
         """Call the hooks registered for a point of the run."""
-        for hook in self._hooks[point]:
+        for hook in self.hooks[point]:
             hook()
 
     def add_buffers(self, buffers: BufferSync) -> None:
@@ -262,12 +258,6 @@ class Registry:
     def samples(self) -> int | None:
         """Number of samples per epoch of the leading loader, as constructed; None if unknown."""
         return self.loaders.info.dataset_size if self.loaders.info is not None else None
-
-    @property
-    def loader_info(self) -> LoaderInfo | None:
-        """Description of the leading loader and the models, for the controller; None without a loader."""
-        loader = self.loaders.info
-        return dataclasses.replace(loader, models=self.models.infos) if loader is not None else None
 
     def halving(self, steps: int) -> Halving | None:
         """Return which steps a single rank splits in two after ``steps`` committed ones; None for no steps.

@@ -223,7 +223,7 @@ class Adaptation:
             case Pause() if self._sizes is None:
                 return "there is no controller that would pause and resume it"
             case Checkpoint() | Pause():  # the controller pauses the job when the request is reported
-                if not self._run.registry.has_hook(HookPoint.CHECKPOINT_ASKED):
+                if not self._run.registry.hooks[HookPoint.CHECKPOINT_ASKED]:
                     return "this run makes no automatic checkpoints"
                 self._run.registry.call(HookPoint.CHECKPOINT_ASKED)
         return ""

@@ -85,8 +85,10 @@ class LoaderPasses:
         """
         run = self._run
         depth, generation = run.ledger.depth, run.group.generation
-        if not depth and run.group.returned:
-            self._check_returned()
+        steps = run.states.progress.loader_steps
+        for each in run.group.returned if not depth else ():  # whose training has ended
+            if each.steps <= steps:
+                raise RanksDisagreeError(returned_early(each.rank, each.steps, run.group.communicator.rank, steps))
         known = self._plans.get(depth)
         if run.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
             return True
@@ -103,15 +105,6 @@ class LoaderPasses:
             self._changes.regroup(str(error))
             return False
         return True
-
-    def _check_returned(self) -> None:
-        """Raise RanksDisagreeError if another rank's training ended before the step that comes next."""
-        steps = self._run.states.progress.loader_steps
-        for each in self._run.group.returned:
-            if each.steps <= steps:
-                raise RanksDisagreeError(
-                    returned_early(each.rank, each.steps, self._run.group.communicator.rank, steps)
-                )
 
     def begin_step(self, step: LoaderStep) -> None:
         """Start a step, before its first micro-batch is handed out."""
@@ -420,14 +413,6 @@ class LoaderPasses:
         facts = {"epoch": progress.epoch, "steps": progress.steps, "samples": loader_pass.position, "of": total}
         progress.prove({**facts, "hash": loader_pass.hashed, "rest": rest()})
 
-    def _tell_proof(self) -> None:
-        """Report the last pass that ended, unless already reported: the rank responsible for it may be lost."""
-        facts = self._run.states.progress.last_pass
-        if facts and facts["link"] != self._told and self._run.elastic and self._run.group.rank == 0:
-            self._told = facts["link"]
-            text = f"epoch {facts['epoch']}: {facts['samples']} of {facts['of']} samples were used"
-            self._run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
-
     def _end_alone(self, loader_pass: PassProgress) -> None:
         """End a pass before its last sample after the group was lost, so that no joiner resumes it."""
         loader_pass.end()
@@ -435,8 +420,13 @@ class LoaderPasses:
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
         """Leave a pass that all ranks know to have ended."""
-        self._tell_proof()
-        self._run.ledger.end_pass(loader_pass)
+        run, facts = self._run, self._run.states.progress.last_pass
+        # Told by whichever is rank 0 by now: the rank that was to tell it may be lost.
+        if facts and facts["link"] != self._told and run.elastic and run.group.rank == 0:
+            self._told = facts["link"]
+            text = f"epoch {facts['epoch']}: {facts['samples']} of {facts['of']} samples were used"
+            run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
+        run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:
             self._deferred_change = lambda world_size: total >= world_size
             if not put_off:

@@ -7,6 +7,7 @@ sees a change of membership, batch size or learning rate.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +247,10 @@ class Session:
         loaded = self.progress.steps if self.states.loaded else 0
         self._join_unit()
         self.run.agree_in_unit(None)  # all of it is ready
-        self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
+        info = self.registry.loaders.info
+        if info is not None:
+            info = dataclasses.replace(info, models=self.registry.models.infos)
+        self.controller.ready(info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
         self.run.synced = True

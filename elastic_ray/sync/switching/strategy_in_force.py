@@ -227,7 +227,7 @@ class StrategyInForce:
         profile = model.profile
         self.plan = lower(builder.build(profile, Topology()), profile, Topology())
         self.digest = self.plan.digest
-        self._given = self.plan.strategy.to_json()
+        self._given = self.plan.strategy
         self.tuner = self._tuner_for(builder, self.plan.strategy)
         self._has_tuned = self.tuner is not None
         self._told = ""  # why two levels are one
@@ -396,20 +396,21 @@ class StrategyInForce:
     def capture(self) -> dict[str, Any]:
         """Return the strategy if it differs from the initial one, and the tuner's state."""
         asked = self.asked
-        strategy = (asked.strategy if asked is not None else self.wanted or self.plan.strategy).to_json()
+        strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
-        return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
+        texts = {"given": self._given.to_json(), "strategy": strategy.to_json()}
+        return {**texts, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Restore a captured state; True if buckets need a new layout.
 
         A state is ignored if its run started with a different strategy.
         """
-        if tree.get("given", self._given) != self._given:
+        if "given" in tree and tree["given"] != self._given.to_json():
             return False
-        strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else Strategy.from_json(self._given)
+        strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else self._given
         if "tuner" in tree:
             self.tuner = self._restored(tree["tuner"], strategy)
             self._has_tuned = True
