@@ -212,6 +212,10 @@ class Session:
         """Add to an accumulator's sum in the innermost step in progress."""
         self.run.sums.add(self.ledger.depth, key, name, value)
 
+    def mark_replaced(self) -> None:
+        """Record that a later run of this process has replaced this one, whose loop cannot continue."""
+        self.replaced = True
+
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Add policies, which are called between steps.
 
