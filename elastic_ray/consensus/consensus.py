@@ -80,6 +80,10 @@ class AgreedChanges:
         self.wants_consensus = self._consensus = False
         self.wants_comparison = self.comparison = self.saves = False
 
+    def compared(self) -> None:
+        """Clear the request that all ranks compare their models."""
+        self.comparison = False
+
     def take_consensus(self) -> bool:
         """Return True if all ranks must make their models identical now, and clear the request."""
         asked, self._consensus = self._consensus, False
@@ -294,7 +298,7 @@ class RankConsensus:
             fingerprint = plan.fingerprint
         elif self._compares(what):
             fingerprint = self._replicas.fingerprint(self._position.state.progress.steps)
-            self._changes.comparison = False
+            self._changes.compared()
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:

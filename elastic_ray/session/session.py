@@ -205,6 +205,10 @@ class Session:
         """True if the ranks have agreed to stop now and to continue later."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
+    def mark_replaced(self) -> None:
+        """Record that a later run of this process has replaced this one, whose loop cannot continue."""
+        self.replaced = True
+
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Add policies, which are called between steps.
 

@@ -57,8 +57,8 @@ class LiveDriver:
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
         """Run until all jobs are done. Raises RuntimeError: the simulation takes longer than ``longest_s``."""
         for job in jobs:
-            self._at(job.trace.time_s, lambda now_s, job=job: self._arrive(job, now_s))  # type: ignore[misc]
-        self._at(jobs[0].trace.time_s, self._tick)
+            self._at(job.trace.time_s, lambda now_s, job=job: self.arrive(job, now_s))  # type: ignore[misc]
+        self._at(jobs[0].trace.time_s, self.tick)
         hour = 1
         while self._done < len(jobs):
             now_s, _, act = heapq.heappop(self._heap)
@@ -73,18 +73,18 @@ class LiveDriver:
     def _at(self, time_s: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), act))
 
-    def _arrive(self, job: SimulatedJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         job.arrive(now_s)
         self._present[job.name] = job
         self._world.hear(job, now_s)
 
-    def _tick(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for job in list(self._present.values()):
             self._world.hear(job, now_s)
         self._world.tick(now_s)
-        self._at(now_s + self._pace.heartbeat_s, self._tick)
+        self._at(now_s + self._pace.heartbeat_s, self.tick)
 
     def _wake(self, job: SimulatedJob, version: int, now_s: float) -> None:
         """Handle the end of a job's epoch or its new workers joining, unless it was placed again meanwhile."""
@@ -195,13 +195,13 @@ class ScalingDriver(LiveDriver):
             each.node(f"{each.name}~{i}") for each in provider.types for i in range(each.max_nodes)
         )
 
-    def _arrive(self, job: SimulatedJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         self._tell_nodes(now_s)
-        super()._arrive(job, now_s)
+        super().arrive(job, now_s)
         self._scale(now_s)
 
-    def _tick(self, now_s: float) -> None:
-        super()._tick(now_s)
+    def tick(self, now_s: float) -> None:
+        super().tick(now_s)
         self._scale(now_s)
 
     def _scale(self, now_s: float) -> None:
