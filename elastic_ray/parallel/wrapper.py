@@ -197,7 +197,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         else:
             session.stragglers.ask(watched)
         if not fold_random:
-            session.registry.folds_random = False
+            session.registry.keep_random()
         try:
             kept = self._join_run(whole, nonfinite, strategy)
             self._steps = self._steps_of(kept, rules, nonfinite, session.adaptation.runner)
@@ -488,7 +488,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Request at least two samples per rank if BatchNorm in training mode would raise for one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
-            self._run.registry.least_share = max(self._run.registry.least_share, LEAST_HALF)
+            self._run.registry.ask_for_shares(LEAST_HALF)
 
     def _check_batch(self) -> None:
         """Require the gradient statistics that an adaptive batch needs."""
@@ -533,7 +533,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if larger or (step is not None and id(own.optimizer) in self._untried):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
             untouched = Untouched(own.optimizer, params)
-        ledger.updating = True
+        ledger.begin_update()
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
             result = self._update(own, apply, **kwargs)
@@ -542,7 +542,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
             if not lost or not self._lose_step():
                 raise
-            ledger.updating = False
+            ledger.cancel_update()
             let_go(error)
             return value
         finally:
@@ -583,7 +583,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
         run, finite, suspects = self._run, own.finite, self._sync.nonfinite_ranks
         if known := suspects is None and run.group.world_size > 1 and run.wishes is None:  # all ranks' are finite
-            finite.streak = False
+            finite.streak.clear()
         if known or finite.are_finite(params, suspects, scaled=scaled):
             self._statistics.applied()
         else:

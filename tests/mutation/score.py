@@ -69,7 +69,7 @@ PARTS = {
         "elastic_ray/batch/{planner,tuner,growth,halving,limits}.py",
         "tests/batch/test_*.py tests/membership/test_small_parts.py tests/job/test_allocator_view.py",
     ),
-    "tables": ("elastic_ray/sync/sharded/{placement,tiles}.py", "tests/sync/sharded/test_placement.py"),
+    "tables": ("elastic_ray/sync/sharded/placement.py", "tests/sync/sharded/test_placement.py"),
     "tiles": (
         "elastic_ray/sync/optimizer_tiles/{tiling,moves}.py",
         "tests/sync/tiles/test_{tiling,pieces}.py",

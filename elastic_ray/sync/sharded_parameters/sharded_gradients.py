@@ -207,7 +207,7 @@ class ShardedGradients(Participant):
             self._micro_steps.forget()
             self._run.ledger.mark_training()
         self._micro_steps.begin_pass(step)
-        step.backward = step.micro
+        step.begin_backward()
         self._waits = True
 
     @property
@@ -279,7 +279,7 @@ class ShardedGradients(Participant):
         self._leave_out_unused(counts)
         if complete:
             consensus.conclude(sums[: consensus.control_size], group.world_size)
-            run.ledger.reduced = True
+            run.ledger.mark_reduced()
 
     def _fail(self, cause: str) -> None:
         """Mark the step as failed; raises CommunicationFailedError outside of steps."""

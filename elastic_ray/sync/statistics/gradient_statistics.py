@@ -99,7 +99,7 @@ class GradientStatistics:
         if len(values) > noise:
             self.meter.take_shared(values[noise:])
             if not first:
-                self.meter.own = self.meter.known
+                self.meter.follow_first()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
