@@ -351,7 +351,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         def carried_out(communicator: Communicator) -> bytes:
             own = tensors[0].device if tensors else torch.device("cpu")
             # Reductions of gradients may be on their way over NCCL, in another order on another rank.
-            device = torch.device("cpu") if session.run.consensus.in_phase else own
+            device = torch.device("cpu") if session.run.consensus.announcer.in_phase else own
             return told(communicator.world_size, perform(communicator, device))
 
         label = f"{what}({', '.join(map(str, detail))})"

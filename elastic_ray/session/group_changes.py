@@ -488,8 +488,8 @@ class UserCollectives:
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()
-        if self._run.consensus.in_phase:
-            self._run.consensus.interject(announced)
+        if self._run.consensus.announcer.in_phase:
+            self._run.consensus.announcer.interject(announced)
         else:
             self._run.consensus.agree_on(announced)
         content = perform(self._run.group.communicator)
