@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import elastic_ray as er
 from elastic_ray.sync.checks import StrategyError
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import BATCH, CLOSE, EPOCHS, Net, data, meta_net, sharded_net
+from tests.sync.tiles.saving import Job
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -140,6 +142,47 @@ def test_optimizers_load_states_of_their_own() -> None:
         assert all(not state["exp_avg"].any() for state in loaded.values()) and loaded
         assert kept.keys() == before.keys()
         assert all(torch.equal(kept[index]["exp_avg"], before[index]["exp_avg"]) for index in before)
+
+
+class Pair(Optimizers):
+    """Both optimizers, for a loop that has one."""
+
+    def zero_grad(self) -> None:
+        for each in self:
+            each.zero_grad()
+
+    def step(self) -> None:
+        for each in self:
+            each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [each.state_dict()["state"] for each in self]
+        return {"state": {(number, index): own for number, of in enumerate(states) for index, own in of.items()}}
+
+
+def pair(params: Any) -> Any:
+    first, *rest = params
+    return Pair([torch.optim.SGD([first], lr=0.05, momentum=0.9), torch.optim.AdamW(rest, lr=0.01, eps=1e-2)])
+
+
+@pytest.mark.parametrize("workers", [(1,), (1, 2), (1, 2, 3, 4)])
+def test_job_resumes_from_checkpoint_of_both(tmp_path: Path, workers: tuple[int, ...]) -> None:
+    def job(name: str, make: Any = sharded_net, **options: Any) -> Job:
+        made: Any = {"pair": pair}
+        return Job(tmp_path / name, strategy=None, optimizer="pair", optimizers=made, data=data, make=make, **options)
+
+    saving = job("run", at=(3,))
+    saving.run((1, 2, 3))
+    assert saving.files()[0].parts == 3, "nothing was gathered"
+    results = job("second", states=saving.open()).run(workers).results
+    wanted = job("plain", make=Net).run((1,)).results[1]
+    whole = next(each for each in results.values() if each.rank == 0)
+    for value, other in zip(whole.model_state.values(), wanted.model_state.values(), strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=CLOSE)
+    assert whole.state["state"].keys() == wanted.state["state"].keys()
+    for index, kept in wanted.state["state"].items():
+        for key, value in kept.items():
+            torch.testing.assert_close(whole.state["state"][index][key], value, rtol=0, atol=CLOSE)
 
 
 def test_muon_of_sharded_rows_is_refused_by_name() -> None:
