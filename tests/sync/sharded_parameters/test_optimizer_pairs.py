@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import elastic_ray as er
 from elastic_ray.sync.checks import StrategyError
-from tests.loop.changing import Change, Kill, run_job
+from tests.loop.changing import Change, Hold, Kill, run_job
 from tests.sync.sharded_parameters.sharded import BATCH, CLOSE, EPOCHS, Net, data, meta_net, sharded_net
 from tests.sync.tiles.saving import Job
 
@@ -116,6 +116,13 @@ def test_pairs_train_however_a_model_is_sharded(sharded: Any, options: dict[str,
 def test_ranks_agree_after_loss_between_updates(make: Any, moment: str) -> None:
     """A step whose first update is made is drawn again for the second optimizer alone."""
     found = run_job(lambda: train(make), [Kill(5, 2, moment), Change(9, (1, 3))], first=(1, 2, 3))
+    check(found, make, close=2e-2)
+
+
+@pytest.mark.parametrize("make", [sgd_and_adamw, two_adamw])
+def test_rank_that_only_voted_makes_first_update(make: Any) -> None:
+    """Worker 3 has voted for the first optimizer's update, and learns from worker 2 that it was made."""
+    found = run_job(lambda: train(make), [Hold(5, 3, "vote"), Kill(5, 1, "after_step")], first=(1, 2, 3))
     check(found, make, close=2e-2)
 
 
