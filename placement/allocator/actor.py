@@ -45,8 +45,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.knowledge.knowledge import Knowledge
-from placement.knowledge.store import StorageRoot
-from placement.knowledge.sync import KnowledgeSync
+from placement.knowledge.store import KnowledgeSync, StorageRoot
 from placement.planning.plan import possible_nodes
 from placement.ray_cluster import notes
 from placement.ray_cluster.autoscaler_presence import may_autoscale

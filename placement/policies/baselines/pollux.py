@@ -12,8 +12,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, Shape, alike
-from placement.policies.shared.base import Admission, Target, admit, held
-from placement.policies.shared.greedy_growth import grow_in_turn
+from placement.policies.shared.base import Admission, Target, admit, grow_in_turn, held
 from placement.policies.shared.stable_placement import (
     StablePlacer,
     growth_limit,

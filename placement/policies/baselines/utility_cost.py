@@ -12,8 +12,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.goodput.remaining import seconds_to_end
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target
-from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.policies.shared.base import Target, decide_by_worth
 from placement.reasons import count
 
 
