@@ -21,7 +21,7 @@ from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
 from placement.cluster.jobs import Account, Bill, JobView
-from placement.cluster.node_types import NodeType, check_types, type_of
+from placement.cluster.node_types import NodeType, check_types, obtainable, type_of
 from placement.cluster.price_table import PriceTable
 from placement.goodput.speeds import GoodputCache, foreseen
 from placement.planning.constraints import Constraints
@@ -465,4 +465,4 @@ class Autoscaling(NamesArguments):
     @property
     def obtainable(self) -> tuple[Node, ...]:
         """Every node that could be requested, up to the maximum of each type."""
-        return tuple(each.node(f"{each.name}~{i}") for each in self.node_types for i in range(each.max_nodes))
+        return obtainable(self.node_types)

@@ -81,6 +81,11 @@ class NodeType:
         return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
 
 
+def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
+    """Return every node that could be requested, up to the maximum of each type."""
+    return tuple(each.node(f"{each.name}~{i}") for each in types for i in range(each.max_nodes))
+
+
 def check_types(types: Sequence[NodeType]) -> None:
     """Raise InputError if there is no node type, or a name occurs twice."""
     if not types:
