@@ -16,9 +16,10 @@ class InputError(ValueError):
 @contextlib.contextmanager
 def reading(what: str, *others: type[Exception]) -> Iterator[None]:
     """Raise InputError, which names the file, for an error of reading it, or for one of ``others``."""
+    kinds: tuple[type[Exception], ...] = (OSError, UnicodeDecodeError, *others)
     try:
         yield
-    except (OSError, UnicodeDecodeError, *others) as error:
+    except kinds as error:
         raise InputError(f"{what} cannot be read: {error}") from error
 
 

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from elastic_ray.job_spec import JobSpec
-from placement.cluster.free_resources import FreeResources
+from placement.cluster.packing import FreeResources
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head, find_actor
 from placement.text import log_plainly
 from tuning.rung_sizes import Sweep, SweepPlanner

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, Shape, alike
+from placement.cluster.packing import FreeResources
 from placement.policies.goodput.dual_prices import Options, solve_exactly
 from placement.policies.shared.base import Admission, Target, admit, grow_in_turn, held
 from placement.policies.shared.stable_placement import (
@@ -161,4 +161,5 @@ def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
         capacities=np.array([float(slots)]),
         base=np.array([np.argmin(choice.sizes) for choice in choices]),
     )
-    return solve_exactly(options).tolist()
+    picks: list[int] = solve_exactly(options).tolist()
+    return picks

@@ -9,8 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster.free_resources import FreeResources
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.goodput.speeds import Ints
 from placement.policies.goodput.dual_prices import Options, fill, solve
 from placement.policies.goodput.node_assignment import assign_nodes, grow_in_place

@@ -10,9 +10,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from placement.cluster.cluster import AllocationError, Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.goodput.step_time import Floats
 from placement.reasons import Cause, Reason
 
