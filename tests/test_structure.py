@@ -48,7 +48,7 @@ PRIVATE_NAMES = {
     "waits that a test makes short": "_FORM_TIMEOUT_S _HEARING_S _KEPT _PATIENCE_S",
     "tables of what is refused, each entry of which is tried": """_ARGUMENTS _ElasticArguments _HOMES _OF_ACCELERATOR
         _REFUSED _missing_fields""",
-    "formulas that are compared with another computation": """_Regression _climb _demand _error _exact _exchange _fit
+    "formulas that are compared with another computation": """_Regression _climb _demand _error _exchange _fit
         _forecast _group_used _host_used _hull _lanes _masked _measured_again _set_state _signal _spread _state_of""",
     "sizes in memory and counts, which must stay bounded": """_ahead _bytes _buckets _buffers _cache _count_costs _held
         _left_out _pending _policies _promise _records _tables""",
