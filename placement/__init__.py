@@ -13,8 +13,7 @@ from placement.lazy_names import lazy_names
 if TYPE_CHECKING:
     from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
     from placement.allocator.config import AllocatorConfig
-    from placement.autoscaling.autoscaler import AutoscalerConfig
-    from placement.autoscaling.config import Autoscaling
+    from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
     from placement.cluster.cluster import Cluster, Node
     from placement.cluster.jobs import JobView
     from placement.cluster.memory_need import MemoryNeed
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "placement.allocator.actor": "PolicyConflictError get_or_create_allocator",
     "placement.allocator.config": "AllocatorConfig",
-    "placement.autoscaling.autoscaler": "AutoscalerConfig",
-    "placement.autoscaling.config": "Autoscaling",
+    "placement.autoscaling.autoscaler": "AutoscalerConfig Autoscaling",
     "placement.cluster.cluster": "Cluster Node",
     "placement.cluster.jobs": "JobView",
     "placement.cluster.memory_need": "MemoryNeed",

@@ -233,7 +233,6 @@ class ElasticTrainable(Trainable):
         """Set up the trial for Tune; its job starts at the first step, when the checkpoint to start from is known.
 
         Args:
-            config: The trial's parameters.
             **constants: Arguments of ``tune.with_parameters``; the train loop finds them in its config too.
         """
         _check_space({**constants, **config})

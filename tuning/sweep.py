@@ -251,7 +251,6 @@ class SweepActor:
     """Actor class of a sweep; use :func:`find_sweep` to get its handle.
 
     Args:
-        name: Name of the sweep, for the log.
         promise: Rule by which its trials are compared; None gives every trial the same weight.
     """
 

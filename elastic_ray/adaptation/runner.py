@@ -371,6 +371,20 @@ class PolicyRunner:
             "pending": [dataclasses.asdict(pending) for pending in self._pending],
         }
 
+    def answers(self) -> list[Any]:
+        """Return the policies' pending requests and states as plain values, for :meth:`adopt`."""
+        return [[dataclasses.asdict(pending) for pending in self._pending], self._states]
+
+    def adopt(self, answers: Sequence[Any]) -> None:
+        """Adopt the answers of another worker of the unit, which calls the policies for all of them."""
+        pending, self._states = answers
+        self._pending = [Pending(**each) for each in pending]
+
+    @property
+    def facts(self) -> list[Any]:
+        """Plain description of the policies, for comparison."""
+        return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
+
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a captured state; if this run has different policies, their captured states are ignored."""
         self.values = SharedValues.from_state(tree["values"])
@@ -496,6 +510,8 @@ class PolicyBallot:
     Args:
         said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
+
+    resting: None = None
 
     def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
         self._said = said

@@ -107,7 +107,7 @@ class Communicator:
                 self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
                 refuse_connections(store.told.values())
-                store.tell_at_once()  # NCCL's first rank tells, and asks for nothing
+                store.waits = False  # NCCL's first rank tells, and asks for nothing
             for backend in (self._gloo, gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
@@ -117,7 +117,7 @@ class Communicator:
                 connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
                 self._nccl = self._gradient_backends["cuda"] = forming
                 if isinstance(store, BootstrapStore):
-                    store.stay_open()
+                    store.stays_open = True
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.job_spec import JobSpec
 from placement.allocator.actor import find_allocator
-from placement.allocator.instructions import HeartbeatReply
+from placement.allocator.events import HeartbeatReply
 from placement.cluster.jobs import Bill, JobView
 from placement.knowledge.store import StorageRoot
 from placement.versions import VersionError, spoken

@@ -41,7 +41,7 @@ from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.warm_pool.sizing import read_config
 from elastic_ray.worker.messages import StateSaved, WorkerReregistration
 from elastic_ray.worker_group.group import WorkerGroup
-from placement.allocator.instructions import HeartbeatReply
+from placement.allocator.events import HeartbeatReply
 from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Prior
 from placement.ray_cluster.metric_writer import MetricWriter

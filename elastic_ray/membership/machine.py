@@ -195,7 +195,7 @@ class JobMembership(GenerationChanges):
             self._patience = 1.0
             self._loaded = max(self._loaded, told.loaded)
         elif record.phase is WorkerPhase.MEMBER:
-            record.built_early()  # it starts over, and its Rerun was overtaken
+            record.rebuilt = True  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
         """Handle a worker whose train function has unwound after leaving its generation."""

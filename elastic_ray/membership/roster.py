@@ -64,10 +64,6 @@ class WorkerRecord:
         self.enter(WorkerPhase.READY, now_s)
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
-    def built_early(self) -> None:
-        """Record a ``Ready`` signal that arrived before the ``Rerun`` signal it follows."""
-        self.rebuilt = True
-
     def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
         """Record that the worker restarts in its process, keeping the state of ``state_generation`` if any."""
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
@@ -81,18 +77,6 @@ class WorkerRecord:
     def finish(self) -> None:
         """Mark the worker as finished: its train function has returned."""
         self.phase = WorkerPhase.FINISHED
-
-    def hold_state(self) -> None:
-        """Mark the worker as holding a trained state."""
-        self.has_state = True
-
-    def fail_in(self, generation: int) -> None:
-        """Record that a collective of this generation failed on the worker."""
-        self.failed_in = max(self.failed_in, generation)
-
-    def could_not_form(self) -> None:
-        """Count a planned generation with this joiner that could not be formed."""
-        self.failures += 1
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -115,10 +99,6 @@ class InFlight:
     def begun(self) -> bool:
         """True if the members will enter the generation whatever else happens."""
         return self.forced or self.effective_s is not None
-
-    def take_effect(self, now_s: float) -> None:
-        """Record when the first worker entered the generation."""
-        self.effective_s = now_s
 
     @property
     def pause(self) -> Pause:

@@ -151,7 +151,7 @@ class ModelParts:
             for each, groups in zip(optimizers, ranges, strict=True)
         ]
         several = len(parts) > 1
-        tracker.read_from(JointDenominators(parts) if several else parts[0].denominators)
+        tracker.source = JointDenominators(parts) if several else parts[0].denominators
         sync = GradientEngine(
             run,
             module,
@@ -174,13 +174,21 @@ class ModelParts:
             for number, (each, tiles) in enumerate(zip(optimizers, parts, strict=True))
         ]
         moved: dict[int, tuple[float, ...]] = {}
+        unit = run.unit
 
         def measured(number: int, update: Callable[[], Any]) -> Any:
             groups = self._trainable.groups[group_ranges(optimizers)[number]]
+            if unit is not None:
+                elsewhere = set(tracker.counted_elsewhere or ())
+                named = {id(p) for name, p in module.named_parameters() if name in elsewhere}
+                groups = [[p for p in group if id(p) not in named] for group in groups]
             whole = not parts[number].divided
             result, moved[number] = with_update_norms(optimizers[number], groups, update, whole=whole)
             if len(moved) == len(parts):  # by now each has stepped
-                self._statistics.meter.updated(tuple(norm for number in range(len(parts)) for norm in moved[number]))
+                norms = [norm for number in range(len(parts)) for norm in moved[number]]
+                if unit is not None:
+                    norms = [math.hypot(*workers) for workers in zip(*unit.gather(norms), strict=True)]
+                self._statistics.meter.updated(tuple(norms))
                 moved.clear()
             return result
 
@@ -226,7 +234,7 @@ class ModelParts:
         collectives = ShardCollectives(run, self._number, shard_size_of(module))
         shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
         denominators = RowDenominators(optimizer, shards)
-        self._statistics.noise.read_from(denominators)
+        self._statistics.noise.source = denominators
         moved = MovedRows(optimizer, shards, self._statistics.meter)
         statistics = ShardStatistics(
             run, module, self._trainable, shards, collectives, self._statistics, denominators, moved

@@ -54,8 +54,8 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
-    """Raise ValueError for models and arguments that ``AdaptiveDataParallel`` does not support in a job of units."""
+def refuse_in_unit(module: torch.nn.Module) -> None:
+    """Raise ValueError for models that ``AdaptiveDataParallel`` does not support in a job of units."""
     for name, param in module.named_parameters():
         mesh = getattr(param, "device_mesh", None)
         if mesh is not None and mesh.mesh_dim_names == ALONE:
@@ -63,12 +63,6 @@ def refuse_in_unit(module: torch.nn.Module, **given: Any) -> None:
                 f"{name} is sharded by elastic_ray.fully_shard, over the job's workers, but the job is one of units "
                 "(SchedulingConfig(unit=)): shard it within the unit, by torch's "
                 "fully_shard(module, mesh=elastic_ray.unit_mesh())"
-            )
-    for name, value in given.items():
-        if value is not None and value != []:
-            raise ValueError(
-                f"AdaptiveDataParallel({name}=) is not supported in a job of units (SchedulingConfig(unit=)): leave it "
-                "out"
             )
 
 

@@ -26,10 +26,10 @@ from elastic_ray.batch.scaling_rules import (
     remembered,
     resolve,
 )
-from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.parallel.patches import SEESAW, count_optimizer_steps
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.tree import DictState
+from elastic_ray.sync.preconditioners import is_adam_like
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:

@@ -180,7 +180,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self.module = module
         session = session_of_new_model()
         if session.run.unit is not None:
-            refuse_in_unit(module, policy=policy, monitor=monitor)
+            refuse_in_unit(module)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
@@ -198,7 +198,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         else:
             session.stragglers.ask(watched)
         if not fold_random:
-            session.registry.keep_random()
+            session.registry.folds_random = False
         try:
             kept = self._join_run(whole, nonfinite, strategy)
             self._steps = self._steps_of(kept, rules, nonfinite, session.adaptation.runner)
@@ -485,7 +485,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Request at least two samples per rank if BatchNorm in training mode would raise for one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
-            self._run.registry.ask_for_shares(LEAST_HALF)
+            self._run.registry.least_share = max(self._run.registry.least_share, LEAST_HALF)
 
     def _check_batch(self) -> None:
         """Require the gradient statistics that an adaptive batch needs."""
@@ -502,7 +502,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._sync.before_update()
-        self._run.replicas.trained(self.module)
+        self._run.replicas.trained[id(self.module)] = self.module.training
         self._check_called()
         if not self._scaler_checked:
             self._scaler_checked = True
@@ -530,7 +530,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if larger or (step is not None and id(own.optimizer) in self._untried):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
             untouched = Untouched(own.optimizer, params)
-        ledger.begin_update()
+        ledger.updating = True
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
             result = self._update(own, apply, **kwargs)
@@ -539,7 +539,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
             if not lost or not self._lose_step():
                 raise
-            ledger.cancel_update()
+            ledger.updating = False
             let_go(error)
             return value
         finally:
@@ -578,7 +578,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         params = self._trainable.params
         if len(self._optimizers) > 1:
             params = [p for group in self._trainable.groups[own.groups] for p in group]
-        if own.finite.are_finite(params, self._sync.nonfinite_ranks, scaled=scaled):
+        run, finite, suspects = self._run, own.finite, self._sync.nonfinite_ranks
+        if known := suspects is None and run.group.world_size > 1 and run.wishes is None:  # all ranks' are finite
+            finite.streak = False
+        if known or finite.are_finite(params, suspects, scaled=scaled):
             self._statistics.applied()
         else:
             self._statistics.invalidate()  # what it has measured is of no use

@@ -35,14 +35,12 @@ def _is_thread_of_torch() -> bool:
     return in_backward and isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def check_present(session: object) -> None:
-    """Raise RuntimeError if a later run of this process has replaced the session's run."""
-    present = _session.get()
-    if present is not None and present is not session:
-        raise RuntimeError(
-            "AdaptiveDataParallel must wrap every model before the first epoch: wrapping another model since has "
-            "started a new run in this process, so the earlier run's loop cannot continue"
-        )
+def replaced_error() -> RuntimeError:
+    """Return the error of a loop whose run a later run of this process has replaced."""
+    return RuntimeError(
+        "AdaptiveDataParallel must wrap every model before the first epoch: wrapping another model since has "
+        "started a new run in this process, so the earlier run's loop cannot continue"
+    )
 
 
 def set_session(session: Session | None) -> None:

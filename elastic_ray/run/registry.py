@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.halving import LEAST_HALF, UNHALVED_STEPS, Halving
-from elastic_ray.batch.noise_scale import NoiseSignal
-from elastic_ray.batch.reports import LoaderInfo, ModelInfo
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo, NoiseSignal
 from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.consensus.saving import SaveAgreement
@@ -126,7 +125,7 @@ class LoaderRegistry:
         self._fixed_batch = fixed_batch
         self.info: LoaderInfo | None = None  # what it tells the job, None before there is one
         self.in_processes = False  # samples of the leading loader are loaded by worker processes
-        self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
+        self.leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
         self._failed = False
         self._made: list[weakref.WeakMethod[Any]] = []
@@ -139,18 +138,13 @@ class LoaderRegistry:
                     "scale_with_workers=True and ElasticConfig(fixed_batch=True) contradict each other: leave one out"
                 )
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
-        self._leading, self.info, self._failed = weakref.ref(loader), info, False
+        self.leading, self.info, self._failed = weakref.ref(loader), info, False
         self.in_processes = in_processes
-
-    @property
-    def leading(self) -> weakref.ref[Any] | None:
-        """Weak reference to the leading loader; None if there is none."""
-        return self._leading
 
     @property
     def is_left(self) -> bool:
         """True if the leading loader has been garbage-collected, or if opening its run failed."""
-        return self._failed or (self._leading is not None and self._leading() is None)
+        return self._failed or (self.leading is not None and self.leading() is None)
 
     def fail(self) -> None:
         """Record that opening the run failed, so that the next loader to be made leads."""
@@ -158,7 +152,7 @@ class LoaderRegistry:
 
     def leads(self, loader: object) -> bool:
         """True if `loader` is the leading one."""
-        return self._leading is not None and self._leading() is loader
+        return self.leading is not None and self.leading() is loader
 
     def add_late(self, join: weakref.WeakMethod[Any]) -> None:
         """Add a loader made after this run's first epoch; ``join`` moves it to another run."""
@@ -200,38 +194,16 @@ class Registry:
         self.drifting: set[int] = set()  # models that are averaged, by their numbers
         self._efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()  # what the ranks agree on of checkpoints that all of them write
-        self._least_share = 1
+        self.least_share = 1
         self.halving_changes = 0  # how often it has changed which steps are halved, but for changes of group and batch
         self._adds_up = False  # gradients over several steps
         self._needs_halves = False  # layers do not show the noise
-        self._saves: Callable[[], bool] = lambda: False
+        self.saves: Callable[[], bool] = lambda: False  # whether this worker has something to save
         self.folds_random = True  # torch's generators become each rank's own with the first epoch
-
-    def keep_random(self) -> None:
-        """Leave torch's random generators as user code has seeded them."""
-        self.folds_random = False
-
-    @property
-    def least_share(self) -> int:
-        """Smallest number of samples per forward pass that the models require."""
-        return self._least_share
-
-    def ask_for_shares(self, least: int) -> None:
-        """Request that no worker train with fewer than ``least`` samples at once, if possible."""
-        self._least_share = max(self._least_share, least)
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Register ``hook`` to be called at every such point."""
         self._hooks[point].append(hook)
-
-    def save_when(self, due: Callable[[], bool]) -> None:
-        """Set the function that returns True if this worker has something to save."""
-        self._saves = due
-
-    @property
-    def saving_is_due(self) -> bool:
-        """True if this worker has something to save."""
-        return self._saves()
 
     def has_hook(self, point: HookPoint) -> bool:
         """True if any hook is registered for the point."""
@@ -289,6 +261,10 @@ class Registry:
         Raises ValueError, TypeError: The model or the strategy does not exist, or the model cannot use the strategy.
         """
         self._of(model).set_strategy(strategy)
+
+    def keep_strategy(self, model: int) -> None:
+        """Cancel a switch to another strategy that was requested between the same two steps."""
+        self._of(model).keep_strategy()
 
     def set_topology(self, model: int, topology: str) -> None:
         """Switch a model's gradients to another reduction topology; same conditions as :meth:`set_strategy`."""

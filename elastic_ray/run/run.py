@@ -148,7 +148,7 @@ class Run:
 
         Returns the failure of this worker or of another one; None if all succeeded.
         """
-        due = saves or self.registry.saving_is_due
+        due = saves or self.registry.saves()
         if self.wishes is None or self.wishes.settle(well=failure is None, due=due, measured=measured):
             return failure
         return failure or "another worker of the unit could not complete its step"
@@ -182,10 +182,6 @@ class Run:
                 f"there; {way_out}"
             )
 
-    def mark_synced(self) -> None:
-        """Mark this worker as having joined the job."""
-        self.synced = True
-
     def run_out_of_memory(self) -> bool:
         """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.
 
@@ -204,7 +200,7 @@ class Run:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
         if self.group.world_size == 1 or (together and self.models == 1):
-            self.agreed.run_out()
+            self.agreed.ran_out = True
             if self.group.world_size == 1:
                 self.ledger.fail(RAN_OUT)
             return True

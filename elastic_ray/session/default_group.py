@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ _NUMBERS: dict[Any, tuple[str, str]] = {
 _SUBGROUP = (
     "torch.distributed.{what} of a part of the ranks is not there in a job whose group changes: a rank of it may leave."
     " Use all ranks, new_group() or dist.group.WORLD, and let ranks that have nothing to say pass zeros; a mesh has "
-    "one dimension of get_world_size()"
+    "one dimension of get_world_size(), and others of 1"
 )
 _SIZES = (
     "{what} was prepared for a group of {prepared} workers, but the present one has {present}: ask "
@@ -87,15 +88,22 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         """Return the backend's name."""
         return BACKEND
 
-    def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup:
-        """Return another object for the same group. Raises ValueError: `ranks` does not contain all ranks."""
-        if len(ranks) != self.size():
+    def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup | None:
+        """Return another object for the same group, or for one rank alone a group of its own; None to other ranks.
+
+        Raises ValueError: `ranks` are several, but not all.
+        """
+        if len(ranks) == self.size():
+            return _made(str(options["group_name"]))
+        if len(ranks) != 1:
             raise ValueError(_SUBGROUP.format(what="new_group()"))
-        return _made(str(options["group_name"]))
+        return _made(str(options["group_name"]), SoloGroup()) if self.rank() in ranks else None
 
     def split_group(self, *args: Any, **options: Any) -> Any:
         """Raise ValueError, because all ranks form one group."""
         raise ValueError(_SUBGROUP.format(what="split_group()"))
+
+    merge_remote_group = split_group
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
                 communicator.wait(communicator.all_reduce(parts, _SUM if op == _AVG else op))
             return [numbers.to(tensor.dtype) if op != _AVG else numbers / communicator.world_size]
 
-        return _call(what, (name, _form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
+        return self._call(what, (name, _form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -217,7 +225,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
                 communicator.wait(communicator.all_gather(received, sent))
             return list(received.view(tensor.dtype).view(world, *tensor.shape).unbind())
 
-        return _call(what, (_form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
+        return self._call(what, (_form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
 
     # -- what is given out ---------------------------------------------------------------------------------------------
 
@@ -233,7 +241,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
                 return [sent.view(tensor.dtype).view(tensor.shape)]
 
             own = functools.partial(_copies, [tensor])
-            _put([tensor], _call("broadcast", (_form(tensor), root), [tensor], perform, own))
+            _put([tensor], self._call("broadcast", (_form(tensor), root), [tensor], perform, own))
         return EndedWork(tensors)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> EndedWork:
@@ -272,7 +280,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
             return [received.view(output.dtype).view(output.shape)]
 
         own = functools.partial(_copies, [output if size > 1 else tensor])
-        _put([output], _call("all_to_all", (str(tensor.dtype),), [tensor], perform, own))
+        _put([output], self._call("all_to_all", (str(tensor.dtype),), [tensor], perform, own))
         return EndedWork([output])
 
     all_to_all_single = alltoall_base
@@ -287,8 +295,12 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> EndedWork:
         """Wait until all ranks have reached the barrier."""
-        _call("barrier", (), [], lambda communicator, device: [], list)
+        self._call("barrier", (), [], lambda communicator, device: [], list)
         return EndedWork([])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have reached the barrier; an error shows each rank's call, as for all collectives."""
+        self.barrier()
 
     # -- from one rank to another --------------------------------------------------------------------------------------
 
@@ -304,6 +316,66 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return Transfer(
             lambda communicator: communicator.receive(found, source, _tag(tag)), lambda: _put(tensors, [found])
         )
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
+        """Raise ValueError: in a step that is drawn again, another rank could be the first to send."""
+        raise ValueError("torch.distributed.recv() needs src= in a job whose group changes: name the rank that sends")
+
+    # -- one collective ------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        what: str,
+        detail: tuple[Any, ...],
+        tensors: Sequence[Tensor],
+        perform: Callable[[Communicator, Any], list[Tensor]],
+        alone: Callable[[], list[Tensor]],
+    ) -> list[Tensor]:
+        """Return the result of a collective: in a step as tensors in place, between steps from its recorded bytes.
+
+        Args:
+            detail: Facts that must be equal on all ranks.
+            perform: Executes the collective in a group of several ranks, with tensors on a device.
+            alone: Returns the result for a single rank.
+        """
+        session = session_of_thread()
+        if session is None:
+            check_thread()
+            return alone()  # code of this process that no run of ours is in: its rank is 0 of 1
+        found: list[list[Tensor]] = []
+
+        def told(world_size: int, result: list[Tensor]) -> bytes:
+            found.append(result)
+            return b"" if session.run.ledger.depth else to_bytes([world_size, *result])
+
+        def carried_out(communicator: Communicator) -> bytes:
+            own = tensors[0].device if tensors else torch.device("cpu")
+            # Reductions of gradients may be on their way over NCCL, in another order on another rank.
+            device = torch.device("cpu") if session.run.consensus.in_phase else own
+            return told(communicator.world_size, perform(communicator, device))
+
+        label = f"{what}({', '.join(map(str, detail))})"
+        content = session.collectives.call(label, detail, carried_out, lambda: told(1, alone()))
+        return _of_bytes(content)[1:] if content else found[-1]
+
+
+class SoloGroup(DefaultGroup):
+    """Group of this worker alone, such as a mesh's dimension of size 1; no change of the job's group breaks it."""
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+    getRank, getSize = rank, size
+
+    def _call(
+        self, what: str, detail: Any, tensors: Any, perform: Any, alone: Callable[[], list[Tensor]]
+    ) -> list[Tensor]:
+        return alone()
 
 
 class Transfer(EndedWork):
@@ -345,42 +417,7 @@ class Transfer(EndedWork):
             return None
 
 
-# -- one collective ----------------------------------------------------------------------------------------------------
-
-
-def _call(
-    what: str,
-    detail: tuple[Any, ...],
-    tensors: Sequence[Tensor],
-    perform: Callable[[Communicator, Any], list[Tensor]],
-    alone: Callable[[], list[Tensor]],
-) -> list[Tensor]:
-    """Return the result of a collective: in a step as tensors in place, between steps from its recorded bytes.
-
-    Args:
-        detail: Facts that must be equal on all ranks.
-        perform: Executes the collective in a group of several ranks, with tensors on a device.
-        alone: Returns the result for a single rank.
-    """
-    session = session_of_thread()
-    if session is None:
-        check_thread()
-        return alone()  # code of this process that no run of ours is in: its rank is 0 of 1
-    found: list[list[Tensor]] = []
-
-    def told(world_size: int, result: list[Tensor]) -> bytes:
-        found.append(result)
-        return b"" if session.run.ledger.depth else to_bytes([world_size, *result])
-
-    def carried_out(communicator: Communicator) -> bytes:
-        own = tensors[0].device if tensors else torch.device("cpu")
-        # Reductions of gradients may be on their way over NCCL, in another order on another rank.
-        device = torch.device("cpu") if session.run.consensus.in_phase else own
-        return told(communicator.world_size, perform(communicator, device))
-
-    label = f"{what}({', '.join(map(str, detail))})"
-    content = session.collectives.call(label, detail, carried_out, lambda: told(1, alone()))
-    return _of_bytes(content)[1:] if content else found[-1]
+# -- its parts ---------------------------------------------------------------------------------------------------------
 
 
 def _session() -> Session:
@@ -452,45 +489,25 @@ def _tag(tag: int) -> int:
 # -- torch's own tables ------------------------------------------------------------------------------------------------
 
 
-class _AllRanks(dict[int, int]):
+class _AllRanks(UserDict[int, int]):
     """Mapping of group ranks to equal world ranks, for the current group."""
 
-    def _present(self) -> dict[int, int]:
+    def __init__(self) -> None: ...
+
+    @property
+    def data(self) -> dict[int, int]:  # type: ignore[override]
         return {rank: rank for rank in range(dist.get_world_size())}
 
-    def __getitem__(self, rank: int) -> int:
-        return self._present()[rank]
 
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._present()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._present())
-
-    def __len__(self) -> int:
-        return len(self._present())
-
-    def keys(self) -> Any:
-        return self._present().keys()
-
-    def values(self) -> Any:
-        return self._present().values()
-
-    def items(self) -> Any:
-        return self._present().items()
-
-
-def _made(name: str) -> DefaultGroup:
+def _made(name: str, made: DefaultGroup | None = None) -> DefaultGroup:
     """Return a group with the attributes that torch expects: a name, and a backend per device."""
-    group: Any = DefaultGroup()
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    backend: Any = dist.ProcessGroupGloo(store, 0, 1, _NEVER)
+    group: Any = made or DefaultGroup()
+    backend: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, _NEVER)  # type: ignore[attr-defined]
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._set_group_name(name)
-    made: DefaultGroup = group
-    return made
+    return cast(DefaultGroup, group)
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> DefaultGroup:
@@ -542,7 +559,7 @@ def _follow_ranks() -> None:
     """Patch torch's rank tables so that our groups have the ranks of the current group."""
     world: Any = dist.distributed_c10d._world
     for group in world.pg_group_ranks:
-        if isinstance(group, DefaultGroup):
+        if type(group) is DefaultGroup:
             world.pg_group_ranks[group] = _AllRanks()
 
 

@@ -89,7 +89,8 @@ class GroupChanges:
             self._make_equal(ends=True)
         if agreed.stop or agreed.preempted:
             raise WorkerDismissed(stopped=True)
-        heard = run.registry.saving.take_heard(run.group.world_size)
+        saving = run.registry.saving
+        heard = saving.take_heard(run.group.world_size) if saving.resting is None else ()
         if agreed.take_consensus() and not self._saved_by_step(heard):
             self._make_equal()
         run.registry.call(HookPoint.BETWEEN_STEPS)
@@ -238,7 +239,7 @@ class GroupChanges:
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
             rows = communicator.gather_ints([registry.least_share, int(gives_back)])
-            registry.ask_for_shares(max(least for least, _ in rows))
+            registry.least_share = max(registry.least_share, *(least for least, _ in rows))
             run.shares.enter(
                 communicator, wanted=all(gives for _, gives in rows), called_off=lambda: self._membership.voided
             )
@@ -291,12 +292,13 @@ class GroupChanges:
                 "bytes": sum(each.numel() * each.element_size() for each in tensors.values()),
             },
         )
-        progress.link(link)
+        progress.proof = link.link
         return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
         """Set another batch shape, unless a policy has set one."""
-        self._run.set_shape(self._adaptation.held_shape() or shape)
+        held = self._adaptation.held_shape() if self._adaptation.active else None
+        self._run.set_shape(held or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:
         """True if each rank saves its own part, now or later, according to the votes ``heard`` with the step's sums."""
@@ -469,7 +471,7 @@ class UserCollectives:
                     "discarded: the results between two passes over loaders exceeded 256 MiB"
                 )
             announced = Announced(Intent.COLLECTIVE, 1 + number % _NUMBERS, digest((what, detail)), what)
-            self._progress.meet()
+            self._progress.meeting = True
             try:
                 content = self._carried_out(announced, perform, alone)
             except CommunicationFailedError as error:

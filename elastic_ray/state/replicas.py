@@ -36,9 +36,11 @@ class Replicas:
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._checked = -1
+        self.next_check = 0  # no check is due before so many steps in reductions of gradients, unless asked for
         self._left = 0, 0
         self._held = 0  # a number for the parameters' memory at the end of the last pass
-        self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step, by its id
+        # by the model's id: its mode in its last optimizer step; later code may change it on one rank alone
+        self.trained: dict[int, bool] = {}
 
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add a model and the optimizer that steps it.
@@ -63,17 +65,13 @@ class Replicas:
 
     def begin(self) -> None:
         """Enter a group, discarding checks made in another one."""
-        self._checked = -1
+        self._checked, self.next_check = -1, 0
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps."""
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
-
-    def trained(self, module: torch.nn.Module) -> None:
-        """Record a model's mode when its optimizer steps, because later code may change it on one rank alone."""
-        self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:
         """Record the parameters after a pass's last step, before user code may change them on one rank alone."""
@@ -100,7 +98,8 @@ class Replicas:
 
     def fingerprint(self, steps: int) -> int:
         """Return a fingerprint, never 0, of all parameters and of how they are trained, after ``steps`` steps."""
-        self._checked = steps
+        self._checked, every = steps, (steps // _EVERY + 1) * _EVERY
+        self.next_check = min(each for each in (*_EARLY, every) if each > steps)
         told = repr((self._sums(), self._settings().fingerprint))
         digest = hashlib.blake2b(told.encode(), digest_size=_BYTES)
         return int.from_bytes(digest.digest(), "big") or 1
@@ -153,7 +152,7 @@ class Replicas:
         for (prefix, module), optimizer in zip(self._named_modules(), self._optimizers, strict=True):
             for name, p in module.named_parameters():
                 found[f"{prefix}{name}.requires_grad"] = p.requires_grad
-            trains = self._trains.get(id(module)) is module.training  # else one rank may be about to evaluate
+            trains = self.trained.get(id(module)) is module.training  # else one rank may be about to evaluate
             for name, each in module.named_modules():
                 found[f"{prefix}{name or 'model'}.training"] = each.training if trains else None
             for number, group in enumerate(optimizer.param_groups):

@@ -363,6 +363,22 @@ class OptimizerState:
             group.update(values)
 
 
+def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
+    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
+    part = getattr(param, "_local_tensor", None)
+    if part is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    def divided(value: Any) -> Any:
+        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
+        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
+            return value
+        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    return {key: divided(value) for key, value in values.items()}
+
+
 class DictState:
     """State of any object with ``state_dict`` and ``load_state_dict``: schedulers, gradient scalers, metrics."""
 

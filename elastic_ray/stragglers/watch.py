@@ -95,6 +95,11 @@ class StragglerWatch:
         return config.goes_beyond(self._config)
 
     @property
+    def shares(self) -> bool:
+        """True if slow ranks get fewer samples."""
+        return self._config.shares
+
+    @property
     def weights(self) -> tuple[float, ...] | None:
         """The current ranks' shares of a step's samples; None if they are equal."""
         if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):

@@ -231,11 +231,14 @@ class Worker:
         if assignment.unit is None:
             return None
         elastic = self._setup.elastic
-        return UnitGroup(
-            assignment.unit,
-            cuda=bool(assignment.gpu_ids),
-            timeout_s=elastic.join_timeout_s + elastic.collective_timeout_s,
-        )
+        place, timeout_s = assignment.unit, elastic.join_timeout_s + elastic.collective_timeout_s
+        if place.store:
+            return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s)
+        caller = ControllerCaller(assignment, 0)
+        store = BootstrapStore(caller, timeout_s, rank=place.position, world_size=place.size)
+        store.tell_at_once()
+        store.stay_open()  # for groups that user code makes later
+        return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s, store=store, host=self._host)
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
         """Return the first intact automatic checkpoint to resume from, and its path; None and "" if there is none."""
@@ -287,7 +290,7 @@ class Worker:
         except BaseException as error:
             broken = True
             starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced and self._unit is None
-            whole, atomic_bsz, more = not session.ledger.half_updated, session.atomic_bsz, session.takes_more
+            whole, atomic_bsz, more = not session.ledger.updating, session.atomic_bsz, session.takes_more
             if starts_over and not more:
                 session.progress.bound_memory(atomic_bsz)
             kept = session.keep_state() if starts_over else None
@@ -334,7 +337,7 @@ class Worker:
             saving=session.registry.saving,
             workers=lambda: tuple(member.worker for member in session.group.members),
         )
-        session.registry.save_when(saver.is_due)
+        session.registry.saves = saver.is_due
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         session.registry.add_hook(HookPoint.CHECKPOINT_ASKED, saver.ask)
         return saver

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregi
 from elastic_ray.worker.setup import Assignment
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
+from placement.cluster.cluster import by_node, parts
 
 if TYPE_CHECKING:
     from elastic_ray.job.supervisor import JobSupervisor
@@ -88,6 +90,7 @@ class WorkerGroup:
         self._places = ExpectedRanks()
         self._given_up: set[str] = set()
         self._refused = 0
+        self._spans = False  # whether it was told that a unit spans nodes
 
     @property
     def silence_s(self) -> Mapping[str, float]:
@@ -96,7 +99,12 @@ class WorkerGroup:
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if ``generation`` is the current or the next one, and the worker is a member of it."""
+        """True if ``generation`` is the current or the next one, and the worker is a member of it.
+
+        Generation 0 stands for the group of the worker's own unit.
+        """
+        if generation == 0:
+            return worker in self.machine.workers and worker not in self._given_up
         flight = self.machine.in_flight
         specs = (self.machine.current, flight.spec if flight is not None else None)
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
@@ -195,7 +203,8 @@ class WorkerGroup:
         self.take(TimePassed())
         settled = now_s - self.history.settled_s > _WARM_UP_AFTER_S and not self.machine.expects_joiners
         if settled and self.machine.current is not None:  # a process for later would slow the change that is under way
-            self.actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
+            places = collections.Counter(member.node for member in self.machine.current.members)
+            self.actors.keep_warm({node: math.ceil(workers) for node, workers in by_node(places).items()})
 
     async def _look_at(self, worker: str) -> None:
         """Check through its node whether a silent worker's process is stopped or only starved."""
@@ -224,6 +233,7 @@ class WorkerGroup:
         logger.debug("job %s: %s", self._spec.job, instruction)
         match instruction:
             case Reserve(worker=worker, node=node):
+                self._warn_of_span(node)
                 self.actors.reserve(worker, node)
             case Launch():
                 self.actors.launch(self._assignment(instruction))
@@ -257,6 +267,13 @@ class WorkerGroup:
                 self._observer.all_lost(reason)
             case Complete():
                 self._observer.complete()
+
+    def _warn_of_span(self, place: str) -> None:
+        """Record, once, that a unit spans nodes, because its own traffic then crosses their links."""
+        if len(parts(place)) > 1 and not self._spans:
+            self._spans = True
+            unit = self._spec.scheduling.unit_size
+            self._observer.events.warn(f"a unit spans {len(parts(place))} nodes: none has room for its {unit} workers")
 
     def _assignment(self, launch: Launch) -> Assignment:
         """Return the assignment of a worker that starts now."""

@@ -25,6 +25,7 @@ from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import (
     Event,
+    HeartbeatReply,
     JobEnded,
     JobHeartbeat,
     NodeForgiven,
@@ -34,7 +35,6 @@ from placement.allocator.events import (
     TimePassed,
 )
 from placement.allocator.explaining import Explanation
-from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.recording import Recorder, SteadyClock
@@ -50,14 +50,13 @@ from placement.knowledge.sync import KnowledgeSync
 from placement.planning.plan import possible_nodes
 from placement.ray_cluster import notes
 from placement.ray_cluster.autoscaler_presence import may_autoscale
-from placement.ray_cluster.cluster_scaler import ClusterScaler
+from placement.ray_cluster.cluster_scaler import ClusterScaler, WaitingDemand, demand
 from placement.ray_cluster.dashboard_process import DashboardProcess, resume_jobs
 from placement.ray_cluster.metric_writer import cluster_writer
 from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
-from placement.ray_cluster.waiting_demand import WaitingDemand, demand
 from placement.storage.private_files import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import (
+    Allocate,
     Event,
+    Instruction,
     JobEnded,
     JobHeartbeat,
     NodeForgiven,
@@ -19,12 +21,12 @@ from placement.allocator.events import (
     Recalled,
     SettingsChanged,
     TimePassed,
+    Unsatisfiable,
 )
 from placement.allocator.explaining import Explanation, explain
-from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
-from placement.cluster.cluster import Allocation, AllocationError, Change, Cluster, Node, check, diff
+from placement.cluster.cluster import Allocation, AllocationError, Change, Cluster, Node, check, diff, parts
 from placement.cluster.jobs import JobView, worker_kind
 from placement.cluster.node_record import NodeRecord
 from placement.goodput.speeds import spread
@@ -59,8 +61,6 @@ class AllocatorCore:
     that shrinking jobs still hold: a growing job's reservation stays pending until they are released.
 
     Args:
-        policy: The policy that decides the number of workers.
-        config: Times and thresholds.
         settling: True if running jobs may not have reported yet (after a restart of the allocator).
         knowledge: Knowledge shared by jobs of one fingerprint; None limits each job to its own measurements.
     """
@@ -432,14 +432,15 @@ class AllocatorCore:
     def _loss(self, change: Change) -> Reason | None:
         """Return why a job leaves nodes that are draining or gone; None if it leaves no such node."""
         left = {node for node, workers in change.before.items() if change.after.get(node, 0) < workers}
-        if gone := left - self._node_ids:
+        if gone := {node for place in left for node in parts(place)} - self._node_ids:
             return Reason(Cause.GONE, nodes_of(gone))
-        drain = self._draining_of(left)
+        drain = {node for place in left for node in self._draining_of(parts(place))}
         return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the draining nodes among ``nodes``."""
-        return tuple(sorted({node.node_id for node in self._cluster.nodes if node.draining} & set(nodes)))
+        """Return those of ``nodes``, or places of units, that are draining."""
+        draining = {node.node_id for node in self._cluster.nodes if node.draining}
+        return tuple(sorted(place for place in set(nodes) if draining & parts(place).keys()))
 
     def _judge(self, event: Event, now_s: float) -> None:
         """Find the jobs that this cluster could never run, if the event may have changed that."""
@@ -468,7 +469,7 @@ class AllocatorCore:
         ]
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:
-        return {node: workers for node, workers in target.items() if node in self._node_ids}
+        return {place: workers for place, workers in target.items() if parts(place).keys() <= self._node_ids}
 
     def _targets(self) -> Allocation:
         return {name: dict(job.target) for name, job in self._jobs.items() if job.target}

@@ -64,10 +64,7 @@ def explain(
 
     Args:
         view: The job, with its planned workers as ``allocation``.
-        reason: Reason of the last decision.
         views: All jobs that take part in decisions, likewise with planned workers.
-        decide: Function that returns the core's plan for these jobs on a cluster.
-        cluster: The existing nodes.
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
-from placement.cluster.cluster import SPOT, Node, Resources
+from placement.cluster.cluster import SPOT, Node, Resources, by_node
 from placement.cluster.node_types import NodeType
 from placement.instruments import Guarded, Sample, WriteSamples, counter, gauge, histogram, label_value
 
@@ -53,7 +53,6 @@ def cluster_samples(
 
     Args:
         scaling: Last decision about the cluster's size; None if the allocator does not size the cluster.
-        node_types: Node types that ``scaling`` may mention.
         prices: Dual prices of the policy's solver, by GPU type.
     """
     found = [*_slot_samples(core.cluster.nodes, core.jobs.values()), *_phase_samples(core.jobs.values())]
@@ -98,12 +97,13 @@ def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sampl
     held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     by_id = {node.node_id: node for node in nodes}
     for job in jobs:
-        for name in {*job.view.allocation, *job.target}:
+        holds, gets = by_node(job.view.allocation), by_node(job.target)
+        for name in {*holds, *gets}:
             if name not in by_id:
                 continue
-            has, each = job.view.allocation.get(name, 0), _slots_per_worker(job.view.bundle, by_id[name].total)
+            has, each = holds.get(name, 0.0), _slots_per_worker(job.view.bundle, by_id[name].total)
             held[name] += each * has
-            granted[name] += each * max(job.target.get(name, 0) - has, 0)
+            granted[name] += each * max(gets.get(name, 0.0) - has, 0.0)
     counts = collections.defaultdict[tuple[str, str], float](float)
     for node in nodes:
         kind, total, ours = label_value(node.gpu_type or _NO_TYPE), _slots(node.total), _slots_free(node)

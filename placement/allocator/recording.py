@@ -340,10 +340,6 @@ class SteadyClock:
     """Pair of clocks: the time of day for display and storage, and a steady one for intervals.
 
     Both are in seconds since the epoch, and equal until the time of day is set for the first time.
-
-    Args:
-        wall: Time of day [s since the epoch].
-        monotonic: Monotonic clock [s].
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:

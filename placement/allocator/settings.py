@@ -11,9 +11,8 @@ import yaml
 
 from placement.allocator.config import AllocatorConfig
 from placement.arguments import meant
-from placement.autoscaling.autoscaler import AutoscalerConfig
+from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.autoscaling.cluster_file import read_cluster_file
-from placement.autoscaling.config import Autoscaling
 from placement.cluster.node_types import NodeType
 from placement.errors import InputError
 from placement.planning.tenants import Tenant

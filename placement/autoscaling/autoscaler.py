@@ -10,17 +10,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from placement.arguments import NamesArguments
+from placement.autoscaling.cluster_file import read_cluster_file
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
 from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
-from placement.cluster.account import Account
-from placement.cluster.cluster import Allocation, Cluster, Node, Resources
-from placement.cluster.jobs import Bill, JobView
+from placement.cluster.cluster import Allocation, Cluster, Node, Resources, by_node
+from placement.cluster.jobs import Account, Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
+from placement.cluster.price_table import PriceTable
 from placement.goodput.speeds import GoodputCache, foreseen
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
@@ -94,10 +96,7 @@ class Autoscaler:
     """Autoscaler with soft state: a new one beside a running cluster treats its existing nodes as requested.
 
     Args:
-        types: Node types on offer.
         policy: The allocator's policy; nodes that it would not use are not requested.
-        config: Timing of the autoscaler.
-        constraints: The allocator's constraints.
         most_nodes: Most nodes of all types together; None for no limit.
 
     Raises:
@@ -200,9 +199,10 @@ class Autoscaler:
 
     def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
         """Return nodes by type, best to keep first: those not released before, then those with most workers."""
-        load: collections.Counter[str] = collections.Counter()
+        load: collections.defaultdict[str, float] = collections.defaultdict(float)
         for view in views:
-            load.update(dict(view.allocation))
+            for node_id, workers in by_node(view.allocation).items():
+                load[node_id] += workers
         return {
             name: sorted(nodes, key=lambda n: (n.node_id in self._released, -load[n.node_id], n.node_id))
             for name, nodes in there.items()
@@ -273,7 +273,7 @@ class Autoscaler:
             if view.job in forgotten:
                 continue
             usd_per_h = 0.0
-            for node, workers in view.allocation.items():
+            for node, workers in by_node(view.allocation).items():
                 kind = of.get(node)
                 usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
             bill = self._bills.get(view.job) or view.bill or Bill()
@@ -302,7 +302,7 @@ class Autoscaler:
             }
             nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
             plan = self._plan(views, Cluster(nodes=nodes), now_s) if fresh else {}
-            used = {node for place in plan.values() for node in place}
+            used = {node for place in plan.values() for node in by_node(place)}
             unused = [each for node_id, each in fresh.items() if node_id not in used]
             if not unused:
                 return left
@@ -332,7 +332,7 @@ class Autoscaler:
         While requested nodes are still missing, only empty nodes are released, because the missing ones may be meant
         to take over the workers. No node is released if some running job would have to stop.
         """
-        busy = {node for view in views for node in view.allocation}
+        busy = {node for view in views for node in by_node(view.allocation)}
         waits = any(target[name] > len(nodes) for name, nodes in order.items())
         surplus = [node.node_id for name, nodes in order.items() for node in nodes[keep[name] :]]
         empty = [node for node in surplus if node not in busy]
@@ -397,3 +397,73 @@ def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> Reason:
     first = max(users, key=lambda job: wants[job].workers)
     who = f"job {first}" if len(users) == 1 else f"job {first} (+{len(users) - 1})"
     return Reason(Cause.NEEDED, (who, wants[first].reason.words), wants[first].reason.figures)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscaling(NamesArguments):
+    """Configuration that lets the allocator decide how many nodes of each type to have; Ray starts and ends them.
+
+    Attributes:
+        node_types: Node types that may be requested; :meth:`from_file` reads them from a cluster file.
+        max_nodes: Most nodes of all types together; None for no limit.
+        objective: An objective object, or a name: "budget", "cost_per_progress", "utility_band", "utility_cost",
+            "throughput_efficiency".
+        budget_usd_per_h: For "budget": limit on the cost of all nodes together, averaged over a day [USD/h].
+        times: Timing of requests and releases of nodes.
+        interval_s: Time between two decisions [s].
+
+    Examples:
+        >>> from placement import Autoscaling, NodeType
+        >>> node = NodeType(name="t4", resources={"CPU": 8.0, "GPU": 4.0}, usd_per_h=2.0, max_nodes=8)
+        >>> Autoscaling(node_types=(node,)).objective
+        'cost_per_progress'
+    """
+
+    node_types: tuple[NodeType, ...]
+    max_nodes: int | None = None
+    objective: str | Objective = "cost_per_progress"
+    times: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)
+    interval_s: float = 2.0
+    budget_usd_per_h: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self.node_types)
+        make_objective(self.objective, self.budget_usd_per_h)
+        if self.max_nodes is not None and not self.max_nodes >= 1:
+            raise ValueError(f"max_nodes must be None or 1 or more, but got {self.max_nodes}")
+        check_number("interval_s", self.interval_s, above=0, unit="seconds")
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        *,
+        prices: PriceTable | None = None,
+        objective: str | Objective = "cost_per_progress",
+        budget_usd_per_h: float | None = None,
+    ) -> Autoscaling:
+        """Return the configuration for the cluster described by a ``ray up`` file or a KubeRay manifest.
+
+        Args:
+            path: The file.
+            prices: Prices by instance type; rounded defaults if None.
+            objective: As in :class:`Autoscaling`.
+            budget_usd_per_h: As in :class:`Autoscaling`.
+
+        Raises:
+            InputError: The file has no worker type, or an instance type that is not in the price table.
+        """
+        file = read_cluster_file(path, prices)
+        return cls(
+            node_types=file.types, max_nodes=file.max_nodes, objective=objective, budget_usd_per_h=budget_usd_per_h
+        )
+
+    @property
+    def chosen(self) -> Objective:
+        """The objective, resolved from its name."""
+        return make_objective(self.objective, self.budget_usd_per_h)
+
+    @property
+    def obtainable(self) -> tuple[Node, ...]:
+        """Every node that could be requested, up to the maximum of each type."""
+        return tuple(each.node(f"{each.name}~{i}") for each in self.node_types for i in range(each.max_nodes))

@@ -37,7 +37,6 @@ class Launches:
     nodes and gets no more. Only a newly arriving node resets the count of failures, not an existing one.
 
     Args:
-        types: Node types on offer.
         timeout_s: Time beyond the start-up time after which a launch counts as failed [s].
         retry_s: Time until a closed type is requested again [s]; doubled with each failure, up to 8 x.
     """
@@ -105,10 +104,8 @@ class Lifetimes:
         """Count hours, and nodes that disappeared without having been given up.
 
         Args:
-            cluster: The existing nodes.
             given_up: Ids of nodes that the last decision gave up. It omits nodes that are draining by now: once given
                 up and draining, a node counts as given up until it is gone.
-            now_s: Current time [s since the epoch].
         """
         ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}

@@ -38,11 +38,7 @@ class Free(Protocol[_JobContra, _KeyCo]):
 
 
 class FreeSlots:
-    """Free slots of each node if the workers of all jobs are alike; jobs are numbers.
-
-    Args:
-        slots: Number of workers that each node can hold.
-    """
+    """Free slots of each node if the workers of all jobs are alike; jobs are numbers."""
 
     def __init__(self, slots: Sequence[int] | Ints) -> None:
         self._free = np.array(slots, dtype=np.int64)

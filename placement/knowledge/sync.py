@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -22,49 +22,63 @@ _SAVE_TIMEOUT_S = 5.0  # of who waits for all that is known to be written; it st
 _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then hears of it later
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _RootState:
-    """State of one storage root: its store, and what has been read from it and written to it."""
+class _SyncedRoot:
+    """Storage root of some jobs: its store, and what has been read from it and written to it."""
 
-    store: KnowledgeStore
-    calls: StorageCalls
-    loading: asyncio.Task[None]
-    fingerprints: set[str]
-    version: int = 0
-    saved_s: float = 0.0
-    hurry: bool = False
-    saving: bool = False
+    def __init__(
+        self, root: StorageRoot, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]
+    ) -> None:
+        self._path, self._knowledge, self._recall = root.path, knowledge, recall
+        self._store = KnowledgeStore(root, writer)
+        self._calls = StorageCalls(root.path, threads=1)  # of its own: one that hangs holds up no other
+        self._fingerprints: set[str] = set()
+        self._version, self._saved_s, self._hurry, self._saving = 0, 0.0, False, False
+        self.loading = asyncio.get_running_loop().create_task(self._load())
+
+    async def _load(self) -> None:
+        """Load the measurements stored under the root; a failure is logged."""
+        what = "reading what jobs have measured"
+        try:
+            measurements = await self._calls.run(what, self._store.load, timeout_s=_CALL_TIMEOUT_S)
+        except Exception as error:  # a job trains without it all the same
+            logger.warning("what earlier jobs have measured cannot be read from %s: %s", self._path, error)
+            return
+        self.know(each.fingerprint for each in measurements.steps)
+        self.know(each.fingerprint for each in measurements.strategies)
+        self._recall(measurements)
 
     def know(self, fingerprints: Iterable[str]) -> None:
         """Record that jobs of these models use the root."""
-        self.fingerprints.update(fingerprints)
-
-    def is_due(self, version: int, *, now: bool) -> bool:
-        """True if changes must be written now; the root is then marked as being written."""
-        if version == self.version:
-            self.hurry = False
-            return False
-        due = now or self.hurry or time.monotonic() - self.saved_s >= _EVERY_S
-        if not due or self.saving or not self.loading.done():
-            return False
-        self.saving = True
-        return True
-
-    def begin(self) -> None:
-        """Record the start of a write."""
-        self.hurry, self.saved_s = False, time.monotonic()
-
-    def written(self, version: int) -> None:
-        """Record the version that was written."""
-        self.version = version
-
-    def over(self) -> None:
-        """Record the end of a write, successful or not."""
-        self.saving = False
+        self._fingerprints.update(fingerprints)
 
     def hurry_up(self) -> None:
         """Request a write at the next opportunity, because the job's cluster may soon be gone."""
-        self.hurry = True
+        self._hurry = True
+
+    def is_due(self, *, now: bool) -> bool:
+        """True if changes must be written now; the root is then marked as being written."""
+        if self._knowledge.version == self._version:
+            self._hurry = False
+            return False
+        due = now or self._hurry or time.monotonic() - self._saved_s >= _EVERY_S
+        if not due or self._saving or not self.loading.done():
+            return False
+        self._saving = True
+        return True
+
+    async def save(self) -> None:
+        """Write the knowledge about the root's models; a failure is logged, and the write is tried again later."""
+        version, measurements = self._knowledge.version, self._knowledge.measurements(self._fingerprints, time.time())
+        self._hurry, self._saved_s = False, time.monotonic()
+        try:
+            if measurements.steps or measurements.strategies:
+                save = functools.partial(self._store.save, measurements)
+                await self._calls.run("writing what jobs have measured", save, timeout_s=_CALL_TIMEOUT_S)
+            self._version = version
+        except Exception as error:  # the next round tries again
+            logger.warning("what jobs have measured cannot be written to %s: %s", self._path, error)
+        finally:
+            self._saving = False
 
 
 class KnowledgeSync:
@@ -75,13 +89,12 @@ class KnowledgeSync:
     Args:
         knowledge: The knowledge to write; it is only read here.
         writer: Name of this allocator's files, unique among the clusters that share a storage.
-        recall: Called with the measurements that were read.
     """
 
     def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
         self._knowledge, self._writer, self._recall = knowledge, writer, recall
-        self._roots: dict[tuple[str, str], _RootState] = {}
-        self._root_of_job: dict[str, _RootState] = {}
+        self._roots: dict[tuple[str, str], _SyncedRoot] = {}
+        self._root_of_job: dict[str, _SyncedRoot] = {}
         self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
@@ -90,25 +103,10 @@ class KnowledgeSync:
 
     async def open(self, job: str, root: StorageRoot) -> None:
         """Open the storage root of a job; return once its contents are loaded, or after a short timeout."""
-        known = self._roots.get(root.key)
-        if known is None:
-            store = KnowledgeStore(root, self._writer)
-            calls = StorageCalls(root.path, threads=1)  # of its own: one that hangs holds up no other
-            loading = asyncio.get_running_loop().create_task(self._load(root.key, store, calls))
-            known = self._roots[root.key] = _RootState(store=store, calls=calls, loading=loading, fingerprints=set())
-        self._root_of_job[job] = known
+        if root.key not in self._roots:
+            self._roots[root.key] = _SyncedRoot(root, self._knowledge, self._writer, self._recall)
+        known = self._root_of_job[job] = self._roots[root.key]
         await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
-
-    async def _load(self, key: tuple[str, str], store: KnowledgeStore, calls: StorageCalls) -> None:
-        """Load the measurements stored under a root; a failure is logged."""
-        try:
-            measurements = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
-        except Exception as error:  # a job trains without it all the same
-            logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
-            return
-        self._roots[key].know(each.fingerprint for each in measurements.steps)
-        self._roots[key].know(each.fingerprint for each in measurements.strategies)
-        self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
         """Record from a job's heartbeat which model the job trains."""
@@ -123,25 +121,10 @@ class KnowledgeSync:
 
     async def save(self, *, now: bool = False) -> None:
         """Write changes to each root that is due; with ``now``, to all of them, waiting briefly for the writes."""
-        for key, root in self._roots.items():
-            if root.is_due(self._knowledge.version, now=now):
-                task = asyncio.get_running_loop().create_task(self._save(key, root))
+        for root in self._roots.values():
+            if root.is_due(now=now):
+                task = asyncio.get_running_loop().create_task(root.save())
                 self._saves.add(task)
                 task.add_done_callback(self._saves.discard)
         if now and self._saves:
             await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)
-
-    async def _save(self, key: tuple[str, str], root: _RootState) -> None:
-        """Write the knowledge about one root's models; a failure is logged, and the write is tried again later."""
-        version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints, time.time())
-        root.begin()
-        try:
-            if measurements.steps or measurements.strategies:
-                await root.calls.run(
-                    "writing what jobs have measured", lambda: root.store.save(measurements), timeout_s=_CALL_TIMEOUT_S
-                )
-            root.written(version)
-        except Exception as error:  # the next round tries again
-            logger.warning("what jobs have measured cannot be written to %s: %s", key[1], error)
-        finally:
-            root.over()

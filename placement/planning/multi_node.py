@@ -61,7 +61,6 @@ def keep_apart(
     without its minimum, all jobs are placed again, minimums first, and this result is used if it leaves out fewer.
 
     Args:
-        packing: Placement to start from.
         multi_node_nodes: Nodes that already hold workers of a multi-node job outside of ``views``.
     """
     busy = _multi_node_jobs(packing.allocation)
@@ -99,8 +98,6 @@ class _Placer:
 
     Args:
         multi_node_nodes: Nodes that already hold workers of another multi-node job.
-        present: Placements to start from.
-        wanted: Number of workers of each job.
     """
 
     def __init__(

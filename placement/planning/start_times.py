@@ -25,7 +25,6 @@ def start_times(
     those before it.
 
     Args:
-        waiting: Jobs without workers.
         running: Running jobs, with their workers by node id.
         cluster: The nodes, with all resources that elastic jobs may use.
     """

@@ -46,7 +46,6 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     for whole nodes and, if required, the rule of one multi-node job per node.
 
     Args:
-        problem: All jobs with their current workers, and the whole cluster.
         plan: The plan decided without wishes.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]

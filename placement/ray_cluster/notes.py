@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from placement.cluster.account import Account
+from placement.cluster.jobs import Account
 from placement.ray_cluster import named_actors
 from placement.ray_cluster.snapshot import is_dead
 from placement.versions import check_format

@@ -32,8 +32,7 @@ from placement.cluster.jobs import JobView
 from placement.policies import FixedPolicy, Policy, Target, make_policy
 from placement.simulator import Report, simulate
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.workloads.lengths import Lengths
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 from tuning import Promise, Sweep
 from tuning.rung_sizes import SweepPlanner
 from tuning.trials import TrialRecord

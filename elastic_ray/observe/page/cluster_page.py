@@ -17,7 +17,7 @@ from elastic_ray.observe.page.rows import finite, job_row, node_row, slots_at, s
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook
 from placement.allocator.explaining import Explanation
 from placement.allocator.snapshot import AllocatorLook, DecisionRecord, Trigger
-from placement.cluster.cluster import Cluster
+from placement.cluster.cluster import Cluster, by_node
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
 from placement.palette import colour
@@ -233,7 +233,7 @@ def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]])
     """Return the slots granted to elastic jobs, keyed by node id."""
     used: dict[str, float] = {}
     for state in look.core.jobs.values() if look is not None else ():
-        for node, workers in state.target.items():
+        for node, workers in by_node(state.target).items():
             amount = workers * slots_per_worker(state.view.bundle, totals.get(node, {}))
             used[node] = used.get(node, 0.0) + amount
     return used

@@ -13,7 +13,7 @@ from elastic_ray.events import JobPhase, JobStatus, TrialFacts, numbers_in
 from elastic_ray.observe.page.model import PageJob, PageNode
 from elastic_ray.observe.page.source import JobFacts, NodeLook
 from placement.allocator.snapshot import JobState
-from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, by_node
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeHistory
 from placement.goodput.remaining import remaining
@@ -147,7 +147,7 @@ def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict
     """Return the job's planned slots keyed by node id: at least one on each node that has a worker."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
-        for node, workers in state.target.items()
+        for node, workers in by_node(state.target).items()
     }
 
 

@@ -41,12 +41,6 @@ def is_plain(plan: BucketPlan) -> bool:
     return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 
-def adds_up_alone(plan: BucketPlan) -> bool:
-    """True if one reduction averages each element independently, so that any part of a tensor can be averaged alone."""
-    sync = plan.sync
-    return isinstance(sync, Reduce) and sync.parts == 1 and sync.topology == "native" and not sync.wire.compresses
-
-
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import Number, read, read_with
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
+from elastic_ray.sync.device_numbers import Number, read, read_with
 from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
@@ -294,7 +294,10 @@ class Reduction:
         if self.owing and not self.is_finite():
             for owing in self.owing:
                 owing.drop()
-        self._layout.sequel.reduced(self._took_s)
+        sequel = self._layout.sequel
+        sequel.bucket_s.append(tuple(self._took_s))
+        if sequel.tuner is not None:
+            sequel.tuner.reduced()
 
     def _tell_sizes(self) -> bool:
         """Sum the numbers of sliced gradients, which no rank holds completely; return True if all are finite."""
@@ -415,7 +418,7 @@ class StepWeights:
             total = sum(map(sum, counts))
             self.factor = step.count / total if total > 0 else 0.0
             self._statistics.scale_carried(self.factor)
-            step.take_counts(counts)
+            step.counts = counts
         return self._group.share(step)
 
     @torch.no_grad()
@@ -464,7 +467,7 @@ def refuse_weights(step: LoaderStep | None) -> None:
     Raises RuntimeError: the loop has set a weight for the step's micro-batch.
     """
     if step is not None:
-        step.begin_backward()
+        step.backward = step.micro
     if step is not None and step.weighed:
         raise RuntimeError(
             "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "

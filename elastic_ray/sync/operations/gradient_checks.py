@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from elastic_ray.batch.device_numbers import as_real
+from elastic_ray.sync.device_numbers import as_real
 
 OUTSIDE_OF_LOADERS = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.operations.gradient_checks import Finiteness
-from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
+from elastic_ray.sync.sharded_parameters.row_layout import layout_of
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -97,10 +97,6 @@ class ShardCollectives:
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
-
-    def follow_in(self, layout: Layout) -> None:
-        """Use the followers of this layout from now on; its owners are the same."""
-        self.layout = layout
 
     def begin(self, what: Announced) -> None:
         """Start a pass together with all other ranks.

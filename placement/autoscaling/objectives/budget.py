@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.checks import check_number
-from placement.cluster.account import Account
+from placement.cluster.jobs import Account
 
 _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been saved or overspent
 
@@ -35,6 +35,7 @@ class Budget:
     Deadlines and budgets of jobs are respected as under ``cost_per_progress``.
     """
 
+    name = "budget"
     usd_per_h: float  # B, for all nodes together, on average [USD/h]; above 0
     patience_h: float = 2.0  # hours of budget that may be saved, or overspent, before the value changes e-fold
     hysteresis: float = 0.02  # relative gain that is worth a change
@@ -43,11 +44,6 @@ class Budget:
         for field in ("usd_per_h", "patience_h"):
             check_number(field, getattr(self, field), above=0, finite=True)
         check_number("hysteresis", self.hysteresis, least=0)
-
-    @property
-    def name(self) -> str:
-        """Name of the objective."""
-        return "budget"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """Return the wanted sizes; see ``Objective``."""
@@ -61,7 +57,6 @@ class Budget:
         """Return the current value of saving one hour, for each job [USD/h].
 
         Args:
-            account: Past spending and number of jobs.
             jobs: Current number of jobs, which counts like one more hour of the account.
         """
         # The present jobs count like an hour's: a mean over the first minutes says nothing.

@@ -55,17 +55,13 @@ class CostPerProgress:
     job, and of its share of them otherwise.
     """
 
+    name = "cost_per_progress"
     value_usd_per_h: float = 0.0  # what an hour less is worth, for each job [USD/h]
     hysteresis: float = 0.02  # relative gain that is worth a change
 
     def __post_init__(self) -> None:
         for field in ("value_usd_per_h", "hysteresis"):
             check_number(field, getattr(self, field), least=0)
-
-    @property
-    def name(self) -> str:
-        """Name of the objective."""
-        return "cost_per_progress"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """Return the wanted sizes; see ``Objective``."""

@@ -29,7 +29,6 @@ def make_objective(objective: str | Objective, budget_usd_per_h: float | None = 
     """Return the objective of this name, or the given objective.
 
     Args:
-        objective: Name of an objective, or an objective.
         budget_usd_per_h: For "budget": limit on the average cost of all nodes together [USD/h].
 
     Raises:

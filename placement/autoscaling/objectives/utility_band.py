@@ -24,17 +24,13 @@ class UtilityBand:
     nearest to their middle. Goodput includes statistical efficiency, so jobs grow as larger batches become effective.
     """
 
+    name = "utility_band"
     low: float = 0.35  # utility below which the cluster shrinks
     high: float = 0.65  # utility above which it grows
 
     def __post_init__(self) -> None:
         if not 0 < self.low < self.high <= 1:
             raise ValueError(f"low and high must satisfy 0 < low < high <= 1, but got {self.low} and {self.high}")
-
-    @property
-    def name(self) -> str:
-        """Name of the objective."""
-        return "utility_band"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """Return the wanted sizes; see ``Objective``."""

@@ -20,10 +20,7 @@ class FairSharePolicy:
     A job that is at its maximum, or that another worker would not speed up, leaves its share to the other jobs.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "fair_share"
+    name = "fair_share"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

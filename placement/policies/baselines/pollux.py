@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
-from placement.cluster.jobs import JobView, alike
+from placement.cluster.jobs import JobView, Shape, alike
 from placement.policies.shared.base import Admission, Target, admit, held
 from placement.policies.shared.greedy_growth import grow_in_turn
-from placement.policies.shared.shapes import Shape, shapes, speeds_of
 from placement.policies.shared.stable_placement import (
     StablePlacer,
     growth_limit,
     present_place,
     restart_factor,
+    shapes,
+    speeds_of,
     use_idle,
 )
 
@@ -49,6 +50,7 @@ class PolluxPolicy:
         most_nodes: Maximum number of nodes per job.
     """
 
+    name = "pollux"
     power: float = -1.0
     fair_share: bool = True
     most_nodes: int = 16
@@ -57,11 +59,6 @@ class PolluxPolicy:
         if not (self.power < 1 and self.power != 0):
             raise ValueError(f"power must be below 1 and not 0, but got {self.power}")
         check_number("most_nodes", self.most_nodes, least=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "pollux"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

@@ -32,6 +32,7 @@ class ThroughputEfficiencyPolicy:
         slow_factor: Slowdown from which a node is avoided; above 1.
     """
 
+    name = "throughput_efficiency"
     threshold: float = SCALING_THRESHOLD
     slow_factor: float = 1.5
     frugal: bool = dataclasses.field(default=True, init=False)
@@ -40,11 +41,6 @@ class ThroughputEfficiencyPolicy:
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be at least 0 and below 1, but got {self.threshold}")
         check_number("slow_factor", self.slow_factor, above=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "throughput_efficiency"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """Return a target per job; see ``Policy``."""

@@ -39,6 +39,7 @@ class UtilityCostPolicy:
         slow_factor: Slowdown from which a node is avoided; above 1.
     """
 
+    name = "utility_cost"
     value: float = 4.0
     price: float = 1.0
     prices: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -51,11 +52,6 @@ class UtilityCostPolicy:
         for gpu, price in self.prices.items():
             check_number(f"prices[{gpu!r}]", price, least=0, unit="USD")
         check_number("slow_factor", self.slow_factor, above=1)
-
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return "utility_cost"
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
         """Return the policy with these prices per worker and hour [USD] by GPU type, unless it has its own."""

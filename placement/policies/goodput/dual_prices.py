@@ -75,7 +75,6 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
     No remaining capacity could be used to increase the sum. Ties go to the first option. Deterministic.
 
     Args:
-        options: The options to choose from.
         near: Initial prices from a similar case, (K,); None starts at 0.
         polished: True to improve a small case further if its sum is too far below the bound.
     """

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.packing import pack
-from placement.goodput.table import Ints
+from placement.goodput.speeds import Ints
 from placement.policies.goodput.dual_prices import Options, fill, solve
 from placement.policies.goodput.node_assignment import assign_nodes, grow_in_place
-from placement.policies.goodput.speed_value import SpeedValue, worth_of
-from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement
+from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement, SpeedValue, worth_of
 from placement.policies.shared.base import no_room
 from placement.reasons import Reason
 
@@ -174,7 +173,6 @@ class _Alternatives:
         """Return the placements of all jobs for these options; jobs that are not admitted get none.
 
         Args:
-            picks: The option of each admitted job.
             moving: True if jobs may be moved to make room for others. If False, jobs grow into scattered room, provided
                 that the workers of all jobs are alike.
         """

@@ -16,9 +16,8 @@ from placement.cluster.price_table import PriceTable, read_prices
 from placement.policies import GoodputPolicy, Target, registry
 from placement.simulator import InputError, Report, batch, simulate
 from placement.simulator.cli import main
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import load_profiles
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 from tests.placement.simulator.worlds import profiles, trace
 
 JOBS = [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1 + i % 3, 128) for i in range(6)]

@@ -26,10 +26,9 @@ from placement.policies import make_policy
 from placement.simulator import SimulationReport, simulate
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.results.outlook import outlook
-from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application, load_profiles
 from placement.simulator.workloads.recorded import FittedTimes, recorded_workload
-from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.workloads.traces import Lengths, TraceJob
 from placement.simulator.world.rules import LIVE_PACE, LiveRules, Location, Pace
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import tell

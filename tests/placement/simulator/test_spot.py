@@ -12,8 +12,7 @@ import pytest
 from placement.policies import FixedPolicy
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.nodes.clusters import parse_cluster
-from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.spot import SpotTrace, read_spot
+from placement.simulator.nodes.disturbances import Disturbances, SpotTrace, read_spot
 from placement.simulator.results.plot import bars
 from tests.placement.simulator.worlds import data, profiles, trace
 
