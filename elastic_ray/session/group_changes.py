@@ -230,7 +230,9 @@ class GroupChanges:
         """
         run, registry = self._run, self._run.registry
         run.moment("receiving")
-        exchanged = run.states.exchange(communicator, registry, registry.samples)
+        exchanged = run.states.exchange(communicator, registry, registry.samples, run.ledger)
+        if run.ledger.has_left:
+            run.states.progress.follow_passes(exchanged.passes)
         registry.enter_group()
         run.consensus.enter_group()
         if communicator.world_size > 1:
