@@ -228,14 +228,9 @@ class RayTrainLoader(LoaderOnDevice):
             replays = replays and session.ledger.replays_passes
         if replays:
             with epochs.rehearsal():
-                yield from (_moved(batch, self.device) for batch in self._any_batch())
-
-    def _any_batch(self) -> Iterator[Any]:
-        """Return an iterator over a single batch of one worker's size; empty if there is no data."""
-        given = self._given
-        own = torch.Generator()  # else it would draw from torch's
-        one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
-        return itertools.islice(one, 1)
+                given, own = self._given, torch.Generator()  # else it would draw from torch's
+                one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
+                yield from (_moved(batch, self.device) for batch in itertools.islice(one, 1))
 
 
 class _Sampler:

@@ -101,7 +101,7 @@ class FiniteWatch:
             (name, p) for name, p in self._module.named_parameters() if p.requires_grad
         ]
         held += [(name, b) for name, b in self._module.named_buffers() if b.is_floating_point()]
-        bad = [name for name, tensor in held if not bool(_own_rows(tensor).isfinite().all())]
+        bad = [name for name, tensor in held if not bool(getattr(tensor, "_local_tensor", tensor).isfinite().all())]
         if bad:
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise NonFiniteParametersError(
@@ -136,8 +136,3 @@ def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())
     return torch.as_tensor(added(torch.stack(mine).sum() for mine in by_device.values()))
-
-
-def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a sharded tensor that this rank holds; other tensors unchanged."""
-    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor

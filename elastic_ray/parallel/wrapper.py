@@ -456,7 +456,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         states.register(f"modules/{index}", extras)
         for number, each in enumerate(self._optimizers):
             name = f"optimizer/{index}.{number}" if number else f"optimizer/{index}"
-            states.register(name, kept.optimizer_states[number])
+            if number < len(kept.optimizer_states):  # of a sharded model, the first has the states of all
+                states.register(name, kept.optimizer_states[number])
             for attribute, inner in inner_optimizers(each).items():
                 states.register(f"{name}/{attribute}", OptimizerState(inner))
         for number, table in enumerate(self._tables.tables):

@@ -64,8 +64,9 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """Enter a group, discarding checks made in another one."""
+        """Enter a group, discarding checks made in another one, and modes, of which a joiner knows none."""
         self._checked, self.next_check = -1, 0
+        self.trained.clear()
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from placement.allocator.events import NodesChanged
 from placement.autoscaling.autoscaler import Autoscaler
 from placement.cluster.cluster import Cluster
+from placement.cluster.node_types import obtainable
 from placement.simulator.nodes.disturbances import Disturbances, Kind
 from placement.simulator.nodes.provider import Machine, Provider
 from placement.simulator.world.job import SimulatedJob
@@ -191,9 +192,7 @@ class ScalingDriver(LiveDriver):
         self._released: frozenset[str] = frozenset()
         self._ready: set[str] = set()
         self._told: Cluster | None = None
-        self._obtainable = tuple(
-            each.node(f"{each.name}~{i}") for each in provider.types for i in range(each.max_nodes)
-        )
+        self._obtainable = obtainable(provider.types)
 
     def arrive(self, job: SimulatedJob, now_s: float) -> None:
         self._tell_nodes(now_s)

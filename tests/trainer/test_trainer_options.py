@@ -23,7 +23,7 @@ from elastic_ray.driver.ray_train_config import read_run, read_scaling
 from elastic_ray.driver.sharded_memory import sharded_memory
 from elastic_ray.driver.trainer import _ARGUMENTS, ElasticTrainer
 from elastic_ray.observe.trackers.callbacks import unpack_callbacks
-from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.sizes import MemoryNeed
 
 FOUR = MemoryNeed(available_bytes=4 << 30, sharded_bytes=8 << 30)  # fits from four workers on
 

@@ -167,7 +167,13 @@ class ElasticFitLoop(_FitLoop):
             batches = 0
             if place is not None:
                 place = {**place, "epoch": theirs.processed, "loops": [], "left": 0}
-        elif not within and batches and not progress.is_last_batch and _cut_short(place, self.max_steps):
+        elif (
+            not within
+            and batches
+            and not progress.is_last_batch
+            # max_steps, rather than a callback, has ended the epoch for good; another strategy does not say so
+            and (self.max_steps >= 0 if place is None else place["cut_short"])
+        ):
             theirs.processed -= 1
             within = True
             if place is not None:
@@ -383,15 +389,6 @@ def become_elastic(trainer: Any) -> None:
 def trains(trainer: Any) -> bool:
     """True if a trainer is in its training stage, not in an evaluation."""
     return trainer is not None and trainer.state.stage == RunningStage.TRAINING
-
-
-def _cut_short(place: dict[str, Any] | None, max_steps: int) -> bool:
-    """True if ``max_steps``, rather than a callback, ended the unfinished epoch for good.
-
-    Args:
-        place: Data position from the checkpoint; None if another strategy wrote it, without this information.
-    """
-    return max_steps >= 0 if place is None else bool(place["cut_short"])
 
 
 def _adapts() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -188,25 +188,14 @@ def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
 def _seed_operator(operator: Any, seed: int) -> None:
     """Set the seed of an operator in Ray Data's plan if it shuffles or samples without one."""
     theirs: Any
-    for theirs in _seeds(operator):
-        if theirs.seed is None:
+    for theirs in (getattr(operator, "seed_config", None), *(getattr(operator, "fn_args", None) or ())):
+        if isinstance(theirs, RandomSeedConfig) and theirs.seed is None:
             theirs.seed, theirs.reseed_after_execution = seed, True
     make = getattr(operator, "shuffle_config_factory", None)
-    if make is not None and _draws_anew(make):
+    made: list[Any] = [make(), make()] if make is not None else [None]  # shuffle="files" makes a new seed each time
+    if made[0] is not None and (made[0].seed is None or made[0].seed != made[1].seed):
         object.__setattr__(operator, "shuffle_config_factory", lambda: FileShuffleConfig(seed=seed))
     theirs = getattr(operator, "datasource", None)
     shuffle = getattr(theirs, "_shuffle", None)
     if shuffle == "files" or (isinstance(shuffle, FileShuffleConfig) and shuffle.seed is None):
         theirs._shuffle = FileShuffleConfig(seed=seed)
-
-
-def _seeds(operator: Any) -> Iterator[Any]:
-    """Return the seed configurations of an operator's shuffles and samples."""
-    found = getattr(operator, "seed_config", None), *(getattr(operator, "fn_args", None) or ())
-    return (each for each in found if isinstance(each, RandomSeedConfig))
-
-
-def _draws_anew(make: Any) -> bool:
-    """True if a shuffle of files has no seed or a new one each time (``shuffle="files"``)."""
-    first, second = make(), make()
-    return first is not None and (first.seed is None or first.seed != second.seed)

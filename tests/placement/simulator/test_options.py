@@ -14,8 +14,9 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.policies import GoodputPolicy, Target, registry
-from placement.simulator import InputError, Report, batch, simulate
+from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
+from placement.simulator.engine import Task
 from placement.simulator.workloads.profiles import load_profiles
 from placement.simulator.workloads.traces import Lengths, TraceJob
 from tests.placement.simulator.worlds import profiles, trace
@@ -234,7 +235,7 @@ def test_one_bad_trace_stops_all(
     jobs: list[tuple[str, float, str, int, int]],
     message: str,
 ) -> None:
-    monkeypatch.setattr(batch, "run", lambda task: pytest.fail(f"{task.trace} was simulated"))
+    monkeypatch.setattr(Task, "run", lambda task: pytest.fail(f"{task.trace} was simulated"))
     out, bad = tmp_path / "out.json", trace(tmp_path / "bad.csv", jobs)
     # The good trace comes first: it must not be simulated either.
     files = ["--trace", str(folder / "six.csv"), str(bad), "--profiles", str(folder / "profiles")]

@@ -76,12 +76,7 @@ def _sharded_twice() -> nn.Module:
             "one torch.nn.Module, but got a list of 2: shard each",
         ),
         *(
-            (
-                lambda register=register: _hooked(register),
-                {},
-                ValueError,
-                r"Linear\.weight has a hook .* never be called",
-            )
+            (lambda register=register: _hooked(register), {}, ValueError, r"Linear\.weight has a hook .* never be")
             for register in ("register_hook", "register_post_accumulate_grad_hook")
         ),
         (Net, {"mesh": None}, TypeError, "has no mesh=.*the group is the job's"),
