@@ -50,6 +50,8 @@ class AgreedChanges:
         preempted: the job stops after this step and will continue later.
         batch: batch shape to change to, None for no change.
         comparison: all ranks must compare their models in their next announcement.
+        wants_consensus: on rank 0, all ranks are to make their models identical after the next step, to save it.
+        wants_comparison: on rank 0, all ranks are to compare their models, because it has reported a checkpoint.
         ran_out: a rank ran out of memory in the current step: this rank, or, once the sums are known, any rank.
         saves: checkpoints are reported in the current group.
         reports: number of rank 0's ``report`` calls; shared because another rank, with fewer calls, may become rank 0.
@@ -68,35 +70,15 @@ class AgreedChanges:
         self.reports = 0
         self.batch: BatchChoice | None = None
         self.critical_batch: int | None = None
-        self._wants_consensus = self._consensus = False
-        self._wants_comparison = self.comparison = self.saves = False
+        self.wants_consensus = self._consensus = False
+        self.wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
-
-    def ask_for_comparison(self, wanted: bool) -> None:
-        """Request, if ``wanted``, that all ranks compare their models, because rank 0 has reported a checkpoint."""
-        self._wants_comparison = self._wants_comparison or wanted
-
-    def ask_for_consensus(self) -> None:
-        """Request that all ranks make their models identical after the next step, so that rank 0 can save."""
-        self._wants_consensus = True
-
-    def count_reports(self, reports: int) -> None:
-        """Set the number of reports in this run on this rank."""
-        self.reports = reports
-
-    def forget_ran_out(self) -> None:
-        """Clear the record of ranks out of memory, because the step is undone."""
-        self.ran_out = False
-
-    def run_out(self) -> None:
-        """Record that this rank ran out of memory."""
-        self.ran_out = True
 
     def begin(self) -> None:
         """Enter a new group and discard agreements of the previous one."""
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
-        self._wants_consensus = self._consensus = False
-        self._wants_comparison = self.comparison = self.saves = False
+        self.wants_consensus = self._consensus = False
+        self.wants_comparison = self.comparison = self.saves = False
 
     def compared(self) -> None:
         """Clear the request that all ranks compare their models."""
@@ -135,7 +117,7 @@ class AgreedChanges:
             float(wish.accum_steps) if wish else 0.0,
             float(wishes.preempting),
             float(self.reports) if rank == 0 else 0.0,
-            float(self._wants_consensus + 2 * self._wants_comparison) if rank == 0 else 0.0,
+            float(self.wants_consensus + 2 * self.wants_comparison) if rank == 0 else 0.0,
             float(self.ran_out),
             float(wishes.critical_batch) if rank == 0 else 0.0,
         ]
@@ -150,9 +132,9 @@ class AgreedChanges:
         self.reports = max(self.reports, self._heard)
         wishes = round(sums[7])
         if wishes & 1:
-            self._wants_consensus, self._consensus = False, True
+            self.wants_consensus, self._consensus = False, True
         if wishes & 2:
-            self._wants_comparison, self.comparison, self.saves = False, True, True
+            self.wants_comparison, self.comparison, self.saves = False, True, True
         self.ran_out = self.ran_out or sums[8] > 0
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))

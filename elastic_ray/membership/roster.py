@@ -70,26 +70,6 @@ class WorkerRecord:
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
-    def replace(self, wanted: bool) -> None:
-        """Mark the worker to leave once a replacement is ready, or remove the mark."""
-        self.replaced = wanted
-
-    def hold_state(self) -> None:
-        """Mark the worker as holding a trained state."""
-        self.has_state = True
-
-    def could_not_form(self) -> None:
-        """Count a planned generation with this joiner that could not be formed."""
-        self.failures += 1
-
-    def fail_in(self, generation: int) -> None:
-        """Record that a collective of this generation failed on the worker."""
-        self.failed_in = max(self.failed_in, generation)
-
-    def finish(self) -> None:
-        """Mark the worker as finished: its train function has returned."""
-        self.phase = WorkerPhase.FINISHED
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class InFlight:
@@ -122,10 +102,6 @@ class InFlight:
         """Record that a worker has entered the generation."""
         self.pauses[told.worker] = told.pause
         self.proof = self.proof or told.proof
-
-    def take_effect(self, now_s: float) -> None:
-        """Record when the first worker entered the generation."""
-        self.effective_s = now_s
 
 
 def number(worker: str) -> int:

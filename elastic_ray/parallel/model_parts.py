@@ -151,7 +151,7 @@ class ModelParts:
             for each, groups in zip(optimizers, ranges, strict=True)
         ]
         several = len(parts) > 1
-        tracker.read_from(JointDenominators(parts) if several else parts[0].denominators)
+        tracker.source = JointDenominators(parts) if several else parts[0].denominators
         sync = GradientEngine(
             run,
             module,
@@ -228,7 +228,7 @@ class ModelParts:
         collectives = ShardCollectives(run, self._number, shard_size_of(module))
         shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
         denominators = RowDenominators(optimizer, shards)
-        self._statistics.noise.read_from(denominators)
+        self._statistics.noise.source = denominators
         moved = MovedRows(optimizer, shards, self._statistics.meter)
         statistics = ShardStatistics(
             run, module, self._trainable, shards, collectives, self._statistics, denominators, moved

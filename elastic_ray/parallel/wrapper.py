@@ -197,7 +197,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         else:
             session.stragglers.ask(watched)
         if not fold_random:
-            session.registry.keep_random()
+            session.registry.folds_random = False
         try:
             kept = self._join_run(whole, nonfinite, strategy)
             self._steps = self._steps_of(kept, rules, nonfinite, session.adaptation.runner)
@@ -489,7 +489,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Request at least two samples per rank if BatchNorm in training mode would raise for one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
-            self._run.registry.ask_for_shares(LEAST_HALF)
+            self._run.registry.least_share = max(self._run.registry.least_share, LEAST_HALF)
 
     def _check_batch(self) -> None:
         """Require the gradient statistics that an adaptive batch needs."""
@@ -534,7 +534,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if larger or (step is not None and id(own.optimizer) in self._untried):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
             untouched = Untouched(own.optimizer, params)
-        ledger.begin_update()
+        ledger.updating = True
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
             result = self._update(own, apply, **kwargs)
@@ -543,7 +543,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
             if not lost or not self._lose_step():
                 raise
-            ledger.cancel_update()
+            ledger.updating = False
             let_go(error)
             return value
         finally:

@@ -179,18 +179,6 @@ class Registry:
         self.saves: Callable[[], bool] = lambda: False  # whether this worker has something to save
         self.folds_random = True  # torch's generators become each rank's own with the first epoch
 
-    def save_when(self, due: Callable[[], bool]) -> None:
-        """Set the function that returns True if this worker has something to save."""
-        self.saves = due
-
-    def ask_for_shares(self, least: int) -> None:
-        """Request that no worker train with fewer than ``least`` samples at once, if possible."""
-        self.least_share = max(self.least_share, least)
-
-    def keep_random(self) -> None:
-        """Leave torch's random generators as user code has seeded them."""
-        self.folds_random = False
-
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Register ``hook`` to be called at every such point."""
         self.hooks[point].append(hook)

@@ -128,10 +128,6 @@ class Run:
             is_last_epoch=lambda: self.states.progress.in_last_epoch,
         )
 
-    def mark_synced(self) -> None:
-        """Mark this worker as having joined the job."""
-        self.synced = True
-
     @property
     def speaks(self) -> bool:
         """True if this worker represents its unit towards the job, or is a rank by itself."""
@@ -204,7 +200,7 @@ class Run:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
         if self.group.world_size == 1 or (together and self.models == 1):
-            self.agreed.run_out()
+            self.agreed.ran_out = True
             if self.group.world_size == 1:
                 self.ledger.fail(RAN_OUT)
             return True
@@ -238,7 +234,7 @@ class Run:
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Use another batch shape from the next step on; None for the loader's own."""
-        self.states.set_shape(shape)
+        self.states.shape = shape
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
 

@@ -255,7 +255,7 @@ class GroupChanges:
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
             rows = communicator.gather_ints([registry.least_share, int(gives_back)])
-            registry.ask_for_shares(max(least for least, _ in rows))
+            registry.least_share = max(registry.least_share, *(least for least, _ in rows))
             run.shares.enter(
                 communicator, wanted=all(gives for _, gives in rows), called_off=lambda: self._membership.voided
             )
@@ -301,7 +301,7 @@ class GroupChanges:
                 "bytes": sum(each.numel() * each.element_size() for each in tensors.values()),
             },
         )
-        progress.link(link)
+        progress.proof = link.link
         return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
@@ -480,7 +480,7 @@ class UserCollectives:
                     "discarded: the results between two passes over loaders exceeded 256 MiB"
                 )
             announced = Announced(Intent.COLLECTIVE, 1 + number % _NUMBERS, digest((what, detail)), what)
-            self._progress.meet()
+            self._progress.meeting = True
             try:
                 content = self._carried_out(announced, perform, alone)
             except CommunicationFailedError as error:

@@ -188,7 +188,7 @@ class LoaderPasses:
 
     def end_epoch(self) -> None:
         """End the epoch, including passes whose iterators still wait for their ``next``."""
-        self._run.ledger.abandon_all()
+        self._run.ledger.abandoned = self._run.ledger.depth
         self.settle()
         self._adaptation.end_epoch()
         self._run.states.progress.keep_sums()
@@ -255,7 +255,7 @@ class LoaderPasses:
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
             if step.leads and trained:
-                run.states.progress.note_fit(max(map(max, step.sizes)))
+                run.states.progress.fits = max(run.states.progress.fits, *map(max, step.sizes))
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
@@ -317,7 +317,7 @@ class LoaderPasses:
             return self._lose_round(str(error), abandoned=abandoned)
         ledger.end_round(run.tally.take(ended))
         if ended.trained and ended.last.leads:
-            run.states.progress.note_fit(max(map(max, ended.last.sizes)))
+            run.states.progress.fits = max(run.states.progress.fits, *map(max, ended.last.sizes))
         self._stepped_in = run.group.generation
         if self._conclude(ended.last, trained=ended.trained, ended=ended) and not ends_pass:
             self._changes.between_steps(ended.last.can_switch)
@@ -486,7 +486,7 @@ class LoaderPasses:
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
         """Undo a step in which a worker ran out of memory, and draw its batch again in smaller micro-batches."""
         run = self._run
-        run.agreed.forget_ran_out()
+        run.agreed.ran_out = False
         run.sums.undo_beyond(run.ledger.depth)
         run.ledger.undo(step)
         run.ledger.clear_failure()

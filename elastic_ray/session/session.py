@@ -213,7 +213,7 @@ class Session:
         self.controller.ready(info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
-        self.run.mark_synced()
+        self.run.synced = True
         self._steps_at_join = self.progress.steps
         if self.registry.folds_random:
             fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
@@ -266,7 +266,7 @@ class Session:
         """
         self.in_epochs = True
         self.sync_point()
-        self.progress.declare_epochs(epochs)
+        self.progress.epochs = epochs
 
     def enter_loop(self) -> PassProgress:
         """Enter the next loader pass of this epoch, at the position that it has already reached.
@@ -298,18 +298,18 @@ class Session:
 
     def count_report(self, *, saves: bool = False) -> int:
         """Count a call of ``report`` and return its number in the run; ``saves`` if it has a checkpoint."""
-        self.run.agreed.ask_for_comparison(saves)
+        self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.tell_once("warning", UNRECORDED, 0)
         reports = self.progress.count_report(self.run.agreed.reports)
-        self.run.agreed.count_reports(reports)
+        self.run.agreed.reports = reports
         return reports
 
     def may_save(self) -> bool:
         """True if all ranks hold this rank's model; if not, request that they do after the next step."""
         settled = self.registry.settled
         if not settled:
-            self.run.agreed.ask_for_consensus()
+            self.run.agreed.wants_consensus = True
         return settled
 
     @property

@@ -311,22 +311,6 @@ class RunProgress:
         values = {names.get(name, name): value for name, value in state.items()}
         return cls(**{**values, "passes": [PassProgress(**each) for each in values["passes"]]})
 
-    def link(self, link: Link) -> None:
-        """Append the proof of a change of group."""
-        self.proof = link.link
-
-    def meet(self) -> None:
-        """Record that user code has entered its next collective."""
-        self.meeting = True
-
-    def note_fit(self, samples: int) -> None:
-        """Record the number of samples processed at once that fitted into memory in a committed training step."""
-        self.fits = max(self.fits, samples)
-
-    def declare_epochs(self, epochs: int | None) -> None:
-        """Declare the number of epochs that the loop runs; None if the loop does not say."""
-        self.epochs = epochs
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:

@@ -116,10 +116,6 @@ class SharedState:
         self._round_lost = False  # its steps are to be undone, unless another rank has committed them
         self._copies = Remembered()  # of all states, as the round in progress found them
 
-    def set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape; None for the loader's own."""
-        self.shape = shape
-
     def register(self, key: str, state: Stateful) -> None:
         """Add ``state`` to the states that joiners receive. Raises ValueError: The key already exists."""
         if key in self._states:

@@ -117,22 +117,6 @@ class StepLedger:
         self._counts_one = False
         self._replay: Replay | None = None
 
-    def mark_reduced(self) -> None:
-        """Mark that a gradient reduction of this step has completed."""
-        self.reduced = True
-
-    def abandon_all(self) -> None:
-        """Abandon all passes whose iterators still wait for their ``next`` at the end of the epoch."""
-        self.abandoned = self.depth
-
-    def cancel_update(self) -> None:
-        """Cancel the update of a lost step, in which the optimizer changed nothing."""
-        self.updating = False
-
-    def begin_update(self) -> None:
-        """Start an update, which :meth:`applied` ends; if it fails half-way, this rank's state is inconsistent."""
-        self.updating = True
-
     @property
     def accumulating(self) -> bool:
         """True if the current micro-step leaves its gradients to a later micro-step of the same step."""

@@ -239,7 +239,7 @@ class StateSaver:
         logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
         self._unseen = self._unseen + 1 if error.unseen else 0
         if self._unseen >= _UNSEEN:
-            self._saving.give_up()
+            self._saving.given_up = True
             self._refused = True
             self._session.tell(
                 "storage",

@@ -336,7 +336,7 @@ class Worker:
             saving=session.registry.saving,
             workers=lambda: tuple(member.worker for member in session.group.members),
         )
-        session.registry.save_when(saver.is_due)
+        session.registry.saves = saver.is_due
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         session.registry.add_hook(HookPoint.CHECKPOINT_ASKED, saver.ask)
         return saver

@@ -224,18 +224,18 @@ def test_the_batch_is_the_first_ranks_wish_alone(accum_steps: int) -> None:
 
 def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
     ranks = [_agreed(), _agreed()]
-    ranks[0].ask_for_consensus()
+    ranks[0].wants_consensus = True
     _summed(*ranks)
     assert [each.take_consensus() for each in ranks] == [True, True]
     assert not ranks[0].take_consensus() and not ranks[0].comparison and not ranks[0].saves
-    ranks[0].ask_for_comparison(True)
+    ranks[0].wants_comparison = True
     _summed(*ranks)
     assert [(each.comparison, each.saves, each.take_consensus()) for each in ranks] == [(True, True, False)] * 2
     ranks[0].comparison = False
     _summed(*ranks)
     assert not ranks[0].comparison and ranks[1].comparison, "each rank notes its own"
     assert _summed(*ranks)[7] == 0.0
-    ranks[1].ask_for_consensus()
+    ranks[1].wants_consensus = True
     assert _summed(*ranks)[7] == 0.0, "only the first rank's wish counts"
     ranks[1].generation, ranks[1].batch = 4, BatchChoice(atomic_bsz=1)
     ranks[1].begin()
@@ -244,11 +244,11 @@ def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
 
 def test_reports_are_the_first_rank_s_and_never_fewer() -> None:
     ranks = [_agreed(), _agreed()]
-    ranks[0].count_reports(3)
-    ranks[1].count_reports(9)
+    ranks[0].reports = 3
+    ranks[1].reports = 9
     assert _summed(*ranks)[6] == 3.0
     assert [each.reports for each in ranks] == [3, 9]
-    ranks[0].count_reports(0)
+    ranks[0].reports = 0
     _summed(*ranks)
     assert [each.reports for each in ranks] == [3, 9]
 
@@ -256,7 +256,7 @@ def test_reports_are_the_first_rank_s_and_never_fewer() -> None:
 @pytest.mark.parametrize("first_reports", [False, True])
 def test_third_report_elsewhere_is_noticed_unless_the_first_reports(first_reports: bool) -> None:
     ranks = [_agreed(), _agreed()]
-    ranks[0].count_reports(int(first_reports))
+    ranks[0].reports = int(first_reports)
     _summed(*ranks)
     assert [ranks[1].is_unrecorded() for _ in range(4)] == [False, False, not first_reports, False]
 
@@ -558,7 +558,7 @@ def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     assert writer.asked == 1 and nobody.values(0, 2)[2:] == [0.0, 0.0]
     nobody.begin()
     assert writer.begun == 1
-    nobody.give_up()
+    nobody.given_up = True
     nobody.prepare(0, 2)
     assert writer.asked == 1 and not nobody.together and nobody.values(0, 2) == (0.0, 0.0, 0.0, 1.0)
 

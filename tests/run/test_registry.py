@@ -162,7 +162,7 @@ def test_a_run_is_checked_before_its_first_group() -> None:
 def test_models_are_made_one_and_saved_before_a_change() -> None:
     noted = Noted()
     noted.announce(2)
-    noted.session.run.agreed.ask_for_consensus()
+    noted.session.run.agreed.wants_consensus = True
     saved = ["collapse", "buffers of group 1", "prepare to save", HookPoint.BETWEEN_STEPS.name]
     entered = [each.replace("group 1", "group 2") for each in ENTERED]
     assert noted.between_steps() == [*saved, "before change of group 1", *entered]

@@ -234,7 +234,7 @@ def test_all_ranks_know_what_rank_0_sent_in_float32(step: int, variance: bool, n
         assert meter.known.norms == (
             GradientNorms(step=step, gradients=(2.0, 3.0), updates=(0.5, 0.25)) if norms else None
         )
-    other.follow_first()
+    other.own = other.known
     assert other.shared_values() == first.shared_values(), "should it become rank 0"
     first.enter_group()
     assert first.known.variance is None and first.known.norms is None

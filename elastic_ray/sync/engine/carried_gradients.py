@@ -48,18 +48,10 @@ class CarriedGradients:
         self.watched: torch.Tensor | None = None
         self._last: weakref.ref[torch.Tensor] | None = None  # the first gradient of the last update
         self._last_version = 0
-        self._applied = False  # the optimizer has stepped in the step in progress
+        self.applied = False  # the optimizer has stepped in the step in progress
         self._updated: tuple[weakref.ref[torch.Tensor], int] | None = None  # a gradient that the last update has left
         self._beneath = False  # the present gradients were added to it
         self._alike = False  # all ranks have come by an update in the present group
-
-    def mark_reduced(self) -> None:
-        """Mark all accumulated gradients as equal on all ranks."""
-        self.local = False
-
-    def note_applied(self) -> None:
-        """Record that the optimizer applied the gradients in the current step."""
-        self._applied = True
 
     @property
     def is_open(self) -> bool:
@@ -137,7 +129,7 @@ class CarriedGradients:
 
     def remember(self) -> Any:
         """Return what is needed to undo the step that starts now; None if nothing is accumulated."""
-        self._asked = self._applied = False
+        self._asked = self.applied = False
         if not self._steps:
             return None
         self._left_behind = self._behind
@@ -147,7 +139,7 @@ class CarriedGradients:
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step; if the optimizer already applied it, nothing is carried."""
-        if remembered is None or self._applied:
+        if remembered is None or self.applied:
             self._take(0, {})
             return
         steps, local, gradients = remembered

@@ -337,7 +337,7 @@ class GradientEngine(Participant):
 
     def applied(self) -> None:
         """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""
-        self._carried.note_applied()
+        self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
             self._drift.note_update()

@@ -257,7 +257,7 @@ class Reduction:
         self.owing: Sequence[OwingOperation] = ()
         self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
         self._plain = False
-        self._asked = False  # the optimizer was, after the last pass
+        self.asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
         self.written: set[int] = set()  # positions of buckets whose sums are in ``.grad`` already
         # sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is finite;
@@ -265,10 +265,6 @@ class Reduction:
         self.totals: list[torch.Tensor] = []
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
-
-    def asked(self) -> None:
-        """Record that the optimizer was asked to step."""
-        self._asked = True
 
     def begin_step(self, steps: int) -> bool:
         """Start a step.
@@ -298,7 +294,7 @@ class Reduction:
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
-            self._asked, self._finite, self.written = False, None, set()
+            self.asked, self._finite, self.written = False, None, set()
             for owing in self.owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
         operation, bucket = layout.operations[index], layout.buckets[index]
@@ -413,14 +409,14 @@ class Reduction:
 
     def applied(self) -> None:
         """Commit the state that the last pass left in operations; losing the step later does not change it."""
-        self._asked = False
+        self.asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
         """End the previous step: commit or void its operations."""
-        if self._asked:  # and has not stepped: it had, before the step was drawn again
+        if self.asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
         for operation in self._layout.operations:
@@ -429,7 +425,7 @@ class Reduction:
 
     def void(self) -> None:
         """Discard the state that the last passes left in operations."""
-        self._asked = False
+        self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
             operation.void()
@@ -478,7 +474,7 @@ class StepWeights:
             total = sum(map(sum, counts))
             self.factor = step.count / total if total > 0 else 0.0
             self._statistics.scale_carried(self.factor)
-            step.take_counts(counts)
+            step.counts = counts
         return self._group.share(step)
 
     @torch.no_grad()
@@ -527,7 +523,7 @@ def refuse_weights(step: LoaderStep | None) -> None:
     Raises RuntimeError: the loop has set a weight for the step's micro-batch.
     """
     if step is not None:
-        step.begin_backward()
+        step.backward = step.micro
     if step is not None and step.weighed:
         raise RuntimeError(
             "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "

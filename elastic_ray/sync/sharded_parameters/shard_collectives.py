@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.operations.gradient_checks import Finiteness
-from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
+from elastic_ray.sync.sharded_parameters.row_layout import layout_of
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -80,10 +80,6 @@ class ShardCollectives:
         self._joins = False  # this rank has no sample, and all know what comes next
         self.finiteness = Finiteness()
         self.weight = 1.0
-
-    def follow_in(self, layout: Layout) -> None:
-        """Use the followers of this layout from now on; its owners are the same."""
-        self.layout = layout
 
     def follow(self, entered: Callable[[], None]) -> None:
         """Set a function to be called before each collective that torch requests."""

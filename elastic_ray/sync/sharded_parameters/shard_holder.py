@@ -212,7 +212,7 @@ class ShardHolder:
             group.communicator.gather_ints([1])
         held.keep(made)
         self._layout, self._rank = layout, group.rank
-        self._collectives.follow_in(layout)
+        self._collectives.layout = layout
         self._target, self.settles = target, True  # shards are to be moved or copied yet, on all ranks alike
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
@@ -247,7 +247,7 @@ class ShardHolder:
             held.keep(held.shards | made)
             group.communicator.gather_ints([1], with_gradients=True)  # as above
             self._layout = target
-            self._collectives.follow_in(target)
+            self._collectives.layout = target
         held.keep({each: apart(held.shards[each], values=each != mine[0]) for each in mine})
         self.settles = False
 

@@ -207,7 +207,7 @@ class ShardedGradients(Participant):
             self._micro_steps.forget()
             self._run.ledger.mark_training()
         self._micro_steps.begin_pass(step)
-        step.begin_backward()
+        step.backward = step.micro
         self._waits = True
 
     @property
@@ -279,7 +279,7 @@ class ShardedGradients(Participant):
         self._leave_out_unused(counts)
         if complete:
             consensus.conclude(sums[: consensus.control_size], group.world_size)
-            run.ledger.mark_reduced()
+            run.ledger.reduced = True
 
     def _fail(self, cause: str) -> None:
         """Mark the step as failed; raises CommunicationFailedError outside of steps."""

@@ -99,7 +99,7 @@ class GradientStatistics:
         if len(values) > noise:
             self.meter.take_shared(values[noise:])
             if not first:
-                self.meter.follow_first()
+                self.meter.own = self.meter.known
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class NoiseTracker:
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
         self._optimizer = optimizer
-        self._source: StatesSource | None = None
+        self.source: StatesSource | None = None
         self.groups, self.shared_size = groups, 2 * groups + 2
         self._every: int | None = None
         self._smoothed = SmoothedNoise()
@@ -100,10 +100,6 @@ class NoiseTracker:
         self.counted_elsewhere: list[str] | None = None
         self.looks = True
         self._left_out_at = -2  # steps committed when the list has changed
-
-    def read_from(self, source: StatesSource) -> None:
-        """Read the optimizer's groups and states from ``source``, because the optimizer may not hold all of them."""
-        self._source = source
 
     @property
     def signal(self) -> NoiseSignal:
@@ -129,11 +125,11 @@ class NoiseTracker:
         self._step = step
         if self.adam_like is None:
             self.learn_kind()
-        return self._source is None or self._source.idle or not self._source.outdated
+        return self.source is None or self.source.idle or not self.source.outdated
 
     def learn_kind(self) -> None:
         """Find out the optimizer's kind, once it has a state."""
-        source = self._source
+        source = self.source
         if source is None or source.idle:
             self.adam_like = is_adam_like(self._optimizer) if self._optimizer.state else None
         elif source.state:
@@ -143,7 +139,7 @@ class NoiseTracker:
         """Return the optimizer's current factors for the bucket's gradients; None if it is not Adam-like."""
         if not self.adam_like:
             return None
-        source: Any = self._source or self._optimizer
+        source: Any = self.source or self._optimizer
         if bucket.index not in self._preconditioners:
             self._preconditioners[bucket.index] = BucketPreconditioner()
         return self._preconditioners[bucket.index].at(self._step, lambda: bucket.preconditioner(source))
