@@ -19,9 +19,9 @@ from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.context import JobContext, ReportIntake
 from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
+from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.shutdown import JobShutdown, Notifier
 from elastic_ray.job.starter import JobStarter
-from elastic_ray.job.state_note import Preemption
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note

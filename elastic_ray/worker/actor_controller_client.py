@@ -19,6 +19,7 @@ from elastic_ray.checkpoints.object_store import put_checkpoint
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.tracker_files import TrackerFiles
+from elastic_ray.communication.bootstrap import BootstrapCall, call_mac
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.run.current import WorkerDismissed
@@ -50,6 +51,7 @@ _POLL_S = 0.1
 _PAUSE_S = 2e-3
 _ENDED = "its controller has ended"
 _MOST_REPORTED = 2000
+_ON_THE_WAY_S = 2.0
 _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the latest
 
 
@@ -332,3 +334,35 @@ class HeartbeatThread:
         self._stop.set()
         self._link.wanted.set()
         self._thread.join(timeout=5.0)
+
+
+class ControllerCaller:
+    """Caller of the controller's bootstrap method, through which a new generation's members exchange values."""
+
+    def __init__(self, assignment: Assignment, generation: int) -> None:
+        self._controller = assignment.controller
+        self._worker = assignment.worker
+        self._generation = generation
+        self._mac = call_mac(assignment.secret, generation, assignment.worker)
+        self._told: list[Any] = []
+
+    def tell(self, values: Mapping[str, bytes]) -> None:
+        """Publish values to the other members without waiting; a refusal raises in the next :meth:`ask`."""
+        self._told.append(self._call(tells=values))
+
+    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Publish ``tells``, and return all known values once ``keys`` are known or ``wait_s`` has passed.
+
+        Raises RuntimeError if the controller does not answer, or refuses the call.
+        """
+        try:
+            call = self._call(tells=tells, wants=keys, wait_s=wait_s)
+            known: Mapping[str, bytes] = ray.get(call, timeout=wait_s + _ON_THE_WAY_S)
+        except RayError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise RuntimeError(f"its controller does not connect it to the other workers: {lines[-1]}") from error
+        return known
+
+    def _call(self, **fields: Any) -> Any:
+        call = BootstrapCall(generation=self._generation, worker=self._worker, mac=self._mac, **fields)
+        return self._controller.bootstrap.remote(call)

@@ -35,8 +35,7 @@ from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
 from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.worker import train_loop
-from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
-from elastic_ray.worker.bootstrap_caller import ControllerCaller
+from elastic_ray.worker.actor_controller_client import ActorControllerClient, ControllerCaller, HeartbeatThread
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
 from elastic_ray.worker.error_origin import origin_of
 from elastic_ray.worker.messages import (

@@ -192,7 +192,7 @@ def _seed_operator(operator: Any, seed: int) -> None:
         if isinstance(theirs, RandomSeedConfig) and theirs.seed is None:
             theirs.seed, theirs.reseed_after_execution = seed, True
     make = getattr(operator, "shuffle_config_factory", None)
-    made = [make(), make()] if make is not None else [None]  # shuffle="files" makes a new seed each time
+    made: list[Any] = [make(), make()] if make is not None else [None]  # shuffle="files" makes a new seed each time
     if made[0] is not None and (made[0].seed is None or made[0].seed != made[1].seed):
         object.__setattr__(operator, "shuffle_config_factory", lambda: FileShuffleConfig(seed=seed))
     theirs = getattr(operator, "datasource", None)
