@@ -11,8 +11,7 @@ from elastic_ray.stragglers.detection import RESPONSES, Response, StragglerConfi
 from elastic_ray.unit import Unit, check_size
 from placement.arguments import NamesArguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
 
 _SWITCHES = (

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
     from placement.cluster.cluster import Cluster, Node
     from placement.cluster.jobs import JobView
-    from placement.cluster.memory_need import MemoryNeed
     from placement.cluster.node_types import NodeType
+    from placement.cluster.sizes import MemoryNeed
     from placement.errors import InputError
     from placement.planning.tenants import Tenant
     from placement.policies.shared.base import Policy, Target
@@ -30,7 +30,7 @@ _HOMES = {
     "placement.autoscaling.autoscaler": "AutoscalerConfig Autoscaling",
     "placement.cluster.cluster": "Cluster Node",
     "placement.cluster.jobs": "JobView",
-    "placement.cluster.memory_need": "MemoryNeed",
+    "placement.cluster.sizes": "MemoryNeed",
     "placement.cluster.node_types": "NodeType",
     "placement.errors": "InputError",
     "placement.planning.tenants": "Tenant",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from elastic_ray.state.plain_metrics import plain_metrics
-from elastic_ray.sync.naming import NAMED
+from elastic_ray.sync.builders import NAMED
 from elastic_ray.sync.spec import TOPOLOGIES, Strategy
 
 

@@ -271,7 +271,7 @@ class BatchPlanner:
             limits = dataclasses.replace(limits, max_batch_size=bound)
         self.loader = dataclasses.replace(loader, limits=limits)
         for tuner in self._tuners.values():
-            tuner.limits = limits
+            tuner.set_limits(limits)
 
     def _learn(self, report: StepReport) -> None:
         """Pass the report to the tuner of the GPU type on which it was measured."""

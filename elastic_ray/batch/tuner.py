@@ -118,6 +118,10 @@ class BatchTuner:
         self._tried = False
         self._watch = GrowthWatch(limits.init_batch_size)
 
+    def set_limits(self, limits: BatchLimits) -> None:
+        """Use these limits from now on, because samples have a different length than assumed."""
+        self.limits = limits
+
     @property
     def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
         """Current bounds of the local batch, for ``GoodputModel.best``; None = no bounds."""

@@ -40,17 +40,25 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._called_off, self._caller, self._rank, self._world_size = called_off, caller, rank, world_size
         self._timeout_s = timeout_s
         self._until_s = time.monotonic() + timeout_s
-        self.stays_open = False  # each wait has a timeout of its own: NCCL connects two ranks when they first send
+        self._stays_open = False  # each wait has a timeout of its own: NCCL connects two ranks when they first send
         self._known: dict[str, bytes] = {}
         self.told: dict[str, bytes] = {}  # what this member has set
-        self.waits = True  # who sets something waits for something next, as gloo does: then one call does both
+        self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
         self._untold: dict[str, bytes] = {}
+
+    def tell_at_once(self) -> None:
+        """Publish values immediately from now on, instead of with the next wait."""
+        self._waits = False
+
+    def stay_open(self) -> None:
+        """Give each wait its own timeout from now on, because NCCL connects two ranks only when they first send."""
+        self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
         """Publish a value."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
-        if self.waits:
+        if self._waits:
             self._untold[key] = content
         else:
             self._caller.tell({key: content})
@@ -65,7 +73,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
 
         Raises RuntimeError: they did not arrive in time, or the controller refuses to answer.
         """
-        until_s = time.monotonic() + self._timeout_s if self.stays_open else self._until_s
+        until_s = time.monotonic() + self._timeout_s if self._stays_open else self._until_s
         if timeout is not None:
             until_s = min(until_s, time.monotonic() + timeout.total_seconds())
         while missing := tuple(key for key in keys if key not in self._known):

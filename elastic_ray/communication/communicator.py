@@ -107,7 +107,7 @@ class Communicator:
                 self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
                 refuse_connections(store.told.values())
-                store.waits = False  # NCCL's first rank tells, and asks for nothing
+                store.tell_at_once()  # NCCL's first rank tells, and asks for nothing
             for backend in (self._gloo, gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
@@ -117,7 +117,7 @@ class Communicator:
                 connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
                 self._nccl = self._gradient_backends["cuda"] = forming
                 if isinstance(store, BootstrapStore):
-                    store.stays_open = True
+                    store.stay_open()
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
@@ -259,6 +259,13 @@ class Communicator:
         self.traffic["all_to_all"] += tensor.nbytes
         options, splits = dist.AllToAllOptions(), (list(output_splits), list(input_splits))
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose operations succeed or fail as one on all workers of a unit; one agreement covers all.
+
+        Code in it must use no collective of the unit itself.
+        """
+        return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
         """Start sending ``tensor`` to one rank; returns the work for :meth:`wait_all`."""

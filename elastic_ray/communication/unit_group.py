@@ -159,9 +159,9 @@ class UnitCommunicator(Communicator):
         self._alone = False
 
     @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """Make the operations within this context succeed on all workers of the unit, or on none."""
-        if self._alone or torch._C._current_graph_task_id() != -1:
+        if self._alone or self.world_size == 1 or torch._C._current_graph_task_id() != -1:
             yield
             return
         self._alone, well = True, False
@@ -177,12 +177,12 @@ class UnitCommunicator(Communicator):
 
     def wait(self, work: Any, *, patience_s: float = 0.0, since_s: float | None = None) -> bool:
         """Wait for a started operation, ignoring ``patience_s``: the clock must not make workers behave differently."""
-        with self._agreeing():
+        with self.together():
             return super().wait(work, since_s=since_s)
 
     def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
         """Wait for sends and receives."""
-        with self._agreeing():
+        with self.together():
             super().wait_all(works, batched)
 
     def waited_briefly(self, work: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -79,6 +79,10 @@ class AgreedChanges:
         self.generation, self.batch, self.ran_out, self.critical_batch = 0, None, False, None
         self.wants_consensus = self._consensus = False
         self.wants_comparison = self.comparison = self.saves = False
+
+    def compared(self) -> None:
+        """Clear the request that all ranks compare their models."""
+        self.comparison = False
 
     def take_consensus(self) -> bool:
         """Return True if all ranks must make their models identical now, and clear the request."""
@@ -275,7 +279,8 @@ class RankConsensus:
         self._replicas.begin()
         self._changes.begin()
         for part in self._parts:
-            part.begin()
+            if part.resting is None:
+                part.begin()
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Announce this rank's next action to the other ranks; call :meth:`agreed` before starting its collectives.
@@ -293,7 +298,7 @@ class RankConsensus:
             fingerprint = plan.fingerprint
         elif self._compares(what):
             fingerprint = self._replicas.fingerprint(self._position.state.progress.steps)
-            self._changes.comparison = False
+            self._changes.compared()
         self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
@@ -346,15 +351,6 @@ class RankConsensus:
         self.announcer.done()
         return sums
 
-    @property
-    def in_phase(self) -> bool:
-        """True while announced collectives have not all been started, as within a backward pass."""
-        return self.announcer.in_phase
-
-    def interject(self, what: Announced) -> None:
-        """Announce a collective in the middle of others; see :meth:`Announcer.interject`."""
-        self.announcer.interject(what)
-
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
         """Announce that this rank no longer needs other ranks; see :meth:`Announcer.announce_finished`.
 
@@ -366,14 +362,6 @@ class RankConsensus:
         if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
-
-    def reductions_started(self) -> None:
-        """Record that all announced reductions have been started."""
-        self.announcer.done()
-
-    def wait(self, work: Any) -> None:
-        """Wait for a reduction; see :meth:`Announcer.wait`."""
-        self.announcer.wait(work)
 
     @property
     def control_size(self) -> int:

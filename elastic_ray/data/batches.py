@@ -225,7 +225,11 @@ class _PlannedBatches:
     def __init__(self) -> None:
         self._plan: Callable[[], Iterator[tuple[int, list[int]]]] = lambda: iter(())
         self._epoch = 0
-        self.tells_epochs = False
+        self._tells_epochs = False
+
+    def tell_epochs(self) -> None:
+        """Attach the epoch and position to every batch of indices."""
+        self._tells_epochs = True
 
     def plan(self, epoch: int, batches: Callable[[], Iterator[tuple[int, list[int]]]]) -> None:
         """Set the batches to draw from now on; ``batches`` yields each one with the position of its first sample."""
@@ -233,7 +237,7 @@ class _PlannedBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self._epoch
-        if self.tells_epochs:
+        if self._tells_epochs:
             return (EpochBatch(epoch, first, batch) for first, batch in self._plan())
         return (batch for _, batch in self._plan())
 
@@ -436,7 +440,7 @@ def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, see
     if workers or fetching.on_epoch is not None:
         if workers:
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-        indices.tells_epochs = True
+        indices.tell_epochs()
         sets_epoch, own = fetching.persistent_workers, seed if workers else None
         dataset = FollowsEpochs(dataset, fetching.on_epoch, sets_epoch=sets_epoch, seed=own)
     return DataLoader(dataset, batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0, **options)

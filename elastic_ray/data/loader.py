@@ -254,7 +254,7 @@ class AdaptiveDataLoader(ResumableLoader):
             raise TypeError(f"loader.weigh(n) takes a number (of a tensor its .item()), but got {count!r}")
         if not 0 <= count < math.inf:
             raise ValueError(f"loader.weigh(n) takes a number of 0 or more, but got {count}")
-        step = self._session.passes.step
+        step = self._session.ledger.step
         if step is None or self._reading is None or step.loader_pass is not self._reading[0]:
             raise RuntimeError("loader.weigh(n) is for the body of a loop over this loader, once for each micro-batch")
         step.weigh(float(count))
@@ -404,11 +404,12 @@ class AdaptiveDataLoader(ResumableLoader):
                     raise replaced_error()
                 if session.passes.edge(loader_pass, ends_pass=joined_later and self.on_last_batch):
                     self._source.commit()
-                    if session.passes.ended_early(loader_pass):
+                    if session.passes.ended_early is loader_pass:
                         break
             total = self._pass_total(loader_pass)
         except GeneratorExit:
-            self._session.passes.abandon(loader_pass)
+            # By break or by an exception: only after break does the program go on, and the step is committed then.
+            self._session.ledger.abandon(loader_pass)
             raise
         finally:
             self._end_reading(loader_pass)
@@ -433,12 +434,12 @@ class AdaptiveDataLoader(ResumableLoader):
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
 
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-        step: Any = self._session.passes.step  # begun when its batches were cut
+        step: Any = self._session.ledger.step  # begun when its batches were cut
         for micro, fetch in enumerate(batches):
             step.begin_micro(micro)
             yield self._session.passes.fetched(fetch) if self._session.run.meter.on else fetch()
-            if micro < len(batches) - 1:
-                self._session.passes.end_micro_step(step)
+            if micro < len(batches) - 1 and not step.halved:
+                self._session.run.clock.micro()
 
     def _epoch(self) -> int:
         """Return the epoch that determines the order: one per pass in a loop without ``remaining_epochs_until``."""

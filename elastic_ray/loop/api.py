@@ -70,7 +70,7 @@ def _run_after(earlier: Session) -> Session:
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
-    earlier.replaced = True
+    earlier.mark_replaced()
     earlier.registry.call(HookPoint.REPLACED)
     set_session(session)
     for join in earlier.registry.loaders.late():

@@ -99,7 +99,9 @@ class Epochs:
         except GeneratorExit:
             pass  # the loop was left by break or return
         if session_of_thread() is self._session:
-            self._session.leave_epochs()
+            run = self._session.run  # which records this rank's state before later code changes it
+            if run.synced and run.group.world_size > 1:
+                run.replicas.leave(run.progress.steps, run.progress.loader_steps)
 
 
 def remaining_epochs_until(epochs: int) -> Iterator[int]:

@@ -260,7 +260,7 @@ class GenerationChanges(Roster):
         if flight is None or flight.spec.generation != generation or self._hope is not None:
             return
         if flight.begun:
-            flight.could_not_form(told.worker)
+            flight.failed.add(told.worker)
             if self._suspicion is None and not self.silent(flight):
                 self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
             return

@@ -51,10 +51,6 @@ class WorkerRecord:
         """Number of the worker; older workers have lower numbers."""
         return number(self.worker)
 
-    def replace(self, wanted: bool) -> None:
-        """Mark the worker to leave once a replacement is ready, or remove the mark."""
-        self.replaced = wanted
-
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
         """Enter a phase."""
         self.phase, self.since_s = phase, now_s
@@ -73,10 +69,6 @@ class WorkerRecord:
         """Make the worker a member of a generation; ``others``: the generation continues from other workers' state."""
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
-
-    def finish(self) -> None:
-        """Mark the worker as finished: its train function has returned."""
-        self.phase = WorkerPhase.FINISHED
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -110,10 +102,6 @@ class InFlight:
         """Record that a worker has entered the generation."""
         self.pauses[told.worker] = told.pause
         self.proof = self.proof or told.proof
-
-    def could_not_form(self, worker: str) -> None:
-        """Record that a worker could not form the generation's group."""
-        self.failed.add(worker)
 
 
 def number(worker: str) -> int:

@@ -212,20 +212,14 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
-        if len(optimizers_of(self._optimizer)) > 1:
-            raise StrategyError(
-                "several optimizers of a sharded model (elastic_ray.fully_shard) are not supported: give one optimizer "
-                "several parameter groups; or shard and wrap the parts of the model by themselves, each with its "
-                'optimizer; or leave the model whole and shard what its optimizers keep, strategy="zero1"'
-            )
         if self._tables:
             raise StrategyError(
                 "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not supported: use "
                 "torch.nn.Embedding, whose rows fully_shard divides among the ranks as well"
             )
-        if not is_elementwise(self._optimizer):
+        if unfit := [type(each).__name__ for each in optimizers_of(self._optimizer) if not is_elementwise(each)]:
             raise StrategyError(
-                f"{type(self._optimizer).__name__} cannot step a sharded model: each rank steps its own rows, which is "
+                f"{unfit[0]} cannot step a sharded model: each rank steps its own rows, which is "
                 "right only where an element's update depends on no other element. Torch's SGD, Adam, AdamW, NAdam, "
                 "RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD are so"
             )
@@ -242,4 +236,5 @@ class ModelParts:
         sync = ShardedGradients(run, module, self._trainable, shards, collectives, statistics, self._number)
         StateDicts(module, shards)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, shards)
-        return KeptModel(sync, [shards], [statistics.measured], ShardedModelState(module, shards), [trained])
+        measured = [functools.partial(statistics.measured, number) for number in range(len(shards.parts))]
+        return KeptModel(sync, shards.parts, measured, ShardedModelState(module, shards), [trained])

@@ -54,15 +54,14 @@ from elastic_ray.parallel.refusals import (
 )
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
 from elastic_ray.parallel.torch_state_dicts import follow_in_torch
-from elastic_ray.run.registry import HookPoint
+from elastic_ray.run.registry import HookPoint, ModelFacts
 from elastic_ray.state.shared_state import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
-from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.builders import StrategyBuilder, resolve_strategy
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.joint_optimizer import group_ranges
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.sharded_parameters.model_checks import check_model, is_sharded_model, strategy_of
@@ -228,11 +227,15 @@ class AdaptiveDataParallel(torch.nn.Module):
             strategy_of(module) if self._sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
         )
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
-        self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
+        facts = ModelFacts(
+            noise=lambda: self.noise_scale,
+            learning_rates=lambda: tuple(float(group["lr"]) for group in optimizer.param_groups),
+            rate_factor=lambda: self._steps[0].rates.factor,
+            signal=lambda: self._tracker.signal,
+        )
+        self._index = run.add_model(module, optimizer, info, facts)
         for each in self._optimizers:
             run.optimizers.add(each)
-        run.registry.add_rate_factor(lambda: self._steps[0].rates.factor)
-        run.registry.add_signal(lambda: self._tracker.signal)
         self._saved_buffers = SavedBuffers(module) if nonfinite == "skip" else None
         self._tables = ModelTables(run, module, first, self._index, self._scaler)
         parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)
@@ -453,7 +456,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         states.register(f"modules/{index}", extras)
         for number, each in enumerate(self._optimizers):
             name = f"optimizer/{index}.{number}" if number else f"optimizer/{index}"
-            states.register(name, kept.optimizer_states[number])
+            if number < len(kept.optimizer_states):  # of a sharded model, the first has the states of all
+                states.register(name, kept.optimizer_states[number])
             for attribute, inner in inner_optimizers(each).items():
                 states.register(f"{name}/{attribute}", OptimizerState(inner))
         for number, table in enumerate(self._tables.tables):

@@ -25,7 +25,7 @@ from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.controller_client import ControllerClient
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.run.registry import HookPoint, Noise, Registry
+from elastic_ray.run.registry import HookPoint, ModelFacts, Registry
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
@@ -234,16 +234,12 @@ class Run:
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Use another batch shape from the next step on; None for the loader's own."""
-        self.states.set_shape(shape)
+        self.states.shape = shape
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
 
-    def may_choose(self, number: int) -> bool:
-        """True if this model's strategy may be chosen now: one at a time, because models share the timed steps."""
-        return self.registry.have_chosen(number)
-
     def add_model(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, facts: ModelFacts
     ) -> int:
         """Register a newly wrapped model; return its number, in order of wrapping.
 
@@ -258,8 +254,7 @@ class Run:
                 "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
                 "fold, epoch = divmod(count, epochs)`; or submit a job each"
             )
-        rates: Callable[[], tuple[float, ...]] = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
-        number = self.registry.models.add(info, noise, rates)
+        number = self.registry.models.add(info, facts)
         self.models = number + 1
         self.replicas.add(module, optimizer)
         self.optimizers.add(optimizer)

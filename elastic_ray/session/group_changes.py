@@ -232,6 +232,20 @@ class GroupChanges:
         run, registry = self._run, self._run.registry
         run.moment("receiving")
         exchanged = run.states.exchange(communicator, registry, registry.samples)
+        with communicator.together():
+            proof = self._set_up(spec, communicator)
+        self._steps_waited = 0
+        if run.wishes is not None:
+            run.wishes.begin()
+        pause = run.clock.resume(run.group.generation)
+        run.ledger.clear_failure()
+        self._set_shape(spec.batch or run.states.shape)
+        self._controller.switched(spec.generation, pause, proof)
+        return exchanged.passes
+
+    def _set_up(self, spec: GenerationSpec, communicator: Communicator) -> Link:
+        """Set up a group whose ranks hold equal state, and return the proof of that; raises as :meth:`_enter`."""
+        run, registry = self._run, self._run.registry
         registry.enter_group()
         run.consensus.enter_group()
         if communicator.world_size > 1:
@@ -248,14 +262,7 @@ class GroupChanges:
         registry.sync_buffers(communicator)
         proof = self._prove(spec, communicator)
         self._results.enter_group(communicator, run.progress)
-        self._steps_waited = 0
-        if run.wishes is not None:
-            run.wishes.begin()
-        pause = run.clock.resume(run.group.generation)
-        run.ledger.clear_failure()
-        self._set_shape(spec.batch or run.states.shape)
-        self._controller.switched(spec.generation, pause, proof)
-        return exchanged.passes
+        return proof
 
     def _prove(self, spec: GenerationSpec, communicator: Communicator) -> Link:
         """Compare the state that must be identical on all ranks, before the first step of a group.
@@ -488,8 +495,8 @@ class UserCollectives:
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()
-        if self._run.consensus.in_phase:
-            self._run.consensus.interject(announced)
+        if self._run.consensus.announcer.in_phase:
+            self._run.consensus.announcer.interject(announced)
         else:
             self._run.consensus.agree_on(announced)
         content = perform(self._run.group.communicator)

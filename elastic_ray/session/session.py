@@ -7,6 +7,7 @@ sees a change of membership, batch size or learning rate.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
     shape, steps, step_time, grad_time = run.clock.take()
     if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
         shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
-    progress, peak_s = run.states.progress, run.registry.peak_s
+    progress, peak_s, first = run.states.progress, run.registry.peak_s, run.registry.models.first
     tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
     return StepReport(
         generation=spec.generation,
@@ -54,7 +55,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         step_time=step_time,
         grad_time=grad_time,
         noise=run.registry.models.noise(),
-        signal=run.registry.models.signal,
+        signal=first.signal() if first is not None else None,
         epoch=progress.epoch,
         epochs=progress.epochs,
         total_steps=progress.steps,
@@ -68,7 +69,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         held_batch=adaptation.held_batch,
         coming=adaptation.coming,
         wish=adaptation.wish,
-        learning_rate_factor=run.registry.models.rate_factor,
+        learning_rate_factor=first.rate_factor() if first is not None else None,
         first_step_s=run.clock.first_step_s,
         loss=run.registry.monitoring.loss,
         memory_bound=progress.memory_bound,
@@ -204,13 +205,9 @@ class Session:
         """True if the ranks have agreed to stop now and to continue later."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
-    def new_accumulator(self) -> tuple[int, int]:
-        """Return the key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
-        return self.run.sums.new_key(self.ledger.accumulator_scope)
-
-    def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
-        """Add to an accumulator's sum in the innermost step in progress."""
-        self.run.sums.add(self.ledger.depth, key, name, value)
+    def mark_replaced(self) -> None:
+        """Record that a later run of this process has replaced this one, whose loop cannot continue."""
+        self.replaced = True
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Add policies, which are called between steps.
@@ -254,7 +251,10 @@ class Session:
         loaded = self.progress.steps if self.states.loaded else 0
         self._join_unit()
         self.run.agree_in_unit(None)  # all of it is ready
-        self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
+        info = self.registry.loaders.info
+        if info is not None:
+            info = dataclasses.replace(info, models=self.registry.models.infos)
+        self.controller.ready(info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
         self.run.synced = True
@@ -311,11 +311,6 @@ class Session:
         self.in_epochs = True
         self.sync_point()
         self.progress.epochs = epochs
-
-    def leave_epochs(self) -> None:
-        """Leave the loop over epochs, recording this rank's state before later code changes it."""
-        if self.synced and self.world_size > 1:
-            self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 
     def enter_loop(self) -> PassProgress:
         """Enter the next loader pass of this epoch, at the position that it has already reached.
@@ -419,5 +414,5 @@ class Session:
         if not ends:
             self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
             return False
-        self.consensus.reductions_started()
+        self.consensus.announcer.done()
         return self._changes.before_last_save()

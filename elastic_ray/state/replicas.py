@@ -64,8 +64,9 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """Enter a group, discarding checks made in another one."""
+        """Enter a group, discarding checks made in another one, and modes, of which a joiner knows none."""
         self._checked, self.next_check = -1, 0
+        self._trains.clear()
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps."""
@@ -183,16 +184,7 @@ def _plain(value: Any) -> Any:
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the wrapping integer sum of a tensor's memory, which is the same on every device."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    bytes_each = flat.element_size()
-    if flat.numel() * bytes_each % 8 == 0 and flat.numel():
-        if flat.storage_offset() * bytes_each % 8:
-            flat = flat.clone()  # a part of a larger tensor, that cannot be read as what it is the sum of elsewhere
-        return flat.view(torch.int64).sum()
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bytes_each]
-    return flat.view(kind).sum(dtype=torch.int64)
+    return integers(tensor).sum(dtype=torch.int64)
 
 
 _ROW = 8  # integers that are added up before they are weighed by their place

@@ -293,10 +293,6 @@ class SharedState:
         """True if this worker's state would be lost with the worker."""
         return self.complete and not self.loaded
 
-    def set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape; None for the loader's own."""
-        self.shape = shape
-
     def _take_progress(self, progress: RunProgress) -> None:
         # Loader passes in progress hold on to their PassProgress: refresh these instead of replacing them.
         mine = self.progress.passes

@@ -209,6 +209,13 @@ def receive_state(
 
     Raises CommunicationFailedError: The peer is lost or sent invalid data. Nothing of it was adopted.
     """
+    with communicator.together():
+        return _received(communicator, source, own)
+
+
+def _received(
+    communicator: Communicator, source: int, own: Callable[[str], Any | None]
+) -> tuple[dict[str, Any], set[str]]:
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
     works, small = [], []

@@ -33,7 +33,6 @@ from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.resume_point import SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
-from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, ControllerCaller, HeartbeatThread
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
@@ -392,7 +391,7 @@ class Worker:
             job=assignment.job,
             expected=assignment.expected,
             unit=self._unit,
-            stragglers=elastic.straggler_config if self._unit is None else StragglerConfig(),
+            stragglers=elastic.straggler_config,
             start=StartingPoint(
                 checkpoint or _stored_checkpoint(assignment, link),
                 epoch=assignment.resume_point.epoch if assignment.resume_point is not None else 0,

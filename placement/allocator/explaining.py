@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.labels import satisfying
+from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan
 from placement.policies.shared.base import describe
 from placement.reasons import Reason

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 from placement.cluster.labels import matches
+from placement.errors import check_once
 
 Resources: TypeAlias = Mapping[str, float]
 """Amounts by resource name, in Ray's units (``CPU`` and ``GPU`` in devices, ``memory`` in bytes)."""
@@ -104,10 +105,7 @@ class Cluster:
     nodes: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
-        ids = [node.node_id for node in self.nodes]
-        doubles = sorted({node_id for node_id in ids if ids.count(node_id) > 1}) if len(set(ids)) < len(ids) else []
-        if doubles:
-            raise ValueError(f"every node_id must occur once, but {', '.join(doubles)} occurs more than once")
+        check_once("node_id", [node.node_id for node in self.nodes], ValueError)
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
 
     def draining(self, node_ids: Collection[str]) -> Cluster:

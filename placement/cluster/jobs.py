@@ -60,6 +60,16 @@ class FoundStrategy:
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
 FIRST_WORKERS = 2
 
+# Least values of numbers with their unit, first of those that must be there, then of those that may be None.
+_LEAST = (
+    *(("most_workers", 0, ""), ("unit", 1, ""), ("resize_cost_s", 0, "seconds"), ("noise_growth", 1, "")),
+    *(("attained_s", 0, ""), ("restarts", 0, "")),
+)
+_LEAST_IF_SAID = (
+    *(("init_batch_size", 1, "sample"), ("max_batch_size", 1, "sample"), ("held_batch", 1, "sample")),
+    *(("growth_limit", 1, ""), ("stop_cost_s", 0, "")),
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
@@ -204,9 +214,9 @@ class JobView:
             )
         if any(workers < 1 for workers in self.allocation.values()):
             raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
-        check_number(f"most_workers {where}", self.most_workers, least=0)
-        check_number(f"unit {where}", self.unit, least=1)
-        check_number(f"resize_cost_s {where}", self.resize_cost_s, least=0, unit="seconds")
+        said = [each for each in _LEAST_IF_SAID if getattr(self, each[0]) is not None]
+        for name, least, unit in (*_LEAST, *said):
+            check_number(f"{name} {where}", getattr(self, name), least=least, unit=unit, finite=name == "noise_growth")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
@@ -223,23 +233,6 @@ class JobView:
             check_selector(self.label_selector, f"label_selector {where}")
         if any(not factor >= 1 for factor in self.slow_nodes.values()):
             raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
-        self._check_batch(where)
-        self._check_history(where)
-
-    def _check_history(self, where: str) -> None:
-        """Raise ValueError unless the growth limit is at least 1, and restarts and seconds are at least 0, or None."""
-        for name, least in (("growth_limit", 1), ("attained_s", 0), ("restarts", 0), ("stop_cost_s", 0)):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{name} {where}", value, least=least)
-
-    def _check_batch(self, where: str) -> None:
-        """Raise ValueError unless batch sizes are at least 1 and the atomic bounds are ordered; None means no limit."""
-        for name in ("init_batch_size", "max_batch_size", "held_batch"):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(f"{name} {where}", value, least=1, unit="sample")
-        check_number(f"noise_growth {where}", self.noise_growth, least=1, finite=True)
         if self.forecast is not None and self.held_batch is None:
             raise ValueError(f"forecast {where} needs a held_batch, which it continues, but got None")
         bounds = self.atomic_bsz_range

@@ -16,9 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from placement.cluster.cluster import Allocation, Cluster, slots
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.goodput.remaining import seconds_to_end
 from placement.goodput.step_time import Floats
 from placement.planning.multi_node import check_apart, shared

@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Allocation, AllocationError, Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.occupancy import Occupancy, best_fit, worst_fit
-from placement.cluster.packing import Packing
+from placement.cluster.packing import FreeResources, Occupancy, Packing, best_fit, worst_fit
 
 WorkersByNode = Mapping[str, int]
 """Workers by node id."""

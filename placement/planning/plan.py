@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.checks import is_whole
 from placement.cluster.cluster import TOLERANCE, Allocation, AllocationError, Cluster, Node, check, slots, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
-from placement.cluster.packing import Packing, pack
+from placement.cluster.packing import FreeResources, Packing, pack
 from placement.planning.constraints import Constraints, decide, without_idle_spot
 from placement.planning.failing_nodes import avoid_slow
 from placement.planning.multi_node import held_up, keep_apart, shared

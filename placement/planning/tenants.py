@@ -12,8 +12,8 @@ from typing import TypeAlias
 from placement.arguments import NamesArguments
 from placement.checks import check_number
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Resources, add_amounts, slots, used_on_nodes
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, worker_kind
+from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan, Problem, Solver, by_precedence, minimums, secured, serve, usable
 from placement.reasons import Cause, Reason
 

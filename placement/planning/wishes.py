@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, TOLERANCE, Allocation, Resources
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan, Problem
 from placement.planning.tenants import Tenant
 from placement.reasons import Cause, Reason, count

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from placement.allocator.events import NodesChanged
 from placement.autoscaling.autoscaler import Autoscaler
 from placement.cluster.cluster import Cluster
+from placement.cluster.node_types import obtainable
 from placement.simulator.nodes.disturbances import Disturbances, Kind
 from placement.simulator.nodes.provider import Machine, Provider
 from placement.simulator.world.job import SimulatedJob
@@ -57,8 +58,8 @@ class LiveDriver:
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
         """Run until all jobs are done. Raises RuntimeError: the simulation takes longer than ``longest_s``."""
         for job in jobs:
-            self._at(job.trace.time_s, lambda now_s, job=job: self._arrive(job, now_s))  # type: ignore[misc]
-        self._at(jobs[0].trace.time_s, self._tick)
+            self._at(job.trace.time_s, lambda now_s, job=job: self.arrive(job, now_s))  # type: ignore[misc]
+        self._at(jobs[0].trace.time_s, self.tick)
         hour = 1
         while self._done < len(jobs):
             now_s, _, act = heapq.heappop(self._heap)
@@ -73,18 +74,18 @@ class LiveDriver:
     def _at(self, time_s: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), act))
 
-    def _arrive(self, job: SimulatedJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         job.arrive(now_s)
         self._present[job.name] = job
         self._world.hear(job, now_s)
 
-    def _tick(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for job in list(self._present.values()):
             self._world.hear(job, now_s)
         self._world.tick(now_s)
-        self._at(now_s + self._pace.heartbeat_s, self._tick)
+        self._at(now_s + self._pace.heartbeat_s, self.tick)
 
     def _wake(self, job: SimulatedJob, version: int, now_s: float) -> None:
         """Handle the end of a job's epoch or its new workers joining, unless it was placed again meanwhile."""
@@ -191,17 +192,15 @@ class ScalingDriver(LiveDriver):
         self._released: frozenset[str] = frozenset()
         self._ready: set[str] = set()
         self._told: Cluster | None = None
-        self._obtainable = tuple(
-            each.node(f"{each.name}~{i}") for each in provider.types for i in range(each.max_nodes)
-        )
+        self._obtainable = obtainable(provider.types)
 
-    def _arrive(self, job: SimulatedJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         self._tell_nodes(now_s)
-        super()._arrive(job, now_s)
+        super().arrive(job, now_s)
         self._scale(now_s)
 
-    def _tick(self, now_s: float) -> None:
-        super()._tick(now_s)
+    def tick(self, now_s: float) -> None:
+        super().tick(now_s)
         self._scale(now_s)
 
     def _scale(self, now_s: float) -> None:

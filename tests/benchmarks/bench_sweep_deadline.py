@@ -27,8 +27,8 @@ from typing import Any
 from common import bar, finish, side_parser
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.policies import FixedPolicy, Policy, Target, make_policy
 from placement.simulator import Report, simulate
 from placement.simulator.nodes.disturbances import Disturbances

@@ -624,7 +624,7 @@ def test_options_of_loaders_that_cannot_be_kept_are_refused(options: dict[str, A
 def test_a_stateful_loader_is_refused() -> None:
     config = DataLoaderConfiguration()
     config.use_stateful_dataloader = True  # of accelerate itself it needs another package
-    with pytest.raises(ValueError, match="use_stateful_dataloader cannot be kept"):
+    with pytest.raises(ValueError, match="use_stateful_dataloader is not supported"):
         Accelerator(cpu=True, dataloader_config=config)
 
 

@@ -106,7 +106,7 @@ def test_files_other_than_those_written_are_no_checkpoint(
     found = look(storage, verify=change == "other")
     assert [checkpoint.index for checkpoint in found.checkpoints] == [1]
     (told,) = found.passed_over
-    assert f"its {name} {reasons.get(change, 'has another checksum')}" in told
+    assert f"its {name} {reasons.get(change, 'does not have the checksum')}" in told
 
 
 def make_note_directory(run: Path) -> None:

@@ -119,7 +119,7 @@ def test_reductions_are_announced_where_parameters_are_to_be_compared(steps: int
         asks = one.consensus.announce_reductions(Announced(Intent.GRADIENTS), known=True)
         if asks:
             one.consensus.agreed()
-        one.consensus.reductions_started()
+        one.consensus.announcer.done()
         return asks, len(set(one.consensus.announcer.fingerprints) - {0})
 
     assert on_ranks(2, work) == [(compares, int(compares))] * 2

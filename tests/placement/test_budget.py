@@ -11,7 +11,7 @@ from hypothesis import example, given
 
 from placement import AllocatorConfig, Autoscaling
 from placement.autoscaling.objectives import make_objective
-from placement.autoscaling.objectives.budget import Budget
+from placement.autoscaling.objectives.cost_per_progress import Budget
 from placement.cluster.jobs import Account
 from placement.cluster.node_types import NodeType
 

@@ -97,8 +97,9 @@ class Suite(Processes):
     def _on_all_here(self, worker: int, phase: int, number: int) -> bool:
         if self.apart:
             return False
-        self.at[phase, number].add(worker)
-        self.since = time.monotonic() if len(self.at[phase, number]) < SIZES[phase] else self.since
+        if worker not in self.at[phase, number]:
+            self.at[phase, number].add(worker)
+            self.since = time.monotonic()
         return len(self.at[phase, number]) == SIZES[phase]
 
     def _on_found(self, worker: int, phase: int, number: int, found: Outcome) -> None:

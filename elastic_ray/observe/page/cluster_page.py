@@ -18,8 +18,8 @@ from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook
 from placement.allocator.explaining import Explanation
 from placement.allocator.snapshot import AllocatorLook, DecisionRecord, Trigger
 from placement.cluster.cluster import Cluster, by_node
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
+from placement.cluster.packing import FreeResources
 from placement.palette import colour
 from placement.text import clipped
 

@@ -12,8 +12,8 @@ from elastic_ray.observe.page.model import PageJob, PageNode, SlotCount, Strip, 
 from elastic_ray.observe.page.rows import slots_of, slots_per_worker
 from placement.allocator.snapshot import AllocatorLook, JobState
 from placement.cluster.cluster import Cluster, Node, by_node
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import remaining
 from placement.planning.tenants import Tenant, entitlements
 

@@ -18,10 +18,9 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
-from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.reducer import GradientReducer
-from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, make_operation
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics

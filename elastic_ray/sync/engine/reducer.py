@@ -180,7 +180,7 @@ class GradientReducer:
             self._carried.refuse_own()
         self._open = False
         self._carried.taken()
-        self.reduction.asked()
+        self.reduction.asked = True
 
     def _keep_local(self) -> None:
         """Record a gradient of a backward pass within ``no_sync``."""

@@ -153,7 +153,7 @@ class TiledOptimizer:
             run.consensus.announce(Announced(Intent.UPDATE, self._number, update << 1))
             run.moment("vote")
             run.consensus.agreed()
-            run.consensus.reductions_started()
+            run.consensus.announcer.done()
         except CommunicationFailedError as error:
             if run.ledger.step is None:
                 raise

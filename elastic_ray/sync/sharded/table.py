@@ -11,10 +11,10 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.sharded.placement import RowTiling
 from elastic_ray.sync.sharded.rules import RowRule
 from elastic_ray.sync.sharded.shard import TableShard, summed, update_rows
 from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
-from elastic_ray.sync.sharded.tiles import RowTiling
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run

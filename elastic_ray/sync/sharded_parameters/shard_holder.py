@@ -333,11 +333,13 @@ class ShardHolder:
                 start, stop = rows_of(self._held.counts[place], shard)
                 held.views[place].copy_(value[start:stop])
 
-    def take_states(self) -> None:
-        """Copy this rank's rows from whole states that were loaded into the optimizer."""
+    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy this rank's rows from whole states that were loaded into one of the optimizers, or into all."""
         self.check_memory()
-        options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
+            if id(each.param) not in options and optimizer is not self._optimizer:
+                continue
             state = placed(self._state_of(each), each, options.get(id(each.param), {}))
             if place in self._held.unread:
                 self._held.unread[place] = {VALUE: self._held.unread[place][VALUE], **state}

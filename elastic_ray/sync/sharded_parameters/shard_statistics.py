@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from elastic_ray.monitoring.gradient_measures import GradientNorms
 from elastic_ray.sync.device_numbers import as_real, read, real_shape, with_steps_read
+from elastic_ray.sync.engine.joint_optimizer import group_ranges, optimizers_of
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.preconditioners import (
     LEAST_PART,
@@ -62,7 +63,7 @@ class RowDenominators:
     @property
     def adam_like(self) -> bool:
         """True if the optimizer divides gradients by a running estimate of their size."""
-        return is_adam_like(self._optimizer)
+        return any(map(is_adam_like, optimizers_of(self._optimizer)))
 
     @property
     def outdated(self) -> bool:
@@ -114,6 +115,7 @@ class MovedRows:
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
         self._optimizer, self._shards, self._meter = optimizer, shards, meter
+        self._norms: dict[int, tuple[float, ...]] = {}  # of this step's updates so far, by optimizer
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
@@ -123,18 +125,26 @@ class MovedRows:
     def forget(self) -> None:
         """Discard the measured update in a new group, in which row owners differ and some ranks have no result."""
         self._waiting = None
+        self._norms.clear()
 
-    def measure(self, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
+    def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
         """Run an update whose gradient was measured, and measure its norms; return the update's result.
 
         Args:
+            number: Number of the optimizer that makes the update.
             alone: Whether the group has a single rank, so that no numbers are exchanged.
             counts: Whether this rank's rows are included, so that only one of several owners counts them.
         """
+        optimizers = optimizers_of(self._optimizer)
+        rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
+        result, self._norms[number] = with_update_norms(optimizers[number], rows, update, whole=False)
+        if len(self._norms) < len(optimizers):
+            return result  # the others step after it
+        norms = tuple(norm for each in sorted(self._norms) for norm in self._norms[each])
+        self._norms.clear()
         found = self._meter.take_unmoved()
         if found is None:
-            return update()
-        result, norms = with_update_norms(self._optimizer, self._rows(counts=counts), update, whole=False)
+            return result
         if alone:
             self._meter.found_by_all(dataclasses.replace(found, updates=norms))
         else:
@@ -361,10 +371,10 @@ class ShardStatistics:
             return  # what arrives of a pass has nothing of the passes before it
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
 
-    def measured(self, update: Callable[[], Any]) -> Any:
-        """Run an update, measuring how far it moves the parameters; return the update's result."""
+    def measured(self, number: int, update: Callable[[], Any]) -> Any:
+        """Run an update of optimizer `number`, measuring how far it moves the parameters; return its result."""
         alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
-        return self._moved.measure(update, alone=alone, counts=counts)
+        return self._moved.measure(number, update, alone=alone, counts=counts)
 
 
 class _Rows:

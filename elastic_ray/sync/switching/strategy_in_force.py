@@ -22,12 +22,11 @@ import torch
 
 from elastic_ray.batch.reports import CHOSEN
 from elastic_ray.state.layout import digest
-from elastic_ray.sync.builders import Auto, StrategyBuilder
+from elastic_ray.sync.builders import Auto, StrategyBuilder, resolve_strategy
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.candidates import consider, with_rows
 from elastic_ray.sync.choosing.choice import UNHEARD, Choice, Measured, advance, leave, most_candidates, watch_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
-from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import ModelProfile, SyncPlan, Topology, lower
 from elastic_ray.sync.spec import Strategy
 from placement.cluster.jobs import FoundStrategy
@@ -112,7 +111,7 @@ class StrategyTuner:
             if ledger.state.progress.steps % _WATCH_EVERY == 0 and self._model.touched:
                 self.choice = watch_rows(self.choice, self._agree(0.0).rows)
             return
-        if not self._context.may_choose(self._number):
+        if not self._context.registry.have_chosen(self._number):
             self._since_s = None
             return
         if self._model.plan.strategy == self.choice.strategy:
@@ -228,7 +227,7 @@ class StrategyInForce:
         profile = model.profile
         self.plan = lower(builder.build(profile, Topology()), profile, Topology())
         self.digest = self.plan.digest
-        self._given = self.plan.strategy.to_json()
+        self._given = self.plan.strategy
         self.tuner = self._tuner_for(builder, self.plan.strategy)
         self._has_tuned = self.tuner is not None
         self._told = ""  # why two levels are one
@@ -397,20 +396,21 @@ class StrategyInForce:
     def capture(self) -> dict[str, Any]:
         """Return the strategy if it differs from the initial one, and the tuner's state."""
         asked = self.asked
-        strategy = (asked.strategy if asked is not None else self.wanted or self.plan.strategy).to_json()
+        strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
-        return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
+        texts = {"given": self._given.to_json(), "strategy": strategy.to_json()}
+        return {**texts, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Restore a captured state; True if buckets need a new layout.
 
         A state is ignored if its run started with a different strategy.
         """
-        if tree.get("given", self._given) != self._given:
+        if "given" in tree and tree["given"] != self._given.to_json():
             return False
-        strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else Strategy.from_json(self._given)
+        strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else self._given
         if "tuner" in tree:
             self.tuner = self._restored(tree["tuner"], strategy)
             self._has_tuned = True

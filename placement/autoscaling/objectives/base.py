@@ -128,6 +128,11 @@ def offers(
     return tuple(sorted(found, key=_price))
 
 
+def option_on(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
+    """Return the cheapest option with this GPU type, or the cheapest of all if there is none."""
+    return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
+
+
 def within_utilities(demand: Demand, now_s: float) -> Demand:
     """Return the demand without sizes that cost more than a job's own utility gains; deadlines take precedence."""
     found = dict(demand.offers)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize
+from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize, option_on
 from placement.goodput.step_time import Floats
 from placement.reasons import Cause, Reason, count
 
@@ -35,7 +35,7 @@ class UtilityBand:
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """Return the wanted sizes; see ``Objective``."""
         jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
-        chosen = {job: _chosen(demand.offers[job], demand.gpus[job]) for job in jobs}
+        chosen = {job: option_on(demand.offers[job], demand.gpus[job]) for job in jobs}
         speeds = {job: _speeds(offer, jobs[job].min_workers) for job, offer in chosen.items()}
         least = {
             job: len(speed) - 1 if jobs[job].held_at is not None else jobs[job].min_workers
@@ -62,11 +62,6 @@ class UtilityBand:
             )
             for job in jobs
         }
-
-
-def _chosen(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
-    """Return the cheapest option with the job's current GPU type, or the cheapest of all if it has none."""
-    return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
 def _speeds(offer: NodeTypeOption, least: int) -> Floats:

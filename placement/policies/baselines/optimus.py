@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, oracle_of, speeds
-from placement.policies.shared.base import Admission, Target, admit, held
-from placement.policies.shared.greedy_growth import climb
+from placement.cluster.packing import FreeResources
+from placement.policies.shared.base import Admission, Target, admit, climb, held
 from placement.policies.shared.stable_placement import WorstFitPlacer
 from placement.reasons import Cause, Reason
 

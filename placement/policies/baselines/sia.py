@@ -10,11 +10,10 @@ import numpy as np
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, Shape, alike, shape_goodputs
+from placement.cluster.packing import FreeResources
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target, admit, held
-from placement.policies.shared.greedy_growth import grow_in_turn
+from placement.policies.shared.base import Target, admit, grow_in_turn, held
 from placement.policies.shared.stable_placement import (
     StablePlacer,
     growth_limit,

@@ -10,8 +10,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.utility import SCALING_THRESHOLD, scaling_efficiency
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target
-from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.policies.shared.base import Target, decide_by_worth
 from placement.reasons import count
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, requested_workers
+from placement.cluster.packing import FreeResources
 from placement.policies.shared.base import Target, admit, grow, held
 from placement.policies.shared.stable_placement import WorstFitPlacer
 

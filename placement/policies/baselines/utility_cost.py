@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import seconds_to_end
 from placement.goodput.step_time import Floats
-from placement.policies.shared.base import Target
-from placement.policies.shared.greedy_growth import decide_by_worth
+from placement.policies.shared.base import Target, decide_by_worth
 from placement.reasons import count
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster.occupancy import FreeSlots, Occupancy, best_fit, worst_fit
+from placement.cluster.packing import FreeSlots, Occupancy, best_fit, worst_fit
 
 WorkersByIndex = Mapping[int, int]
 """Workers by node index."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.goodput.mixed import MixedBatch, MixedGroup, TypePart
 from placement.goodput.model import NoiseScale
 from placement.goodput.remaining import overdue, rank_weights, seconds_left

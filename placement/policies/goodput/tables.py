@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import concave_value, discount
 from placement.goodput.speeds import GoodputCache, Ints, table
 from placement.goodput.step_time import Floats

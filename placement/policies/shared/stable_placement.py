@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, Shape, shape_goodputs
-from placement.cluster.occupancy import FreeSlots, Occupancy, worst_fit
+from placement.cluster.packing import FreeResources, FreeSlots, Occupancy, worst_fit
 from placement.goodput.step_time import Floats
 
 

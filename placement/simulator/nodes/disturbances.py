@@ -18,7 +18,7 @@ from typing import Literal
 
 from placement.checks import check_number, is_whole
 from placement.cluster.cluster import Cluster, Node
-from placement.errors import InputError
+from placement.errors import InputError, reading
 from placement.simulator.world.rules import Rules
 
 Kind = Literal["down", "up", "slow", "well"]
@@ -145,10 +145,8 @@ def read_spot(path: str | Path) -> SpotTrace:
     Raises InputError: the file cannot be read, has neither format, or is inconsistent; the message names the file and
     the position in it.
     """
-    try:
+    with reading(f"spot trace {path}"):
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"spot trace {path} cannot be read: {error}") from error
     if Path(path).suffix == ".json":
         return _counts(text, str(path))
     if Path(path).suffix == ".csv":

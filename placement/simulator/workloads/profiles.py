@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.errors import InputError
+from placement.errors import InputError, reading
 from placement.goodput.model import NoiseScale
 
 _CURVES = ("progress", "iteration", "grad_sqr", "grad_var")
@@ -184,25 +184,27 @@ MOST_NODES = 16
 """Tables end here: a job on more nodes is taken to run as on so many."""
 
 
-def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns of a CSV file keyed by header, in any order.
+def read_rows(path: str | Path, columns: Sequence[str], what: str) -> list[tuple[int, dict[str, str | None]]]:
+    """Return the rows of a CSV file with these columns, each with its line.
 
-    Raises InputError: the file is missing or empty, or lacks a column.
+    Raises InputError: the file is missing, or lacks a column.
     """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in columns if column not in (reader.fieldnames or ())]
-            if missing:
-                raise InputError(
-                    f"profile {path} must have the columns {', '.join(columns)}, but {', '.join(missing)} is missing"
-                )
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"profile {path} cannot be read: {error}") from error
+    with reading(f"{what} {path}"), open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [column for column in columns if column not in (reader.fieldnames or ())]
+        if missing:
+            raise InputError(
+                f"{what} {path} must have the columns {', '.join(columns)}, but {', '.join(missing)} is missing"
+            )
+        return [(reader.line_num, row) for row in reader]
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
+    """Return columns of a profile keyed by header. Raises InputError: see ``read_rows``, or the file is empty."""
+    rows = read_rows(path, columns, "profile")
     if not rows:
         raise InputError(f"profile {path} must hold one row or more, but is empty")
-    return {column: [row[column] or "" for row in rows] for column in columns}
+    return {column: [row[column] or "" for _, row in rows] for column in columns}
 
 
 def numbers(path: Path, columns: Sequence[str]) -> dict[str, Floats]:

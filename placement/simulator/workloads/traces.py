@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 import random
@@ -12,7 +11,7 @@ from pathlib import Path
 from placement.checks import check_number
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.errors import InputError
-from placement.simulator.workloads.profiles import Application
+from placement.simulator.workloads.profiles import Application, read_rows
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 """Columns that a trace file must have; others are ignored."""
@@ -54,17 +53,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
 
     Raises InputError: the file is missing or empty, lacks a column, or has an invalid line, which the message names.
     """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-            if missing:
-                raise InputError(
-                    f"trace {path} must have the columns {', '.join(COLUMNS)}, but {', '.join(missing)} is missing"
-                )
-            jobs = [_job(row, f"{path}, line {reader.line_num}") for row in reader]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"trace {path} cannot be read: {error}") from error
+    jobs = [_job(row, f"{path}, line {line}") for line, row in read_rows(path, COLUMNS, "trace")]
     return in_order(jobs, applications, str(path))
 
 

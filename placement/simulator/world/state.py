@@ -12,8 +12,8 @@ from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import discount, seconds_left
 from placement.goodput.speeds import GoodputCache, Ints, table
 from placement.goodput.step_time import Floats

@@ -15,9 +15,8 @@ from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.recording import Life, read_recording, replay
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.progress import Progress
-from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes, MemoryNeed
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale

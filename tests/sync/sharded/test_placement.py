@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
-from elastic_ray.sync.sharded.tiles import RowTiling, from_words, to_words
+from elastic_ray.sync.sharded.placement import Move, RowTiling, from_words, hand_over, lost, moves, place, to_words
 
 Owners = tuple[tuple[int, ...], ...]
 
