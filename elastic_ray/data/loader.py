@@ -474,10 +474,13 @@ class AdaptiveDataLoader(ResumableLoader):
                 step = self._source.step_of(*other, epoch, within.position, cut)
             else:
                 step = self._source.step(epoch, loader_pass.position, cut)
-                if not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass)):
+                over = not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass))
+                if over and not run.ledger.depth:  # the end of a pass within a step compares what was described
                     return None
                 if not session.passes.compare_plan(loader_pass, functools.partial(self._plan.of, epoch, self._limits)):
                     continue
+                if over:
+                    return None
             begun = self._begun(step, loader_pass, setting, taken=other is not None)
             session.passes.begin_step(begun)
             if session.passes.makes_step(begun):

@@ -231,7 +231,9 @@ class GroupChanges:
         """
         run, registry = self._run, self._run.registry
         run.moment("receiving")
-        exchanged = run.states.exchange(communicator, registry, registry.samples)
+        exchanged = run.states.exchange(communicator, registry, registry.samples, run.ledger)
+        if run.ledger.has_left:
+            run.states.progress.follow_passes(exchanged.passes)
         with communicator.together():
             proof = self._set_up(spec, communicator)
         self._steps_waited = 0

@@ -217,7 +217,10 @@ class LoaderPasses:
         failure = ledger.failure  # of this step, not of one around it
         if run.wishes is not None:
             failure = run.agree_in_unit(failure)
+        left = ledger.has_left
         step = ledger.end(loader_pass)
+        if left:
+            return self._edge_alone(step)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
         before = run.states.progress.loader_steps
@@ -256,6 +259,16 @@ class LoaderPasses:
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
+        return True
+
+    def _edge_alone(self, step: LoaderStep) -> bool:
+        """End a step that the other ranks are not in; same result as :meth:`edge`."""
+        run, ledger = self._run, self._run.ledger
+        added = run.sums.take(ledger.depth + 1)
+        if not ledger.has_left:
+            return ledger.end_left(step)
+        run.states.progress.add_sums((key, name, value) for key, sums in added.items() for name, value in sums.items())
+        step.loader_pass.advance(step.count, None)
         return True
 
     def _edge_in_round(
@@ -329,7 +342,7 @@ class LoaderPasses:
         except BaseException:
             run.states.roll_back()
             raise
-        return run.states.progress.loader_steps > lost.loader_steps
+        return lost.loader_pass.position > lost.position
 
     def _conclude(self, step: LoaderStep, *, trained: bool, ended: StepRound | None = None) -> bool:
         """Average models after a committed step, and record its time; False if another group was entered meanwhile.
@@ -384,7 +397,8 @@ class LoaderPasses:
             return
         run, ended = self._run, self._run.states.progress.ended_passes
         early, self.ended_early = abandoned or self.ended_early is loader_pass, None
-        while self._run.states.progress.ended_passes == ended:
+        while self._run.states.progress.ended_passes == ended and not run.ledger.has_left:
+            lost = run.ledger.lost_within(gradients_wait=run.registry.gradients_wait)
             try:
                 depth = run.ledger.depth
                 described = self._plans.get(depth) if depth else None
@@ -403,6 +417,7 @@ class LoaderPasses:
                 furthest = self._changes.regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.
                 self._run.states.progress.follow_passes(furthest)
+                run.ledger.resume(lost, str(error))
         self._leave_pass(loader_pass, total, put_off=put_off)
 
     def _prove(self, loader_pass: PassProgress, total: int, rest: Callable[[], int | None]) -> None:

@@ -66,7 +66,7 @@ class Replicas:
     def begin(self) -> None:
         """Enter a group, discarding checks made in another one, and modes, of which a joiner knows none."""
         self._checked, self.next_check = -1, 0
-        self._trains.clear()
+        self.trained.clear()
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps."""

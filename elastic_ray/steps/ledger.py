@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # Sums of hashes travel in three parts of 11 bits: over 8192 ranks these are exact in float32.
 _PARTS, _WIDTH = 3, 11
 _MASK = (1 << _WIDTH) - 1
+_LEFT = "the other ranks are not in this step any more"
 
 
 class Replay:
@@ -71,6 +73,15 @@ class LostStep:
     before: tuple[int, int]
 
 
+@dataclasses.dataclass(slots=True)
+class _LeftSteps:
+    """Steps whose remaining code this rank runs alone, because the other ranks are not in them."""
+
+    depth: int  # of the steps that all ranks are in
+    position: int  # of the outermost step left, in its pass
+    progress: RunProgress | None = None  # of the group that was entered meanwhile
+
+
 class StepLedger:
     """Tracks the current step: what is committed and what to undo if the step is lost.
 
@@ -99,6 +110,7 @@ class StepLedger:
         # Why outer steps are lost while a pass within them continues, and how many are.
         self._around: tuple[str | None, int] = (None, 0)
         self.reduced = False  # a reduction of gradients of the present step has completed
+        self._left: _LeftSteps | None = None
         self._trains = False
         self._updates_asked = 0
         self.updating = False  # an optimizer step has started; if it fails half-way, this rank's state is inconsistent
@@ -342,11 +354,15 @@ class StepLedger:
         Args:
             gradients_wait: Whether gradients of the surrounding step wait for an update.
         """
-        nested, outer_lost = self.step is not None, gradients_wait or self._around[1] > 0
-        if not nested:
+        lost = self.lost_within(gradients_wait=gradients_wait)
+        if not lost.nested:
             self.state.roll_back()
             self._forget_nested(step)
-        return LostStep(nested, outer_lost, self._place)
+        return lost
+
+    def lost_within(self, *, gradients_wait: bool) -> LostStep:
+        """Return the facts about a loss in a pass, for :meth:`resume`."""
+        return LostStep(self.step is not None, gradients_wait or self._around[1] > 0, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
         """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
@@ -390,7 +406,43 @@ class StepLedger:
         """Clear the failure of a previous group; in the new one, ranks share steps once all have trained."""
         self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
+        if self._left is not None:
+            self._failure, self._left.progress = _LEFT, copy.deepcopy(self.state.progress)
+            self.state.snapshot()
         self._follow()
+
+    @property
+    def depth_in_group(self) -> int:
+        """Number of passes in the middle of whose steps this rank follows the others; -1 while it catches up."""
+        return -1 if self.replaying else self.depth if self._left is None else self._left.depth
+
+    @property
+    def has_left(self) -> bool:
+        """True in a step whose remaining code this rank runs alone, as the other ranks are not in it."""
+        return self._left is not None and self.depth > self._left.depth
+
+    def leave_steps(self, depth: int) -> None:
+        """Leave the steps beyond ``depth`` while the group changes; the code in them runs on, without effect."""
+        step = (*self._outer, self.step)[depth]
+        assert step is not None, "this rank is in more steps than the others"
+        if not depth and self.round is not None:
+            self.lose_round()
+        elif not depth and self._left is None:
+            self.state.roll_back()
+        self._forget_nested(step)
+        self._left = _LeftSteps(depth, step.loader_pass.position)
+
+    def end_left(self, step: LoaderStep) -> bool:
+        """Return to the others at the end of a step that was left; True if they have committed it meanwhile."""
+        left, self._left = self._left, None
+        assert left is not None and left.progress is not None, "a group was entered"
+        if not left.depth:
+            self.state.roll_back()
+        self.state.start_from(left.progress)
+        self._forget_nested(step)
+        self._failure, self._around = None, (None, 0)
+        self._follow()
+        return step.loader_pass.position > left.position
 
     def may_apply(self) -> bool:
         """True if the optimizer step that user code requests must be applied now.

@@ -158,8 +158,8 @@ class MemoryNeed:
             check_whole("shard_size", self.shard_size, least=1)
         if self.available_bytes < self.replicated_bytes + min(self.sharded_bytes, 1):
             raise ValueError(
-                "available_bytes must be above replicated_bytes, for no number of workers makes those fewer, but got "
-                f"available_bytes={self.available_bytes} and replicated_bytes={self.replicated_bytes}"
+                "available_bytes must be above replicated_bytes, because more workers do not reduce replicated bytes, "
+                f"but got available_bytes={self.available_bytes} and replicated_bytes={self.replicated_bytes}"
             )
         if self._most is not None and self.need_bytes(self._most) > self.available_bytes:
             raise ValueError(

@@ -223,6 +223,7 @@ class UnitJob:
         while set(self._processes) - ended:
             assert time.monotonic() < deadline, "the job takes too long"
             by_pipe = {pipe: place for place, pipe in self._pipes.items() if place not in ended}
+            pipe: Any
             for pipe in multiprocessing.connection.wait(list(by_pipe), 1.0):
                 place = by_pipe[pipe]
                 try:
