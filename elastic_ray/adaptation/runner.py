@@ -212,7 +212,7 @@ class PolicyRunner:
             try:
                 told = [(float(ahead), int(size)) for ahead, size in policy.coming_batches(view)]
                 if not all(math.isfinite(ahead) and size >= 1 for ahead, size in told):
-                    raise ValueError(f"coming_batches must return pairs (samples from now, batch), but got {told}")
+                    raise ValueError(f"coming_batches must return (samples from now, batch) pairs, but got {told}")
                 found |= {view.samples + ahead: size for ahead, size in told}
             except Exception:  # it is for the allocator alone
                 logger.warning("policy %s failed in coming_batches", name_of(policy), exc_info=True)
@@ -510,6 +510,8 @@ class PolicyBallot:
     Args:
         said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
+
+    resting: None = None
 
     def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
         self._said = said

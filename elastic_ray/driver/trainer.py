@@ -42,8 +42,10 @@ from elastic_ray.observe.trackers.callbacks import pack_callbacks
 from elastic_ray.record.submitted import SubmittedJob
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
-from placement.cluster.cluster import TOLERANCE, Node, Resources
+from placement.cluster.cluster import TOLERANCE, Cluster, Node, Resources
+from placement.cluster.jobs import JobView
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.planning.spans import room_for, spans_nodes
 from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscale
 from placement.storage.storage_calls import call_storage
 
@@ -79,10 +81,7 @@ def impossible(
 
     Args:
         bundle: Resources of one worker.
-        min_workers: Fewest workers the job may run with.
-        label_selector: Labels that a worker's node must have.
         nodes: All living nodes; only ``total`` and ``labels`` are used.
-        sizes: Allowed numbers of workers.
         unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.
 
     Returns:
@@ -93,6 +92,11 @@ def impossible(
         return _no_such_label(label_selector, nodes)
     one, many = (f"a unit of {unit} workers", "units") if unit > 1 else ("a worker", "workers")
     where = f" with the labels {dict(label_selector)}" if label_selector else ""
+    if unit > 1:
+        view = JobView(job="unit", bundle=bundle, unit=unit, label_selector=label_selector)
+        cluster = Cluster(nodes=tuple(dataclasses.replace(node, draining=False) for node in fitting))
+        if spans_nodes(view, cluster) and room_for(view, cluster, min_workers) == min_workers:
+            return None
     for resource, amount in bundle.items():
         most = max(node.total.get(resource, 0.0) for node in fitting)
         if most + TOLERANCE < amount:

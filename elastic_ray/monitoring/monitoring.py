@@ -77,6 +77,8 @@ class StepMeter:
         sending_s: returns the time that the current group's connections have spent sending since it was formed [s].
     """
 
+    resting: None = None
+
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
@@ -167,9 +169,10 @@ class StepMeter:
         self.workers = self._concluded = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0
-        self._counted, self._sizes = dict(self._traffic()), {}
-        self._faults = major_faults()
-        self._sending.begin()
+        self._sizes = {}
+        if self.on:
+            self._counted, self._faults = dict(self._traffic()), major_faults()
+            self._sending.begin()
 
     def size(self, world_size: int) -> int:
         """Return the number of values that travel with the control sums."""

@@ -58,19 +58,27 @@ def data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, torch.roll(inputs, 1, 1).sin())
 
 
-def tensor_parallel(net: Net) -> nn.Module:
+def tensor_parallel(net: Net, mesh: Any = None) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(net, er.unit_mesh(), plan)
+    return parallelize_module(net, mesh or er.unit_mesh(), plan)
 
 
-def sharded(net: Net) -> nn.Module:
+def sharded(net: Net, mesh: Any = None) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
+    mesh = mesh or er.unit_mesh()
     for layer in (net.up, net.down):
-        fully_shard(layer, mesh=er.unit_mesh())
-    return fully_shard(net, mesh=er.unit_mesh())  # type: ignore[return-value]
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)  # type: ignore[return-value]
+
+
+def cut_twice(net: Net) -> nn.Module:
+    """Tensor parallelism, whose parts are sharded."""
+    mesh = er.unit_mesh()
+    tensor_parallel(net, mesh["tp"])
+    return sharded(net, mesh["shard"])
 
 
 class Pipelined(nn.Module):
@@ -186,7 +194,7 @@ def expert_parallel(net: Experts) -> nn.Module:
 
 
 MADE = {"blocks": Pipelined, "pp": Pipelined, "cp": Attending, "context": Attending, "ep": Experts, "experts": Experts}
-KINDS = {"tp": tensor_parallel, "shard": sharded, "cp": context_parallel, "ep": expert_parallel}
+KINDS = {"tp": tensor_parallel, "both": cut_twice, "shard": sharded, "cp": context_parallel, "ep": expert_parallel}
 
 
 def whole(model: nn.Module) -> dict[str, Any]:

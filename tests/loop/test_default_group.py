@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,8 +199,46 @@ def test_new_groups_have_all_ranks_or_are_refused() -> None:
         value = torch.ones(1)
         dist.all_reduce(value, group=group)
         assert value.item() == size == dist.get_world_size(group)
-        with pytest.raises(ValueError, match="of a part of the ranks is not there in a job"):
-            dist.new_group([0])
+        if size > 2:
+            with pytest.raises(ValueError, match="of a part of the ranks is not there in a job"):
+                dist.new_group([0, 1])
+
+    job(step)
+
+
+def test_a_group_of_one_rank_is_alone_ever_after() -> None:
+    kept: dict[int, Any] = {}
+
+    def step() -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        if size == 1:
+            return
+        groups = [dist.new_group([each]) for each in range(size)]
+        assert [each is not dist.GroupMember.NON_GROUP_MEMBER for each in groups] == [r == rank for r in range(size)]
+        for group in (groups[rank], kept.setdefault(threading.get_ident(), groups[rank])):
+            value = torch.full((2,), rank + 1.0)
+            dist.all_reduce(value, group=group)
+            assert value.tolist() == [rank + 1.0] * 2 and (group.rank(), group.size()) == (0, 1)
+
+    job(step)
+
+
+def test_meshes_with_a_dimension_of_one() -> None:
+    def step() -> None:
+        size, whole = dist.get_world_size(), torch.arange(6.0 * 2).view(6, 2)
+        for shape, cuts in (((size, 1), [Shard(0), Shard(1)]), ((1, size), [Replicate(), Shard(0)])):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+            cut: DTensor = distribute_tensor(whole, mesh, cuts)
+            assert torch.equal(cut.full_tensor(), whole)
+            assert torch.equal(cut.to_local(), whole.chunk(size)[dist.get_rank()])
+
+    job(step)
+
+
+def test_a_receiver_names_the_sender() -> None:
+    def step() -> None:
+        with pytest.raises(ValueError, match=r"recv\(\) needs src= in a job .*name the rank that sends"):
+            dist.recv(torch.zeros(1))
 
     job(step)
 

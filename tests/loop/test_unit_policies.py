@@ -119,7 +119,7 @@ def test_failing_policies_fail_on_all_workers(tmp_path: Path) -> None:
     assert run_units(of, tmp_path / "wrong") == [["raised", "raised"]] * 2
 
 
-def test_what_workers_of_a_unit_ask_for_must_be_alike(tmp_path: Path) -> None:
+def test_workers_of_a_unit_must_ask_alike(tmp_path: Path) -> None:
     def of(unit: UnitGroup) -> Any:
         policy: list[Policy] = [Scripted()] if unit.leads else []
         return train(policy, PARTS[unit.place.position], unit)

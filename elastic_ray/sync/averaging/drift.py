@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import local
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.state.tree import as_divided
 from elastic_ray.sync.averaging.algorithms import Averager, make_averager
 from elastic_ray.sync.averaging.consensus import agree
+from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.spec import Average
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,9 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients, OwedGradients
-from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.reducer import GradientReducer
-from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup
+from elastic_ray.sync.engine.reduction import BucketLayout, SummingGroup, make_operation
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable, layers_by_parameter, local_groups, profile_of
 from elastic_ray.sync.engine.unit_statistics import UnitStatistics
@@ -124,7 +124,8 @@ class GradientEngine(Participant):
     @property
     def strategy_key(self) -> str | None:
         """Key of strategies whose step times must not be mixed; None while a strategy is being chosen."""
-        return self._in_force.key
+        force = self._in_force
+        return force.own_key if force.tuner is None else force.key
 
     @property
     def found_strategies(self) -> Mapping[str, FoundStrategy]:
@@ -243,9 +244,10 @@ class GradientEngine(Participant):
 
     def before_forward(self) -> None:
         """Include unfrozen parameters and apply a requested strategy before the forward pass."""
-        if self._in_force.tuner is not None:
-            self._in_force.before_forward()
-        self._reducer.follow(changed=self._in_force.pending and self._may_switch)
+        force = self._in_force
+        if force.tuner is not None:
+            force.before_forward()
+        self._reducer.follow(changed=(force.asked is not None or force.wanted is not None) and self._may_switch)
         if not self._divided.idle and self._divided.unsettled:
             self._divided.settle_between_steps()
         if self._drift.average is not None:
@@ -309,7 +311,10 @@ class GradientEngine(Participant):
         self._reducer.close(
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
-        self._in_force.stepped()
+        force, now_s, steps = self._in_force, time.perf_counter(), self._context.states.progress.steps
+        if force.stepped is not None and steps == force.stepped[0] + 1:
+            force.step_s.append(now_s - force.stepped[1])
+        force.stepped = steps, now_s
         for each in self._row_steps:
             if not each.idle:
                 each.stand_inside()
@@ -329,7 +334,7 @@ class GradientEngine(Participant):
 
     def applied(self) -> None:
         """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""
-        self._carried.note_applied()
+        self._carried.applied = True
         self._reducer.reduction.applied()
         if self._drift.average is not None:
             self._drift.note_update()
@@ -471,7 +476,10 @@ class GradientEngine(Participant):
     def remember(self) -> Any:
         """Return what is needed to undo the step that starts now."""
         self._reducer.reduction.end_step()
-        self._in_force.remember()
+        force = self._in_force
+        force.asked_before, force.entering = force.asked, False
+        if force.tuner is not None:
+            force.tuner.remember()
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.batch.device_numbers import as_real, local, read
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.device_numbers import as_real, local, read
 from elastic_ray.sync.operations.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class UnitStatistics:
         if unlike and all(due) and needed:
             raise StrategyError(
                 f"{needed[0]} needs gradient statistics, for which optimizers on all workers of a unit must "
-                f"have as many parameter groups, but they have {[round(each) for each in due]}; add empty groups where "
+                f"have the same number of parameter groups, but they have {[round(each) for each in due]}; add empty "
+                "groups where "
                 'a worker holds none of their parameters, or use scaling_rule="none", "linear", "sqrt" or "legw" and a '
                 "fixed batch"
             )

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.noise_scale import estimate_groups
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance
 from elastic_ray.monitoring.monitor import Monitor
+from elastic_ray.sync.statistics.noise_scale import estimate_groups
 
 if TYPE_CHECKING:
     from elastic_ray.steps.step import LoaderStep
@@ -40,7 +40,7 @@ class GradientMeter:
     def __init__(self, request: Callable[[], Monitor]) -> None:
         self._request = request
         self.monitor, self.on = Monitor(), False
-        self.known = self._own = Known()
+        self.known = self.own = Known()
         self._alone = True
         self._groups = 0
         self._step = 0
@@ -59,7 +59,7 @@ class GradientMeter:
         self.monitor = self._request()
         self.on = self.monitor.variance_every is not None or self.monitor.norms_every is not None
         if groups != self._groups:
-            self.known = self._own = Known()
+            self.known = self.own = Known()
         self._groups = groups
         self._sent, self._received = None, []
         self.invalidate()
@@ -152,7 +152,7 @@ class GradientMeter:
         variance, self._variance = self._variance, None
         if variance is not None:
             groups = tuple(max(0.0, each) for each in variance.groups)
-            self._found(dataclasses.replace(self._own, variance=dataclasses.replace(variance, groups=groups)))
+            self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def take_unmoved(self) -> GradientNorms | None:
         """Return the norms of the applied gradient, without those of the update; None if it was not measured."""
@@ -163,15 +163,15 @@ class GradientMeter:
         """Store the norms of the update, by parameter group."""
         found = self.take_unmoved()
         if found is not None:
-            self._found(dataclasses.replace(self._own, norms=dataclasses.replace(found, updates=norms)))
+            self._found(dataclasses.replace(self.own, norms=dataclasses.replace(found, updates=norms)))
 
     def found_by_all(self, norms: GradientNorms) -> None:
         """Store norms that all ranks have measured together, and therefore know at once."""
-        self._own = dataclasses.replace(self._own, norms=norms)
+        self.own = dataclasses.replace(self.own, norms=norms)
         self.known = dataclasses.replace(self.known, norms=norms)
 
     def _found(self, own: Known) -> None:
-        self._own = own
+        self.own = own
         if self._alone:
             self.known = own  # nobody to agree with
 
@@ -182,13 +182,13 @@ class GradientMeter:
 
     def shared_values(self) -> list[float]:
         """Return rank 0's measurements for the reduction; zeros while there are none."""
-        if self._sent is None or self._sent[0] is not self._own:
-            self._sent = self._own, self._packed()
+        if self._sent is None or self._sent[0] is not self.own:
+            self._sent = self.own, self._packed()
         return self._sent[1]
 
     def _packed(self) -> list[float]:
         """Return the measurements as numbers; step counts start at 1, so that 0 means no measurement."""
-        variance, norms, values = self._own.variance, self._own.norms, list[float]()
+        variance, norms, values = self.own.variance, self.own.norms, list[float]()
         if self.monitor.variance_every is not None:
             none = [0.0] * (3 + self._groups)
             values += none if variance is None else [*_digits(variance.step), variance.batch_size, *variance.groups]
@@ -213,10 +213,6 @@ class GradientMeter:
                 step=step, gradients=tuple(values[2 : 2 + groups]), updates=tuple(values[2 + groups : 2 + 2 * groups])
             )
         self.known = Known(variance, norms)
-
-    def follow_first(self) -> None:
-        """Adopt rank 0's values, so that this rank can continue from them if it becomes rank 0."""
-        self._own = self.known
 
 
 def _digits(step: int) -> tuple[float, float]:

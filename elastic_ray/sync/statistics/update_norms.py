@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import local, read
+from elastic_ray.sync.device_numbers import local, read
 
 
 @torch.no_grad()
