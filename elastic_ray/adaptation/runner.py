@@ -212,7 +212,7 @@ class PolicyRunner:
             try:
                 told = [(float(ahead), int(size)) for ahead, size in policy.coming_batches(view)]
                 if not all(math.isfinite(ahead) and size >= 1 for ahead, size in told):
-                    raise ValueError(f"coming_batches must return pairs (samples from now, batch), but got {told}")
+                    raise ValueError(f"coming_batches must return (samples from now, batch) pairs, but got {told}")
                 found |= {view.samples + ahead: size for ahead, size in told}
             except Exception:  # it is for the allocator alone
                 logger.warning("policy %s failed in coming_batches", name_of(policy), exc_info=True)
@@ -371,6 +371,20 @@ class PolicyRunner:
             "pending": [dataclasses.asdict(pending) for pending in self._pending],
         }
 
+    def answers(self) -> list[Any]:
+        """Return the policies' pending requests and states as plain values, for :meth:`adopt`."""
+        return [[dataclasses.asdict(pending) for pending in self._pending], self._states]
+
+    def adopt(self, answers: Sequence[Any]) -> None:
+        """Adopt the answers of another worker of the unit, which calls the policies for all of them."""
+        pending, self._states = answers
+        self._pending = [Pending(**each) for each in pending]
+
+    @property
+    def facts(self) -> list[Any]:
+        """Plain description of the policies, for comparison."""
+        return [[name_of(policy), initial] for policy, initial in zip(self._policies, self._initial, strict=True)]
+
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a captured state; if this run has different policies, their captured states are ignored."""
         self.values = SharedValues.from_state(tree["values"])
@@ -496,6 +510,8 @@ class PolicyBallot:
     Args:
         said: returns each policy's requests and failures on this rank, as plain values; None if it has none.
     """
+
+    resting: None = None
 
     def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
         self._said = said

@@ -27,9 +27,6 @@ class Notifier:
 
     A call that fails or takes too long only adds an event of kind ``warning``. The URL may contain a secret and is
     never shown. Trials send nothing, because their end concerns only the sweep.
-
-    Args:
-        warn: Function that receives the reason why a call failed.
     """
 
     def __init__(self, spec: JobSpec, warn: Callable[[str], None]) -> None:
@@ -85,13 +82,7 @@ _NOTE_S = 2.0
 
 
 class JobShutdown:
-    """Shutdown of a job, step by step.
-
-    Args:
-        parts: Shared parts of the job.
-        status: Function that returns the job's status.
-        notifier: Sender of the notice that the job has ended.
-    """
+    """Shutdown of a job, step by step."""
 
     def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
         self._status, self._notifier = status, notifier
@@ -171,5 +162,5 @@ class JobShutdown:
         if (current := self._group.machine.current) is not None:
             # Rank 0 leaves the report that it waits in; without this the others would wait for it in their next step.
             self._group.post_to_members(Cancel(generation=current.generation))
-        await self._group.vacate()
+        await self._group.actors.vacate()
         self._allocator.ended()

@@ -68,7 +68,7 @@ class JobStarter:
         self._caught_up = True
         if self._record.phase.ended:
             if self._record.outcome() is None:
-                self._job.end_again()
+                self._job.shutdown.record_again()
             return
         point = self._record.resume_point
         self._trackers.begin(point)

@@ -157,9 +157,7 @@ def samples_to_end(
 
     Args:
         progress: progress of the job, in iterations at M0.
-        dataset_size: samples in one pass over the training loader; None if unknown.
         init_batch_size: M0 [samples].
-        efficiency: statistical efficiency of the current batch, above 0; None if unknown.
     """
     left = remaining(progress)
     if progress is None or left is None:
@@ -173,13 +171,7 @@ def samples_to_end(
 
 
 def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodput: float | None) -> float | None:
-    """Return iterations left x M0 / goodput [s, >= 0]; None if any of these is unknown.
-
-    Args:
-        progress: progress of the job, in iterations at M0.
-        init_batch_size: M0 [samples].
-        goodput: goodput of the current configuration [samples/s].
-    """
+    """Return iterations left x M0 / goodput [s, >= 0]; None if any of these is unknown."""
     left = remaining(progress)
     if left is None or not init_batch_size or not goodput or not math.isfinite(goodput) or goodput < 0:
         return None

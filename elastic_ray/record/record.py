@@ -117,14 +117,6 @@ class JobRecord:
         """Automatic checkpoint that remains when the job finishes; None if none remains."""
         return self._states[0] if self._states and self._keeps_last else None
 
-    def _left_state(self, phase: JobPhase) -> str:
-        """Return the directory of the automatic checkpoints that remain if the job ends in `phase`.
-
-        Empty if none remain.
-        """
-        left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
-        return posixpath.dirname(left.path) if left is not None else ""
-
     @property
     def workers_at_most(self) -> int:
         """Largest number of workers that can continue from the resume point, 0 for no limit.
@@ -240,8 +232,6 @@ class JobRecord:
 
         Args:
             lines: event lines that ``events.jsonl`` lacks.
-            first_report: number of the first report of this run; 0 if unknown.
-            reports: the last reports in ``reports.jsonl``.
         """
         for line in lines:
             self.unwritten_events.add(line)
@@ -275,6 +265,7 @@ class JobRecord:
     ) -> None:
         """Record the job's end and outcome."""
         self.phase, self.message = phase, message
+        left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         self._outcome = JobOutcome(
             phase=phase,
             error=error,
@@ -282,7 +273,7 @@ class JobRecord:
             reports=self._reports.values(),
             first_report=self._reports.first or 1,
             checkpoints=self._retention.kept,
-            states=self._left_state(phase),
+            states=posixpath.dirname(left.path) if left is not None else "",
             return_value=return_value,
         )
 

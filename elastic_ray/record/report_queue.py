@@ -125,7 +125,6 @@ class ReportQueue:
     Args:
         taken: number of the last report before this run, from which a run that continues from a checkpoint counts on.
         ahead: number of undelivered reports that training may make before it waits for the reader; None for any number.
-        keep: number of reports to keep.
     """
 
     def __init__(self, *, taken: int = 0, ahead: int | None = None, keep: int = MOST) -> None:
@@ -168,7 +167,6 @@ class ReportQueue:
 
         Args:
             after: number of the last report that the reader has processed; None if it has processed none of this run.
-            wait_s: longest wait [s].
 
         Returns None if there is no such report yet, or the queue was closed.
         """

@@ -391,7 +391,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         def carried_out(communicator: Communicator) -> bytes:
             own = tensors[0].device if tensors else torch.device("cpu")
             # Reductions of gradients may be on their way over NCCL, in another order on another rank.
-            device = torch.device("cpu") if session.run.consensus.in_phase else own
+            device = torch.device("cpu") if session.run.consensus.announcer.in_phase else own
             return told(communicator.world_size, perform(communicator, device))
 
         label = f"{what}({', '.join(map(str, detail))})"
@@ -476,7 +476,7 @@ def _of_bytes(content: bytes) -> Any:
     """
     found = from_bytes(content)
     if not isinstance(found, list) or not found or not isinstance(found[0], int):
-        raise RuntimeError("this worker catches up with a collective that the others have not made: see docs/limits.md")
+        raise RuntimeError("this worker repeats a collective that the other workers never made: see docs/limits.md")
     return found
 
 

@@ -100,9 +100,9 @@ def check_plain(trees: Mapping[str, Any]) -> None:
             encode(pack(tree)[0])
         except NotPlainError as error:
             raise UnsafeStateError(
-                f"state {key!r} holds something else than tensors and plain values, and what is sent between workers "
+                f"state {key!r} holds something other than tensors and plain values, and data from other workers "
                 f"is never unpickled: {error}. Keep numbers, strings, lists, dicts and tensors in it, or leave that "
-                "value out of its state_dict() and make it anew in load_state_dict()"
+                "value out of its state_dict() and rebuild it in load_state_dict()"
             ) from error
 
 
@@ -209,6 +209,13 @@ def receive_state(
 
     Raises CommunicationFailedError: The peer is lost or sent invalid data. Nothing of it was adopted.
     """
+    with communicator.together():
+        return _received(communicator, source, own)
+
+
+def _received(
+    communicator: Communicator, source: int, own: Callable[[str], Any | None]
+) -> tuple[dict[str, Any], set[str]]:
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
     works, small = [], []
@@ -363,6 +370,22 @@ class OptimizerState:
             group.update(values)
 
 
+def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
+    """Return a parameter's optimizer state as local parts, divided as the parameter is."""
+    part = getattr(param, "_local_tensor", None)
+    if part is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    def divided(value: Any) -> Any:
+        whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor)
+        if whole or not value.dim() or value.shape != part.shape:  # a count of steps has no dimension
+            return value
+        return DTensor(value.to(part.device), param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    return {key: divided(value) for key, value in values.items()}
+
+
 class DictState:
     """State of any object with ``state_dict`` and ``load_state_dict``: schedulers, gradient scalers, metrics."""
 
@@ -418,7 +441,7 @@ def from_bytes(content: bytes) -> Any:
             raise ValueError("something is left")
         return unpack(decode(plain), tensors)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise ValueError(f"a peer has sent what is no value: {error}") from error
+        raise ValueError(f"a peer has sent an invalid value: {error}") from error
 
 
 def on_device_of(tree: Any, own: Any) -> Any:

@@ -38,7 +38,7 @@ class ControllerCaller:
             known: Mapping[str, bytes] = ray.get(call, timeout=wait_s + _ON_THE_WAY_S)
         except RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise RuntimeError(f"its controller does not introduce it to the others: {lines[-1]}") from error
+            raise RuntimeError(f"its controller does not connect it to the other workers: {lines[-1]}") from error
         return known
 
     def _call(self, **fields: Any) -> Any:

@@ -27,7 +27,6 @@ class WorkerProcess:
 
     Args:
         owner: Owner of the process; None for a process of the pool.
-        theirs: Protocol version of the starting process, which must match.
     """
 
     def __init__(self, owner: ProcessOwner | None, theirs: Spoken) -> None:

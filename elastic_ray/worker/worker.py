@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import resource
 import threading
 import time
 from typing import Any, TypeVar
@@ -34,7 +33,6 @@ from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.resume_point import SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
-from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
@@ -56,6 +54,7 @@ from elastic_ray.worker.messages import (
 from elastic_ray.worker.setup import Assignment, ProcessInfo, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
 from elastic_ray.worker.stored_train_loop import stored_train_loop
+from elastic_ray.worker.warm_up import resident_bytes
 from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL
 from placement.ray_cluster import groups
 from placement.text import log_plainly
@@ -71,11 +70,7 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress.
-
-    Args:
-        setup: Settings shared by all workers of the job.
-    """
+    """Worker inside a ``WorkerProcess``; methods other than ``run`` may be called while ``run`` is in progress."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         log_plainly(logging.WARNING)
@@ -235,11 +230,14 @@ class Worker:
         if assignment.unit is None:
             return None
         elastic = self._setup.elastic
-        return UnitGroup(
-            assignment.unit,
-            cuda=bool(assignment.gpu_ids),
-            timeout_s=elastic.join_timeout_s + elastic.collective_timeout_s,
-        )
+        place, timeout_s = assignment.unit, elastic.join_timeout_s + elastic.collective_timeout_s
+        if place.store:
+            return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s)
+        caller = ControllerCaller(assignment, 0)
+        store = BootstrapStore(caller, timeout_s, rank=place.position, world_size=place.size)
+        store.tell_at_once()
+        store.stay_open()  # for groups that user code makes later
+        return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s, store=store, host=self._host)
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
         """Return the first intact automatic checkpoint to resume from, and its path; None and "" if there is none."""
@@ -291,7 +289,7 @@ class Worker:
         except BaseException as error:
             broken = True
             starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced and self._unit is None
-            whole, atomic_bsz, more = not session.ledger.half_updated, session.atomic_bsz, session.takes_more
+            whole, atomic_bsz, more = not session.ledger.updating, session.atomic_bsz, session.takes_more
             if starts_over and not more:
                 session.progress.bound_memory(atomic_bsz)
             kept = session.keep_state() if starts_over else None
@@ -338,7 +336,7 @@ class Worker:
             saving=session.registry.saving,
             workers=lambda: tuple(member.worker for member in session.group.members),
         )
-        session.registry.save_when(saver.is_due)
+        session.registry.saves = saver.is_due
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         session.registry.add_hook(HookPoint.CHECKPOINT_ASKED, saver.ask)
         return saver
@@ -394,7 +392,7 @@ class Worker:
             job=assignment.job,
             expected=assignment.expected,
             unit=self._unit,
-            stragglers=elastic.straggler_config if self._unit is None else StragglerConfig(),
+            stragglers=elastic.straggler_config,
             start=StartingPoint(
                 checkpoint or _stored_checkpoint(assignment, link),
                 epoch=assignment.resume_point.epoch if assignment.resume_point is not None else 0,
@@ -421,8 +419,8 @@ def _start_of(assignment: Assignment) -> RunProgress | None:
 
 def _end(kind: type[_End], **values: Any) -> _End:
     """Return the end of a run, with the resources that its process currently uses."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
+    memory, cuda = resident_bytes(), bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return kind(memory_bytes=memory, cuda_used=cuda, **values)
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
@@ -453,10 +451,6 @@ def _write_end(session: Session, link: ActorControllerClient, problem: str) -> N
         link.storage.append_events([event.to_json()])
     except Exception as error:
         logger.warning("job %s: %s; this event was not written: %s", session.job, event.reason, error)
-
-
-def _cuda_used() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from placement.cluster.cluster import Allocation, Cluster, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.planning.multi_node import keep_apart
 from placement.reasons import Cause, Reason
 

@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Allocation, Cluster, Node, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.cluster.packing import pack
+from placement.cluster.packing import FreeResources, pack
 from placement.planning.multi_node import shared
 from placement.planning.problem import Plan, Problem, Solver, by_precedence
 from placement.reasons import Cause, Reason

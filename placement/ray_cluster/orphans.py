@@ -36,7 +36,6 @@ def orphaned(
     Args:
         holders: For each group, whether its process lives; None if no process holds it.
         since_s: Time when each group was first seen without a known job [s].
-        now_s: Current time [s].
         timeout_s: How long a living process keeps its group [s].
     """
     for group in since_s.keys() - holders.keys():
@@ -98,7 +97,6 @@ class Orphans:
         """Release groups that have had no job for long, and delete the notes of dead controllers.
 
         Args:
-            known: Jobs that the allocator knows.
             now_s: Current time [s, monotonic].
         """
         if now_s - self._looked_s < _EVERY_S:

@@ -52,9 +52,9 @@ class _Job:
 
 
 def run_units(
-    train: Callable[[UnitGroup], Any], folder: Path, *, units: int = 2, unit: Unit | int = 2
+    train: Callable[[UnitGroup], Any], folder: Path, *, units: int = 2, unit: Unit | int = 2, **options: Any
 ) -> list[list[Any]]:
-    """What ``train`` returns on each worker, by unit and position."""
+    """What ``train`` returns on each worker, by unit and position; ``options`` are the sessions'."""
     size = unit if isinstance(unit, int) else unit.size
     members = tuple(Member(worker=f"w{number + 1}", node="here") for number in range(units))
 
@@ -66,7 +66,7 @@ def run_units(
             return member(controller, rank, units, make=make, form_s=_WAIT_S, timeout_s=_WAIT_S)
 
         membership = WorkerMembership(f"w{number + 1}", form, lambda generation, cause: None)
-        session = Session(f"w{number + 1}", membership, _Job(), unit=group)
+        session = Session(f"w{number + 1}", membership, _Job(), unit=group, **options)
         membership.post(GenerationSpec(generation=1, members=members))
         set_session(session)
         try:

@@ -66,7 +66,7 @@ def _wheel() -> types.ModuleType:
     made.__module__ = "suite_distributed_test"
     made._barrier = lambda self, *args, **options: dist.barrier()
     module.Barrier.sync = staticmethod(lambda *args, **options: dist.barrier())
-    holder = types.ModuleType("suite_distributed_test")
+    holder: Any = types.ModuleType("suite_distributed_test")
     holder.Distributed = made
     return holder
 

@@ -35,8 +35,8 @@ class ModelTables:
         layers = {name: each for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)}
         if layers and scaler is not None and scaler.is_enabled():
             raise StrategyError(
-                "grad_scaler is not supported for a model with a ShardedEmbedding: the scaler looks for overflow in "
-                "gradients of parameters, which rows are not. Train in bfloat16, which needs no scaler"
+                "grad_scaler is not supported for a model with a ShardedEmbedding: the scaler checks the gradients of "
+                "parameters for overflow, and table rows are not parameters. Train in bfloat16, which needs no scaler"
             )
         self.tables: list[ShardedTable] = [
             layer.join(self._rule(name, layer), name, (number, index), run)

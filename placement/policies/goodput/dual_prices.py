@@ -75,7 +75,6 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
     No remaining capacity could be used to increase the sum. Ties go to the first option. Deterministic.
 
     Args:
-        options: The options to choose from.
         near: Initial prices from a similar case, (K,); None starts at 0.
         polished: True to improve a small case further if its sum is too far below the bound.
     """
@@ -92,7 +91,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
             whole
             and float(np.prod(options.capacities + 1)) * options.values.size <= _EXACT[len(options.capacities) > 1]
         ):
-            picks = max((picks, _exact(options)), key=options.worth)
+            picks = max((picks, solve_exactly(options)), key=options.worth)
         elif len(options.capacities) > 1 and len(picks) <= _PAIRED:
             picks = fill(options, _exchange(options, picks))
     return Solution(picks=picks, multipliers=multipliers)
@@ -282,7 +281,7 @@ def _exchange(options: Options, picks: Ints) -> Ints:
     return picks
 
 
-def _exact(options: Options) -> Ints:
+def solve_exactly(options: Options) -> Ints:
     """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), with g one count per GPU type."""
     shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
     best = np.zeros(shape)

@@ -10,15 +10,13 @@ import numpy as np
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, TimePassed
-from placement.allocator.instructions import Allocate, Instruction
+from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster, without
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import discount, seconds_left
-from placement.goodput.speeds import GoodputCache, table
+from placement.goodput.speeds import GoodputCache, Ints, table
 from placement.goodput.step_time import Floats
-from placement.goodput.table import Ints
 from placement.knowledge.knowledge import Knowledge
 from placement.policies.shared.base import Policy
 from placement.simulator.world.job import SimulatedJob
@@ -48,9 +46,7 @@ class World:
     """State that a driver moves through time: the allocator core and the simulated jobs.
 
     Args:
-        jobs: All jobs of the trace.
         cluster: The nodes at the start.
-        policy: Policy of the allocator core.
         knowledge: Measurements shared by jobs of one application; None if each job only knows its own.
     """
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ray.batch.noise_scale import estimate, estimate_groups
-from elastic_ray.batch.statistics import (
+from elastic_ray.sync.preconditioners import (
     LEAST_PART,
     BucketPreconditioner,
     is_adam_like,
     preconditioner,
     squared_norm,
 )
+from elastic_ray.sync.statistics.noise_scale import estimate, estimate_groups
 
 torch.set_num_threads(1)
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -123,7 +123,7 @@ def test_preconditioner_is_the_same_made_in_small_pieces(name: str, monkeypatch:
     model, optimizer = trained(name, 10)
     params = list(model.parameters())
     whole = preconditioner(optimizer, params)
-    monkeypatch.setattr("elastic_ray.batch.statistics.LEAST_AT_ONCE", 7)
+    monkeypatch.setattr("elastic_ray.sync.preconditioners.LEAST_AT_ONCE", 7)
     pieces = preconditioner(optimizer, params)
     assert whole is not None
     assert pieces is not None
