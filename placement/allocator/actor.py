@@ -275,7 +275,9 @@ class Allocator:
         self._controllers.heard(view.job, controller)
         self._ended_s.pop(view.job, None)
         # Up to now what a newcomer holds counted as others' use, and no decision may rest on that.
-        cluster = self._usable(view.job) if not core.knows(view.job) and self._holds(view) else None
+        new = not core.knows(view.job)  # of the many in a burst none has placement groups
+        may_hold = new and (view.allocation or any(view.job in node.reserved for at in self._history for node in at))
+        cluster = self._usable(view.job) if may_hold else None
         self._handle(events.JobHeartbeat(view=view, cluster=cluster))
         avoids = core.avoids.get(view.job)
         return HeartbeatReply(
@@ -287,10 +289,6 @@ class Allocator:
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
             nodes=len(possible_nodes(view, core.cluster)),
         )
-
-    def _holds(self, view: JobView) -> bool:
-        """True if a job may have placement groups. The many new jobs of a burst have none."""
-        return bool(view.allocation) or any(view.job in node.reserved for nodes in self._history for node in nodes)
 
     def _note(self, view: JobView) -> str:
         if self._scaler is None:
