@@ -401,7 +401,7 @@ class Allocator:
                 self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
                 self._controllers.spawn(self._knowledge_sync.save())
-                self._controllers.spawn(self._orphans.look(self._known(), time.monotonic()))
+                self._controllers.spawn(self._orphans.look({*core.jobs, *self._ended_s}, time.monotonic()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
@@ -420,10 +420,6 @@ class Allocator:
             return None
         self._history.append(nodes)
         return nodes
-
-    def _known(self) -> set[str]:
-        assert self._core is not None, "the loop starts after the core"
-        return {*self._core.jobs, *self._ended_s}
 
     def _take_nodes(self) -> None:
         now_s = time.monotonic()

@@ -86,8 +86,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
     wanted: Ints = np.argmax(options.values - multipliers[options.pool_of] * options.sizes, axis=1)
     picks = _realise(options, wanted)
     picks = fill(options, picks)
-    most_gain = float(options.values.max(axis=1).sum() - options.worth(options.base))
-    if polished and bound(options, multipliers) - options.worth(picks) > GAP * most_gain:
+    if polished and bound(options, multipliers) - options.worth(picks) > GAP * _spread(options):
         whole = bool((options.sizes == np.rint(options.sizes)).all())
         if (
             whole
@@ -103,6 +102,11 @@ def bound(options: Options, multipliers: Floats) -> float:
     """Return an upper bound over all feasible choices: sum of max(value - price x size) + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
+
+
+def _spread(options: Options) -> float:
+    """Return the largest possible gain of the decision: each job's best option minus its base option, summed."""
+    return float(options.values.max(axis=1).sum() - options.worth(options.base))
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
