@@ -14,7 +14,7 @@ from elastic_ray.faults import Faults
 from placement.cluster.cluster import parts
 from tests.job import united
 from tests.job.jobs import kinds, wait_until
-from tests.job.test_units import check_close, parameters
+from tests.job.unit_jobs import check_close, parameters
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=2), pytest.mark.timeout(600), pytest.mark.slow]
 
