@@ -141,11 +141,6 @@ class GradientEngine(Participant):
         self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's gradients."""
-        return self._trainable.params[0].device
-
     def check(self, plan: SyncPlan) -> None:
         """Raise StrategyError if a plan cannot be executed."""
         self._check_statistics(plan.strategy)
