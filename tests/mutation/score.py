@@ -84,8 +84,8 @@ PARTS = {
     ),
     "replicas": ("elastic_ray/state/replicas.py", "tests/loop/test_replicas.py"),
     "allocator": (
-        "placement/allocator/{core,significance,explaining}.py",
-        "tests/placement/test_{core,explaining,significance,notices}.py",
+        "placement/allocator/{core,significance,explaining,snapshot}.py",
+        "tests/placement/test_{core,explaining,significance,notices,start_times}.py",
     ),
     "goodput": (
         "placement/goodput/*.py",
@@ -106,7 +106,7 @@ PARTS = {
         ),
     ),
     "autoscaling": (
-        "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",
+        "placement/autoscaling/{autoscaler,fleet,objectives/*}.py",
         "tests/placement/test_{autoscaler,budget,job_costs,offers,spot}.py",
     ),
     "knowledge": (
