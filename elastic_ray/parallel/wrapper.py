@@ -584,7 +584,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
         run, finite, suspects = self._run, own.finite, self._sync.nonfinite_ranks
         if known := suspects is None and run.group.world_size > 1 and run.wishes is None:  # all ranks' are finite
-            finite.streak = False
+            finite.streak.clear()
         if known or finite.are_finite(params, suspects, scaled=scaled):
             self._statistics.applied()
         else:

@@ -216,6 +216,7 @@ def receive_state(
 def _received(
     communicator: Communicator, source: int, own: Callable[[str], Any | None]
 ) -> tuple[dict[str, Any], set[str]]:
+    """Return what one rank sends; see :func:`receive_state`."""
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
     works, small = [], []

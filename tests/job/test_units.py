@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-import ray.train
 
 import elastic_ray as er
 from elastic_ray.driver.handle import find_controller

@@ -1,4 +1,4 @@
-"""Jobs of units, and the parameters that they end with."""
+"""Starting jobs of units, for the tests beside it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.job import united
 
 
 def submit(folder: Path, kind: str, workers: Any, unit: Any, **config: Any) -> er.JobHandle:
-    elastic = config.pop("elastic", {})
+    elastic, resource = config.pop("elastic", {}), config.pop("resource", "CPU")
     return er.ElasticTrainer(
         united.train,
         train_loop_config={"kind": kind, "epochs": 6, **config},
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={resource: 1}),
         run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
         elastic_config=er.ElasticConfig(**elastic),
         scheduling_config=er.SchedulingConfig(unit=unit),

@@ -17,9 +17,9 @@ from elastic_ray.sync.checks import StrategyError
 from elastic_ray.unit import Unit
 from placement.goodput.model import NoiseScale
 from tests.loop.changing import run_job
-from tests.loop.unit_threads import Rows, run_units
+from tests.loop.unit_threads import FEATURES, Rows, run_units
 
-SAMPLES, FEATURES, EPOCHS = 24, 6, 24
+SAMPLES, EPOCHS = 24, 24
 
 
 def noise(optimizer: str, part: slice = slice(None), unit: UnitGroup | None = None) -> NoiseScale | None:

@@ -27,6 +27,8 @@ from tests.membership.groups import LocalController, local_controller, member
 
 _WAIT_S = 30.0
 
+FEATURES = 6
+
 
 class _Job:
     """Controller that hears everything and does nothing."""
@@ -88,9 +90,6 @@ def added_in(unit: UnitGroup, tensor: torch.Tensor) -> torch.Tensor:
     """Sum of the workers of a unit."""
     rows = unit.gather(tensor.flatten().tolist())
     return torch.tensor(rows, dtype=torch.float64).sum(0).reshape(tensor.shape).to(tensor.dtype)
-
-
-FEATURES = 6
 
 
 class Rows(nn.Module):

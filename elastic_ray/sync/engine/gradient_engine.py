@@ -79,6 +79,9 @@ class GradientEngine(Participant):
         self._divided = divided
         self._held = held_by_several(context.unit, module) if context.unit is not None else frozenset[str]()
         self._in_force = StrategyInForce(context, self, builder, number)
+        self._asked_before = self._in_force.asked  # when the step in progress began
+        self._entering = True  # until the present group's first step
+        self._stepped: tuple[int, float] | None = None  # steps before the latest optimizer step, and when that was
         self._check_tables(self.plan.strategy)
         self._check_tiles(self.plan)
         self._check_unit(self.plan)
@@ -311,10 +314,10 @@ class GradientEngine(Participant):
         self._reducer.close(
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
-        force, now_s, steps = self._in_force, time.perf_counter(), self._context.states.progress.steps
-        if force.stepped is not None and steps == force.stepped[0] + 1:
-            force.step_s.append(now_s - force.stepped[1])
-        force.stepped = steps, now_s
+        now_s, steps = time.perf_counter(), self._context.states.progress.steps
+        if self._stepped is not None and steps == self._stepped[0] + 1:
+            self._in_force.step_s.append(now_s - self._stepped[1])
+        self._stepped = steps, now_s
         for each in self._row_steps:
             if not each.idle:
                 each.stand_inside()
@@ -459,6 +462,7 @@ class GradientEngine(Participant):
 
     def enter_group(self) -> None:
         """Adopt the new group: rebuild the plan and the buckets, and drop state that only some ranks hold."""
+        self._entering, self._stepped = True, None
         self._reducer.reduction.end_step()
         self.measure_examples(None, wanted=False)  # a loader of one rank asks again
         self._drift.entered()
@@ -477,7 +481,7 @@ class GradientEngine(Participant):
         """Return what is needed to undo the step that starts now."""
         self._reducer.reduction.end_step()
         force = self._in_force
-        force.asked_before, force.entering = force.asked, False
+        self._asked_before, self._entering = force.asked, False
         if force.tuner is not None:
             force.tuner.remember()
         return self._carried.remember()
@@ -485,7 +489,8 @@ class GradientEngine(Participant):
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
         self._reducer.reduction.void()
-        self._in_force.roll_back()
+        self._stepped = None
+        self._in_force.roll_back(self._asked_before)
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
@@ -511,7 +516,8 @@ class GradientEngine(Participant):
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Return buckets for the current parameters, strategy and group."""
-        plan = self._in_force.take(switch=self._may_switch)
+        plan = self._in_force.take(switch=self._may_switch, entering=self._entering)
+        self._stepped = None
         self._control_size = self._context.consensus.control_size
         if (known := self._statistics.examples) is not None:
             self._statistics.measure_in(ExampleNorms(self._module, trainable.params, known.every))
