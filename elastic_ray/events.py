@@ -398,6 +398,7 @@ class Report:
         Values that JSON cannot hold are written as their ``repr``.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["metrics"]  # the line ends with them
         return dump({**values, "metrics": dumpable(self.metrics)})
 
     @classmethod

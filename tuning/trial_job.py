@@ -195,7 +195,8 @@ class TrialJob:
         self._promise = template.promise
         self._directory, self._filesystem, self._knowledge_path = directory, filesystem, knowledge_path
         self._start_from = start_from
-        self._key = _digest(config)
+        said = repr(sorted(config.items(), key=lambda item: str(item[0])))
+        self._key = hashlib.sha256(said.encode()).hexdigest()
         self.job = f"{sweep}-{trial}"
         self._values: tuple[float, ...] = ()  # of this run
         self._compared = self._warned = False  # whether the promise's metric was among the reports, or missed
@@ -410,7 +411,3 @@ def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, p
             os.mkdir(path, 0o700 if private else 0o777)
             break
     return path
-
-
-def _digest(config: Mapping[str, Any]) -> str:
-    return hashlib.sha256(repr(sorted(config.items(), key=lambda item: str(item[0]))).encode()).hexdigest()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from elastic_ray.worker.bootstrap_caller import ControllerCaller
+    from elastic_ray.worker.actor_controller_client import ControllerCaller
 
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 

@@ -303,7 +303,8 @@ class JobController:
         """Stop the job: saved after the current step or, with ``now``, at once in the middle of it."""
         await self._known()
         if now:
-            self._job.end_now(reason)
+            self._job.stop_reason = f"{reason}, now"
+            self._job.finish(JobPhase.STOPPED)
         self._job.stop(reason)
         await self._persist_state()
 
@@ -338,7 +339,7 @@ class JobController:
             return
         if not final and await asyncio.to_thread(may_autoscale):
             reason = dataclasses.replace(reason, cause=Cause.AUTOSCALER)
-            job.record.waits_for_resources(reason.explained, needs_node=True)
+            job.record.message, job.record.needs_node = reason.explained, True
             return
         from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train
 

@@ -95,17 +95,13 @@ class JobShutdown:
         # the task that makes processes ready for another trial; None for a job whose processes end with it
         self.vacated: asyncio.Task[None] | None = None
 
-    def returned(self, value: Sealed | None) -> None:
-        """Store a train function's return value."""
-        self.return_value = value
-
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
         """Record the job's end; unless ``complete`` is True, its outcome waits for :meth:`record_again`."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)
         else:
-            self._record.ending(phase, reason)
+            self._record.phase, self._record.message = phase, reason
         self._metrics.end()
 
     def record_again(self) -> None:

@@ -19,9 +19,9 @@ from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.context import JobContext, ReportIntake
 from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
+from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.shutdown import JobShutdown, Notifier
 from elastic_ray.job.starter import JobStarter
-from elastic_ray.job.state_note import Preemption
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
@@ -101,7 +101,7 @@ class JobSupervisor:
         self._weight = spec.scheduling.weight
         self._saved = False
         self._stopping_since: float | None = None
-        self._stop_reason, self._paused = "", ""
+        self.stop_reason, self._paused = "", ""
         self._revivals, self._claimed = tuple[float, ...](), set[int]()
 
     def _keep(self, event: JobEvent) -> None:
@@ -180,7 +180,7 @@ class JobSupervisor:
     def stop(self, reason: str = _ASKED) -> None:
         """Stop the job after the current step, and save it if possible."""
         if self._stopping_since is None:
-            self._stopping_since, self._stop_reason = time.monotonic(), reason
+            self._stopping_since, self.stop_reason = time.monotonic(), reason
             self.reports.queue.close()
             if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
@@ -188,11 +188,6 @@ class JobSupervisor:
                 self._preemption.begin(Allocated(nodes={}, reason=reason), time.monotonic())
             else:
                 self.group.post_to_members(StopJob())
-
-    def end_now(self, reason: str = _ASKED) -> None:
-        """End the job at once, in the middle of a step."""
-        self._stop_reason = f"{reason}, now"
-        self.finish(JobPhase.STOPPED)
 
     def _can_be_saved(self) -> bool:
         """True if the job trains, no rank is at the end of its train function, and no rank waits for storage."""
@@ -206,10 +201,10 @@ class JobSupervisor:
         if self._paused:  # the allocator may not have heard of it yet
             nodes, reason = {}, self._paused
         elif not nodes and self.record.phase is JobPhase.WAITING:
-            self.record.waits_for_resources(reason)
+            self.record.message, self.record.needs_node = reason, False
         target = Allocated(nodes=nodes, reason=reason, draining=draining)
         if self._starter.looking:
-            self._starter.hold_back(target)
+            self._starter.later = target
         elif self._preemption.active:
             self._preemption.follow(target)
         elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
@@ -221,7 +216,7 @@ class JobSupervisor:
     def _note_paused(self) -> None:
         """Record a requested pause once the job has no group any more."""
         if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
-            self.record.paused(self._paused)
+            self.record.phase, self.record.message = JobPhase.PAUSED, self._paused
 
     def saved(self, message: StateSaved) -> float:
         """Record rank 0's automatic checkpoint and return the job's mean time between losses of workers [s]."""
@@ -241,7 +236,7 @@ class JobSupervisor:
         """Store a train function's return value; another rank's value counts only until rank 0 returns."""
         current = self.group.machine.current
         if current is None or current.rank_of(worker) == 0 or self.shutdown.return_value is None:
-            self.shutdown.returned(value)
+            self.shutdown.return_value = value
 
     def happened(self, note: Note) -> None:
         """Handle a note that a group has started to train, has changed or has failed."""
@@ -264,7 +259,7 @@ class JobSupervisor:
             self._losses.some_lost(before, after)
         history.settled(note, time.monotonic())
         self._errors.settled(started=note.kind is EventKind.STARTED)
-        self.record.running()
+        self.record.phase = JobPhase.RUNNING
         self.allocator.soon()
 
     def all_lost(self, reason: str) -> None:
@@ -320,7 +315,7 @@ class JobSupervisor:
         if self._stopping_since is not None:
             point = self.record.resume_point
             steps = point.steps if point is not None else 0
-            self._stop_reason += f"; not saved: {why_not_saved}" if why_not_saved else f"; saved at step {steps}"
+            self.stop_reason += f"; not saved: {why_not_saved}" if why_not_saved else f"; saved at step {steps}"
             self.finish(JobPhase.STOPPED)
         elif why_not_saved:
             self._starter.start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
@@ -395,7 +390,7 @@ class JobSupervisor:
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed = set(state.claimed)
         self._starter.recall(state.first_report)
-        self.shutdown.returned(from_text(state.return_value))
+        self.shutdown.return_value = from_text(state.return_value)
 
     def journal_revival(self, state: ControllerState) -> None:
         """Record this restart of the controller before it handles a message that might crash it again."""
@@ -450,7 +445,8 @@ class JobSupervisor:
         self.journal_state()
 
     def _hear_allocator(self, answer: HeartbeatReply) -> None:
-        self.record.allocator_told(answer.note, None if answer.bill is None else answer.bill.usd, answer.start_s)
+        self.record.note, self.record.start_s = answer.note, answer.start_s
+        self.record.cost_usd = None if answer.bill is None else answer.bill.usd
         if answer.priors:
             self._batches.advise(answer.priors)
         if answer.strategies is not None and self._planner.know(answer.strategies):
@@ -477,7 +473,7 @@ class JobSupervisor:
         """End the job and write its records; does nothing if it has already ended."""
         if self.record.phase.ended:
             return
-        reason = views.explain(error, phase, self._stop_reason)
+        reason = views.explain(error, phase, self.stop_reason)
         detail = self.group.history.told_of_start(time.monotonic())
         self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason, detail=detail)
         self.shutdown.record(phase, error, reason, complete=self._starter.knows_reports)
@@ -516,7 +512,7 @@ class BatchChanges:
         current = self._group.machine.current
         if change is not None and current is not None and self._group.machine.in_flight is None:
             choice, reason = change
-            self._record.batch_chosen(reason)
+            self._record.batch_reason = reason
             self._group.actors.post(
                 [current.members[0].worker], BatchProposal(generation=current.generation, batch=choice)
             )

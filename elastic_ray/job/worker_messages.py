@@ -142,7 +142,7 @@ class WorkerMessages:
             case WorkerNotice(kind=kind, text=text, detail=detail) if not self._is_repeated(text, detail):
                 # The status tells of slow workers that there are now.
                 if kind not in (EventKind.STRAGGLER, EventKind.PASS):
-                    self._record.user_told(text)
+                    self._record.told = text
                 if kind is EventKind.OUT_OF_MEMORY:
                     text += self._memory_advice()
                 self._events.note(kind, text, detail=detail)
@@ -156,7 +156,7 @@ class WorkerMessages:
         try:
             self._job.pause(reason)
         except ValueError as error:
-            self._record.user_told(str(error))
+            self._record.told = str(error)
             self._events.warn(str(error))
 
     def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:

@@ -31,7 +31,7 @@ class FiniteWatch:
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
         self._context, self._module, self._model, self._nonfinite = context, module, model, nonfinite
         self.looks, self.skips = nonfinite != "ignore", nonfinite == "skip"
-        self.streak = False  # whether the latest gradients were not finite
+        self.streak: list[int] = []  # the step of the first of the latest gradients, if these are not finite
         self._lagging = LaggingLook()
 
     def are_finite(
@@ -63,13 +63,13 @@ class FiniteWatch:
         else:
             finite = not elsewhere and sliced and self._grads_are_finite(grads)
         if finite:
-            self.streak = False
+            self.streak.clear()
             return True
         if scaled:
             return False
         text = describe_gradients(self._model, self._context.states.progress.steps, suspects or (), self._nonfinite)
         if not self.streak:
-            self.streak = True
+            self.streak.append(self._context.states.progress.steps)
             detail = {"step": self._context.states.progress.steps, "ranks": list(suspects or ()), "model": self._model}
             self._context.tell("not_finite", text, detail)
         if self._nonfinite == "raise":

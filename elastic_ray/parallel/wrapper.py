@@ -521,7 +521,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 return value
         self._sync.applied()
         if not self._counts(own):
-            self._tables.leave_out()
+            for table in self._tables.tables:
+                table.leave_out()
             ledger.applied()
             return value
         step = ledger.outermost
@@ -584,7 +585,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
         run, finite, suspects = self._run, own.finite, self._sync.nonfinite_ranks
         if known := suspects is None and run.group.world_size > 1 and run.wishes is None:  # all ranks' are finite
-            finite.streak = False
+            finite.streak.clear()
         if known or finite.are_finite(params, suspects, scaled=scaled):
             self._statistics.applied()
         else:

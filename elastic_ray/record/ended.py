@@ -8,6 +8,7 @@ from typing import Any
 from elastic_ray.events import JobPhase, JobStatus, TrialFacts
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.json_numbers import dump, dumpable, known_fields, load
+from elastic_ray.record.outlook import named_parts
 from elastic_ray.sealed import Raised
 from placement.versions import check_format
 
@@ -46,9 +47,7 @@ class EndedJobNote:
     @property
     def duration_s(self) -> float:
         """Time from submission to the end [s]."""
-        status = self.status
-        parts = (status.waiting_s, status.starting_s, status.pausing_s, status.catching_up_s, status.training_s)
-        return sum(parts)
+        return sum(named_parts(self.status).values())
 
     def to_json(self) -> str:
         """Return the record as JSON; if JSON cannot hold the metrics, their values are replaced by their ``repr``."""

@@ -53,10 +53,6 @@ class BoundedLog(Generic[T]):
             self._things.pop(self.low, None)
             self.low += 1
 
-    def began_with(self, number: int) -> None:
-        """Set the number of the first item, which itself is not kept."""
-        self.first = number
-
     def values(self) -> tuple[T, ...]:
         """Return the kept items, in order of their numbers."""
         return tuple(self._things[number] for number in sorted(self._things))

@@ -135,7 +135,7 @@ class Adaptation:
         values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:
             values.advance(workers[0].passed_s, len(workers), samples)
-        values.take_metrics(watched.latest, watched.reports)
+        values.metrics, values.reports = dict(watched.latest), watched.reports
         self._step, wish = step, self.wish
         self.runner.settle(self._progress.steps)
         if self.wish != wish:
@@ -217,7 +217,7 @@ class Adaptation:
             case ScaleRate():
                 values.scale_rate(request.factor)
             case Stop():
-                values.stop_in(self._progress.epoch, self._step.ordinal - 1 if self._step is not None else 0)
+                values.stopped = self._progress.epoch, self._step.ordinal - 1 if self._step is not None else 0
             case Report():
                 pass  # its event is all there is to it
             case Pause() if self._sizes is None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
-from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.consensus import UNRECORDED
@@ -34,50 +33,6 @@ from elastic_ray.stragglers.detection import StragglerConfig
 
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
-
-
-def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
-    """Return measurements since the previous call; None before the first generation."""
-    spec = run.group.generation_spec
-    if spec is None:
-        return None
-    shape, steps, step_time, grad_time = run.clock.take()
-    if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
-        shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
-    progress, peak_s, first = run.states.progress, run.registry.peak_s, run.registry.models.first
-    tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
-    return StepReport(
-        generation=spec.generation,
-        nodes=spec.nodes,
-        replicas=spec.world_size,
-        shape=shape,
-        steps=steps,
-        step_time=step_time,
-        grad_time=grad_time,
-        noise=run.registry.models.noise(),
-        signal=first.signal() if first is not None else None,
-        epoch=progress.epoch,
-        epochs=progress.epochs,
-        total_steps=progress.steps,
-        batch_size=run.clock.batch_size,
-        progress=progress.summary(),
-        strategy=run.clock.strategy,
-        uneven=run.clock.uneven,
-        stragglers=(*run.stragglers.slow, *run.stragglers.senders),
-        ratios=run.stragglers.ratios,
-        parts=run.gpu_types.take() if not run.stragglers.uneven else (),
-        held_batch=adaptation.held_batch,
-        coming=adaptation.coming,
-        wish=adaptation.wish,
-        learning_rate_factor=first.rate_factor() if first is not None else None,
-        first_step_s=run.clock.first_step_s,
-        loss=run.registry.monitoring.loss,
-        memory_bound=progress.memory_bound,
-        backend=run.group.communicator.backend if run.group.members else "",
-        mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
-        tokens_per_sample=tokens.per_sample if tokens is not None else None,
-        found=run.registry.found_strategies,
-    )
 
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
@@ -184,11 +139,6 @@ class Session:
     def progress(self) -> RunProgress:
         """Progress of the run."""
         return self.states.progress
-
-    @property
-    def shape(self) -> BatchChoice | None:
-        """Batch shape of the adaptive loader; None if its own default applies."""
-        return self.states.shape
 
     @property
     def rank(self) -> int:
@@ -370,7 +320,47 @@ class Session:
 
     def step_report(self) -> StepReport | None:
         """Return rank 0's measurements since the previous call; None before the first generation."""
-        return step_report(self.run, self.adaptation)
+        run, adaptation = self.run, self.adaptation
+        spec = run.group.generation_spec
+        if spec is None:
+            return None
+        shape, steps, step_time, grad_time = run.clock.take()
+        if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
+            shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
+        progress, peak_s, first = run.states.progress, run.registry.peak_s, run.registry.models.first
+        tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
+        return StepReport(
+            generation=spec.generation,
+            nodes=spec.nodes,
+            replicas=spec.world_size,
+            shape=shape,
+            steps=steps,
+            step_time=step_time,
+            grad_time=grad_time,
+            noise=run.registry.models.noise(),
+            signal=first.signal() if first is not None else None,
+            epoch=progress.epoch,
+            epochs=progress.epochs,
+            total_steps=progress.steps,
+            batch_size=run.clock.batch_size,
+            progress=progress.summary(),
+            strategy=run.clock.strategy,
+            uneven=run.clock.uneven,
+            stragglers=(*run.stragglers.slow, *run.stragglers.senders),
+            ratios=run.stragglers.ratios,
+            parts=run.gpu_types.take() if not run.stragglers.uneven else (),
+            held_batch=adaptation.held_batch,
+            coming=adaptation.coming,
+            wish=adaptation.wish,
+            learning_rate_factor=first.rate_factor() if first is not None else None,
+            first_step_s=run.clock.first_step_s,
+            loss=run.registry.monitoring.loss,
+            memory_bound=progress.memory_bound,
+            backend=run.group.communicator.backend if run.group.members else "",
+            mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
+            tokens_per_sample=tokens.per_sample if tokens is not None else None,
+            found=run.registry.found_strategies,
+        )
 
     def _announce_finished(self, wait_s: float, left: int) -> list[int]:
         """Announce that this rank is done; return the others' fingerprints if they arrive within ``wait_s``."""
@@ -398,7 +388,7 @@ class Session:
                 "train_loop_per_worker must iterate an elastic_ray.AdaptiveDataLoader inside "
                 "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
             )
-        self.run.shares.close()
+        self.run.leave_group()
         self.registry.call(HookPoint.BEFORE_END)
         self.adaptation.end_train()
         if self.ledger.failed:

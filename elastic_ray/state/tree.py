@@ -216,6 +216,7 @@ def receive_state(
 def _received(
     communicator: Communicator, source: int, own: Callable[[str], Any | None]
 ) -> tuple[dict[str, Any], set[str]]:
+    """Return what one rank sends; see :func:`receive_state`."""
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
     works, small = [], []
@@ -312,8 +313,13 @@ class ModuleState:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self._divided: list[Any] = [  # by torch's fully_shard, which takes a second to import
+            each for each in module.modules() if any(kind.__name__ == "FSDPModule" for kind in type(each).__mro__)
+        ]
 
     def capture(self) -> Any:
+        for each in self._divided:  # an evaluation leaves parameters whole
+            each.reshard()
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def restore(self, tree: Any) -> None:

@@ -62,7 +62,7 @@ class WorkerProcess:
             self._ownership.prepared()
             if self._worker is None:
                 self._worker = worker = Worker(setup)
-                self._ownership.stay_while(lambda: worker.saves_alone)
+                self._ownership.saves = lambda: worker.saves_alone
         return self._worker.prepare()
 
     def run(self, assignment: Assignment) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import ray
 import torch
+from ray.exceptions import ActorDiedError
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
@@ -34,8 +35,12 @@ from elastic_ray.state.resume_point import SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
 from elastic_ray.worker import train_loop
-from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
-from elastic_ray.worker.bootstrap_caller import ControllerCaller
+from elastic_ray.worker.actor_controller_client import (
+    CONTROLLER_ENDED,
+    ActorControllerClient,
+    ControllerCaller,
+    HeartbeatThread,
+)
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
 from elastic_ray.worker.error_origin import origin_of
 from elastic_ray.worker.messages import (
@@ -187,7 +192,7 @@ class Worker:
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return
         self.saves_alone = True
-        link.leave_controller(why)
+        link.gone = why
         membership.post(StopJob(save=True))
         limit_s, since_s = self._setup.elastic.storage_timeout_s, time.monotonic()
         with self._ended:  # as long as storage takes pieces, the state is on its way
@@ -311,7 +316,7 @@ class Worker:
         finally:
             set_worker_session(None)
             session.registry.loaders.close()
-            session.run.shares.close()
+            session.run.leave_group()
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)
@@ -377,7 +382,7 @@ class Worker:
 
         self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired, hears=True)
         membership = self._membership
-        link.stop_when(lambda: membership.stop_requested)
+        link.is_stopping = lambda: membership.stop_requested
         return Session(
             assignment.worker,
             membership,
@@ -430,7 +435,10 @@ def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver 
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)
         return _end(RunPreempted)
-    link.flush_if_there()
+    try:
+        link.flush()
+    except ActorDiedError:  # the controller may have ended already
+        link.gone = CONTROLLER_ENDED
     problem = "automatic checkpoints are off" if saver is None else saver.save()
     if link.gone:
         _write_end(session, link, problem)

@@ -277,7 +277,9 @@ class Allocator:
         self._controllers.heard(view.job, controller)
         self._ended_s.pop(view.job, None)
         # Up to now what a newcomer holds counted as others' use, and no decision may rest on that.
-        cluster = self._usable(view.job) if not core.knows(view.job) and self._holds(view) else None
+        new = not core.knows(view.job)  # of the many in a burst none has placement groups
+        may_hold = new and (view.allocation or any(view.job in node.reserved for at in self._history for node in at))
+        cluster = self._usable(view.job) if may_hold else None
         self._handle(events.JobHeartbeat(view=view, cluster=cluster))
         avoids = core.avoids.get(view.job)
         return HeartbeatReply(
@@ -289,10 +291,6 @@ class Allocator:
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
             nodes=len(possible_nodes(view, core.cluster)),
         )
-
-    def _holds(self, view: JobView) -> bool:
-        """True if a job may have placement groups. The many new jobs of a burst have none."""
-        return bool(view.allocation) or any(view.job in node.reserved for nodes in self._history for node in nodes)
 
     def _note(self, view: JobView) -> str:
         if self._scaler is None:
@@ -405,7 +403,7 @@ class Allocator:
                 self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
                 self._controllers.spawn(self._knowledge_sync.save())
-                self._controllers.spawn(self._orphans.look(self._known(), time.monotonic()))
+                self._controllers.spawn(self._orphans.look({*core.jobs, *self._ended_s}, time.monotonic()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
@@ -424,10 +422,6 @@ class Allocator:
             return None
         self._history.append(nodes)
         return nodes
-
-    def _known(self) -> set[str]:
-        assert self._core is not None, "the loop starts after the core"
-        return {*self._core.jobs, *self._ended_s}
 
     def _take_nodes(self) -> None:
         now_s = time.monotonic()

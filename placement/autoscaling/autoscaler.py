@@ -338,14 +338,10 @@ class Autoscaler:
         empty = [node for node in surplus if node not in busy]
         # An empty one too may be what lets a job run: without it a waiting one may start where that job is.
         for release in (empty if waits else surplus, empty):
-            if not release or self._all_run(views, cluster, release, now_s):
+            plan = self._plan(views, cluster.draining(release), now_s) if release else {}
+            if not release or all(view.job in plan for view in views if view.workers):
                 return tuple(sorted(release))
         return ()
-
-    def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
-        """True if every running job would still run without these nodes."""
-        plan = self._plan(views, cluster.draining(without), now_s)
-        return all(view.job in plan for view in views if view.workers)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
         asked = [without_wish(view, {}) for view in views]  # a wish is for slots that are there

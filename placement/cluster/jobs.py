@@ -130,7 +130,8 @@ class JobView:
             that keep a job on one type, or ignore types, ignore this field.
         sizes: Numbers of workers that it can train with, if not all from the minimum to the maximum are valid
             (``placement.planning.constraints``).
-        unit: Number of processes per worker, which ``bundle`` keeps on one node; reasons call such a worker a unit.
+        unit: Number of processes per worker, for which ``bundle`` is, on one node if any node is large enough
+            (``placement.planning.spans``); reasons call such a worker a unit.
         strategies: Fastest synchronisation strategies found for its model, by form of the group.
 
     Examples:

@@ -9,6 +9,7 @@ cluster. Since tenants come before priorities, a tenant cannot get more of the c
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -227,7 +228,8 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
     """Move workers so that jobs preferring whole nodes share none, if all sizes still fit; else keep the plan."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
-    if not any(_shares(view.job, plan.allocation) for view in shy):
+    counts = collections.Counter(node for place in plan.allocation.values() for node in place)
+    if all(counts[node] == 1 for view in shy for node in plan.allocation[view.job]):
         return plan
     sizes = {job: sum(place.values()) for job, place in plan.allocation.items()}
     places: dict[str, Mapping[str, int]] = {}
@@ -249,10 +251,6 @@ def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
     if packing.short or (apart and shared(found)):
         return plan
     return dataclasses.replace(plan, allocation=found)
-
-
-def _shares(job: str, allocation: Allocation) -> bool:
-    return any(node in place for node in allocation[job] for other, place in allocation.items() if other != job)
 
 
 _ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more than two are rare

@@ -184,7 +184,8 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         if kind not in fits:
             fits[kind] = int(room.slots(view).sum())
         if workers > fits[kind]:
-            raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
+            fit = f"{fits[kind]} x {describe(view.bundle)} fit onto all nodes"
+            raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {fit}")
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need
     for name, amount in sorted(used.items()):
@@ -219,10 +220,6 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
                 raise AllocationError(
                     "nodes", f"job {view.job!r} is placed on {node_id!r}, but wants {dict(view.selector)}"
                 )
-
-
-def _fits(view: JobView, room: FreeResources) -> str:
-    return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
 
 
 def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:

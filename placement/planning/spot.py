@@ -157,11 +157,9 @@ def _missing_part(
 
 def _off_spot_nodes(view: JobView) -> JobView:
     """Return the job with spot nodes excluded."""
-    return view if view.spot == "avoid" else dataclasses.replace(view, spot="avoid", label_selector=_off_spot(view))
-
-
-def _off_spot(view: JobView) -> Mapping[str, str]:
-    return {**view.label_selector, MARKET_LABEL: f"!{SPOT}"}
+    if view.spot == "avoid":
+        return view
+    return dataclasses.replace(view, spot="avoid", label_selector={**view.label_selector, MARKET_LABEL: f"!{SPOT}"})
 
 
 def _of_type(view: JobView, place: Mapping[str, int], nodes: Mapping[str, Node]) -> JobView:

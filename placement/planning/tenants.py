@@ -391,7 +391,7 @@ def _order(problem: Problem) -> list[Node]:
     """Return the nodes that some job can use, sorted by most workers of the jobs, then by most room."""
     room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
-    for view in _kinds(problem.views):
+    for view in {worker_kind(view): view for view in problem.views}.values():
         for node_id, workers in zip(room.node_ids, room.slots(view).tolist(), strict=True):
             fits[node_id] = max(fits[node_id], workers)
     here: dict[str, int] = {}
@@ -400,11 +400,6 @@ def _order(problem: Problem) -> list[Node]:
             here[node_id] = here.get(node_id, 0) + workers
     usable = [node for node in problem.cluster.nodes if fits.get(node.node_id)]
     return sorted(usable, key=lambda node: (-here.get(node.node_id, 0), -fits[node.node_id], node.node_id))
-
-
-def _kinds(views: Sequence[JobView]) -> list[JobView]:
-    """Return one job for each bundle and label selector."""
-    return list({worker_kind(view): view for view in views}.values())
 
 
 class _Partition:

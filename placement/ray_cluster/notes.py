@@ -93,7 +93,7 @@ def asks_for_nodes() -> bool:
 
 def keep_ended(job: str, ended_s: float, text: str) -> None:
     """Store how a job ended, and delete notes of jobs that ended over an hour before it. Blocks for a moment."""
-    _put(_ended_key(job, ended_s), text.encode())
+    _put(f"{_ENDED}{ended_s:.3f}/{job}".encode(), text.encode())
     for key in _ended_keys():
         if ended_s - _ended_s(key) > ENDED_FOR_S:
             internal_kv._internal_kv_del(key, namespace=NAMESPACE)
@@ -104,10 +104,6 @@ def ended(now_s: float) -> tuple[bytes, ...]:
     keys = [key for key in _ended_keys() if now_s - _ended_s(key) <= ENDED_FOR_S]
     texts = (_get(key) for key in keys)
     return tuple(text for text in texts if text)
-
-
-def _ended_key(job: str, ended_s: float) -> bytes:
-    return f"{_ENDED}{ended_s:.3f}/{job}".encode()
 
 
 def _ended_keys() -> list[bytes]:

@@ -57,14 +57,6 @@ async def _release(group_id: str) -> None:
     await asyncio.to_thread(groups.release, group)
 
 
-def _controllers() -> int:
-    """Return the number of controllers of jobs and trials that Ray knows, including restarting ones.
-
-    Blocks for a moment.
-    """
-    return len(names_of_actors("job:"))
-
-
 class Orphans:
     """Periodic search for orphaned groups (every few seconds) and orphaned notes (every few minutes, or on demand).
 
@@ -107,8 +99,8 @@ class Orphans:
             jobs = await asyncio.to_thread(groups.of_jobs)
             holders = await asyncio.to_thread(_holders, [group for group, job in jobs.items() if job not in known])
             found = orphaned(holders, self._since_s, now_s, self._timeout_s)
-            if found and await asyncio.to_thread(_controllers) > len(known):
-                return  # a controller that is alive and silent may have them
+            if found and len(await asyncio.to_thread(names_of_actors, "job:")) > len(known):
+                return  # a controller that is alive and silent, or restarting, may have them
             for group in found:
                 logger.warning("the placement group of job %s is released: its controller is gone", jobs[group])
                 await _release(group)

@@ -175,7 +175,10 @@ class Task:
             make_objective(self.autoscale.objective)
         # Of an autoscaled cluster nodes of both markets are paid for, each at its own price (``Provider``).
         rates = self.prices.rates(types, self.disturbances.spot_types(types) if self.autoscale is None else ())
-        policy = _told(_priced(make_policy(self.policy), rates), specs, applications, nodes, rules)
+        policy = make_policy(self.policy)
+        if hasattr(policy, "priced"):
+            policy = policy.priced(rates)
+        policy = _told(policy, specs, applications, nodes, rules)
         rigid = bool(getattr(policy, "rigid", False)) if self.requested is None else self.requested
         return _Checked(
             nodes=nodes,
@@ -298,12 +301,6 @@ def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
     usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
     counts = collections.Counter(node.gpu_type for node in nodes.nodes)
     return Rented(node_hours={gpu: count * hours for gpu, count in sorted(counts.items())}, usd=usd)
-
-
-def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
-    """Return the policy, given the prices [USD per GPU and hour, keyed by type] if it has a ``priced`` method."""
-    told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
-    return policy if told is None else told(rates)
 
 
 def _told(

@@ -6,6 +6,7 @@ In a cluster that grows and shrinks, the autoscaler requests nodes from a simula
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Sequence
@@ -209,13 +210,13 @@ class ScalingDriver(LiveDriver):
         decision = self._autoscaler.decide(self._world.core.views(now_s), nodes, now_s)
         self._released = frozenset(decision.release)
         for machine in self._provider.want(decision.nodes, now_s):
-            self._at(machine.ready_s, lambda at_s, machine=machine: self._join(machine, at_s))  # type: ignore[misc]
+            self._at(machine.ready_s, self._marking(machine, self._ready, self._tell_nodes))
             if machine.gone_s < float("inf"):
                 notice_s = max(machine.gone_s - self._notice_s, machine.since_s)
-                self._at(notice_s, lambda at_s, machine=machine: self._notice(machine, at_s))  # type: ignore[misc]
+                self._at(notice_s, self._marking(machine, self._noticed, self._scale))
                 leave_s = max(machine.gone_s - min(_LEAVE_S, self._notice_s), machine.since_s)
-                self._at(leave_s, lambda at_s, machine=machine: self._leave(machine, at_s))  # type: ignore[misc]
-                self._at(machine.gone_s, lambda at_s, machine=machine: self._lose(machine, at_s))  # type: ignore[misc]
+                self._at(leave_s, self._marking(machine, self._ending, self._tell_nodes))
+                self._at(machine.gone_s, functools.partial(self._lose, machine))
         self._tell_nodes(now_s)
         self._let_go(now_s)
 
@@ -229,20 +230,15 @@ class ScalingDriver(LiveDriver):
         if empty:
             self._tell_nodes(now_s)
 
-    def _join(self, machine: Machine, now_s: float) -> None:
-        if machine.node.node_id in self._provider.machines:
-            self._ready.add(machine.node.node_id)
-            self._tell_nodes(now_s)
+    def _marking(self, machine: Machine, marked: set[str], act: Callable[[float], None]) -> Callable[[float], None]:
+        """Return an event that marks a machine, if it is still rented, and acts on that."""
 
-    def _notice(self, machine: Machine, now_s: float) -> None:
-        if machine.node.node_id in self._provider.machines:
-            self._noticed.add(machine.node.node_id)
-            self._scale(now_s)
+        def mark(now_s: float) -> None:
+            if machine.node.node_id in self._provider.machines:
+                marked.add(machine.node.node_id)
+                act(now_s)
 
-    def _leave(self, machine: Machine, now_s: float) -> None:
-        if machine.node.node_id in self._provider.machines:
-            self._ending.add(machine.node.node_id)
-            self._tell_nodes(now_s)
+        return mark
 
     def _lose(self, machine: Machine, now_s: float) -> None:
         """Remove a machine if it is still rented: its workers die, and allocator and autoscaler are notified."""

@@ -6,29 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.train
 
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
 from placement.cluster.cluster import parts
-from tests.job import united
+from tests.job import unit_jobs
 from tests.job.jobs import kinds, wait_until
-from tests.job.test_units import check_close, parameters
+from tests.job.unit_jobs import check_close, parameters
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=2), pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def submit(folder: Path, kind: str, workers: Any, unit: Any, **config: Any) -> er.JobHandle:
-    elastic = config.pop("elastic", {})
-    return er.ElasticTrainer(
-        united.train,
-        train_loop_config={"kind": kind, "epochs": 6, **config},
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"slot": 1}),
-        run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
-        elastic_config=er.ElasticConfig(**elastic),
-        scheduling_config=er.SchedulingConfig(unit=unit),
-    ).submit()
+    return unit_jobs.submit(folder, kind, workers, unit, resource="slot", **config)
 
 
 def add_small_nodes(cluster: Any, count: int) -> list[Any]:

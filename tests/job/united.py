@@ -253,6 +253,8 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         for inputs, targets in loader:
             for optimizer in optimizers:
                 optimizer.zero_grad()
+            if er.get_context().get_world_rank() in config.get("slow", ()):
+                time.sleep(config.get("slow_s", 0.05) * len(inputs))  # as a slow node
             if pipelines:
                 pipeline_step(model, inputs, targets)
             elif kind in ("cp", "ep"):
@@ -262,8 +264,6 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
                 loss_of(model(inputs), targets).backward()
             for optimizer in optimizers:
                 optimizer.step()
-            if er.get_context().get_world_rank() in config.get("slow", ()):
-                time.sleep(0.02 * len(inputs))  # as a slow node
             until = config.get("until")
             if until and not Path(until).exists():
                 time.sleep(0.1)  # units take seconds to start

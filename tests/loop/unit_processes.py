@@ -45,10 +45,11 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
-    """The job's units after some steps, and the worker that dies at a moment of a step."""
+    """The job's units after some steps, the worker that dies at a moment of a step, and the units that come then."""
 
     changes: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     kill: tuple[Place, str, int] | None = None
+    joins: tuple[int, ...] = ()
 
 
 class _Parent:
@@ -197,6 +198,7 @@ class UnitJob:
         self._ready: set[Place] = set()
         self._asked: dict[int, list[tuple[Any, int]]] = {}
         self._changed: dict[int, int] = {}
+        self._void = False
         self._members: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self.told: list[tuple[str, str]] = []
@@ -231,7 +233,7 @@ class UnitJob:
                 except (EOFError, OSError):
                     ended.add(place)
                     if place.number in self._members and place not in results:
-                        self._lose(place.number, ended)
+                        waiting = self._lose(place.number, ended)
                     continue
                 if kind == "error" and not (self._script.kill and self._script.kill[0].number == place.number):
                     raise RuntimeError(rest[0])
@@ -244,8 +246,8 @@ class UnitJob:
                 elif kind == "ask":
                     waiting = self._answer(pipe, *rest) or waiting
             if waiting is not None and all(p in self._ready for p in self._processes if p.number in waiting):
-                self._announce(waiting, void=False)
-                waiting = None
+                self._announce(waiting, void=self._void)
+                waiting, self._void = None, False
         return results
 
     def _start(self, units: Sequence[int]) -> None:
@@ -278,13 +280,15 @@ class UnitJob:
         self._start([each for each in units if each not in self._members])
         return units
 
-    def _lose(self, number: int, ended: set[Place]) -> None:
-        """End the other workers of a unit that has lost one, and go on with the other units."""
+    def _lose(self, number: int, ended: set[Place]) -> tuple[int, ...]:
+        """End the other workers of a unit that has lost one; return the units that go on."""
         for place, process in self._processes.items():
             if place.number == number:
                 process.kill()
                 ended.add(place)
-        self._announce(tuple(each for each in self._members if each != number), void=True)
+        self._start(self._script.joins)
+        self._void = True
+        return (*(each for each in self._members if each != number), *self._script.joins)
 
     def _announce(self, units: tuple[int, ...], *, void: bool) -> None:
         told = {*self._members, *units}

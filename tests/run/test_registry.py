@@ -120,6 +120,7 @@ class Noted:
         self.session.begin_epochs(1)
 
     layout = ()
+    resting: None = None
 
     def __call__(self, communicator: Communicator) -> None:
         self.log.append(f"buffers of group {self.session.group.generation}")

@@ -263,9 +263,9 @@ class Recorder(operation.RowsOperation):
 
 def rounds_of(counts: list[int], table: int) -> list[list[int]]:
     """How many rounds steps take that touch so many rows."""
-    from elastic_ray.sync.engine import factory
+    from elastic_ray.sync.engine import reduction
 
-    factory.RowsOperation, Recorder.rounds = Recorder, []  # type: ignore[attr-defined]
+    reduction.RowsOperation, Recorder.rounds = Recorder, []  # type: ignore[attr-defined]
     layer = nn.Embedding(table, 2, sparse=True)
     wrapped = er.AdaptiveDataParallel(layer, torch.optim.SGD(layer.parameters(), lr=0.1), strategy="parallax")
     loader = er.AdaptiveDataLoader(torch.arange(2 * len(counts)), batch_size=2)
@@ -273,7 +273,7 @@ def rounds_of(counts: list[int], table: int) -> list[list[int]]:
         for count, _x in zip(counts, loader, strict=False):
             layer.zero_grad()
             wrapped(torch.arange(count)).sum().backward()
-    factory.RowsOperation = operation.RowsOperation  # type: ignore[attr-defined]
+    reduction.RowsOperation = operation.RowsOperation  # type: ignore[attr-defined]
     return Recorder.rounds
 
 

@@ -178,7 +178,7 @@ class ElasticFitLoop(_FitLoop):
             within = True
             if place is not None:
                 place = {**place, "epoch": theirs.processed, "loops": [[place["used"], False]]}
-        self.epoch_loop.move_from(theirs.processed)
+        self.epoch_loop.moved_epochs = theirs.processed
         if place is not None:
             self._data_fetcher.loader.load_state_dict(place)
         self._begin_at_own_place(batches if within else 0)
@@ -311,10 +311,6 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                 if data_fetcher.leave():
                     self._end_of_data()
                     raise
-
-    def move_from(self, epoch: int) -> None:
-        """Make schedulers that count epochs move next at the end of this epoch."""
-        self.moved_epochs = epoch
 
     def _end_of_data(self) -> None:
         """Move schedulers that count epochs, unless they have already moved at this epoch's last step."""

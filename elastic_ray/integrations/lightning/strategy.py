@@ -140,7 +140,9 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.setup_precision_plugin()
         for module in self.lightning_module.modules() if self.lightning_module is not None else ():
             if isinstance(module, torchmetrics.Metric):
-                self._synchronise(module)
+                # In training, where each worker sees only its share, a metric covers the samples of all.
+                module.distributed_available_fn = lambda: self._shares and self.world_size > 1
+                module.dist_sync_fn = lambda tensor, group=None: er.all_gather(tensor)
 
     def _take_over(self, trainer: Any) -> None:
         """Turn off Lightning's sampler, gradient accumulation and progress bar, because the job handles them."""
@@ -152,11 +154,6 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             theirs.accumulate_grad_batches = 1
         if trainer.progress_bar_callback is not None and current_session().elastic:
             trainer.progress_bar_callback.disable()
-
-    def _synchronise(self, theirs: Any) -> None:
-        """Make a metric cover the samples of all workers during training, when each worker sees only its share."""
-        theirs.distributed_available_fn = lambda: self._shares and self.world_size > 1
-        theirs.dist_sync_fn = lambda tensor, group=None: er.all_gather(tensor)
 
     @property
     def _shares(self) -> bool:

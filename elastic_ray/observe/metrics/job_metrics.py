@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.outlook import TimeSpent
+from elastic_ray.record.outlook import PARTS
 from placement.instruments import Guarded, Instrument, Sample, WriteSamples, counter, gauge, histogram, label_value
 
 if TYPE_CHECKING:
     from elastic_ray.batch.planner import BatchPlanner
 
 PERIOD_S = 1.0
-_PARTS = tuple(field.name for field in dataclasses.fields(TimeSpent))
 _CAUSES = {
     EventKind.FAILURE: "workers_lost",
     EventKind.RESTART: "restart",
@@ -163,7 +162,7 @@ def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> 
     whose, found = labels.values, list[Sample]()
     for name, each in GAUGES.items():
         found += each.sample(getattr(status, name), *whose)
-    for part in _PARTS:
+    for part in PARTS:
         found += TIME.sample(getattr(status, part), *whose, part.removesuffix("_s"))
     if speed.latest is None:
         return tuple(found)

@@ -79,6 +79,9 @@ class GradientEngine(Participant):
         self._divided = divided
         self._held = held_by_several(context.unit, module) if context.unit is not None else frozenset[str]()
         self._in_force = StrategyInForce(context, self, builder, number)
+        self._asked_before = self._in_force.asked  # when the step in progress began
+        self._entering = True  # until the present group's first step
+        self._stepped: tuple[int, float] | None = None  # steps before the latest optimizer step, and when that was
         self._check_tables(self.plan.strategy)
         self._check_tiles(self.plan)
         self._check_unit(self.plan)
@@ -137,11 +140,6 @@ class GradientEngine(Participant):
         """Profile of the model for a strategy's planner."""
         self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's gradients."""
-        return self._trainable.params[0].device
 
     def check(self, plan: SyncPlan) -> None:
         """Raise StrategyError if a plan cannot be executed."""
@@ -311,15 +309,15 @@ class GradientEngine(Participant):
         self._reducer.close(
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
-        force, now_s, steps = self._in_force, time.perf_counter(), self._context.states.progress.steps
-        if force.stepped is not None and steps == force.stepped[0] + 1:
-            force.step_s.append(now_s - force.stepped[1])
-        force.stepped = steps, now_s
+        now_s, steps = time.perf_counter(), self._context.states.progress.steps
+        if self._stepped is not None and steps == self._stepped[0] + 1:
+            self._in_force.step_s.append(now_s - self._stepped[1])
+        self._stepped = steps, now_s
         for each in self._row_steps:
             if not each.idle:
                 each.stand_inside()
-        if self._sharded.tables:
-            self._sharded.close()
+        for table in self._sharded.tables:
+            table.close()
 
     def _settle_in_unit(self, statistics: UnitStatistics, wishes: UnitWishes) -> None:
         """Apply a step on all workers of the unit, or on none."""
@@ -445,13 +443,14 @@ class GradientEngine(Participant):
 
     def prepare_to_save(self) -> None:
         """Gather complete tables and the complete optimizer state on rank 0, until the next update."""
-        self._sharded.gather()
+        for table in self._sharded.tables:
+            table.gather()
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare to change the group: sum residuals, make replicas identical, hand over the state of leavers."""
-        if self._sharded.tables:
-            self._sharded.hand_over(stays)
+        for table in self._sharded.tables:
+            table.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
@@ -459,6 +458,7 @@ class GradientEngine(Participant):
 
     def enter_group(self) -> None:
         """Adopt the new group: rebuild the plan and the buckets, and drop state that only some ranks hold."""
+        self._entering, self._stepped = True, None
         self._reducer.reduction.end_step()
         self.measure_examples(None, wanted=False)  # a loader of one rank asks again
         self._drift.entered()
@@ -469,15 +469,15 @@ class GradientEngine(Participant):
         self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
-        if self._sharded.tables:
-            self._sharded.enter_group()
+        for table in self._sharded.tables:
+            table.enter_group()
         self._divided.enter_group()
 
     def remember(self) -> Any:
         """Return what is needed to undo the step that starts now."""
         self._reducer.reduction.end_step()
         force = self._in_force
-        force.asked_before, force.entering = force.asked, False
+        self._asked_before, self._entering = force.asked, False
         if force.tuner is not None:
             force.tuner.remember()
         return self._carried.remember()
@@ -485,7 +485,8 @@ class GradientEngine(Participant):
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
         self._reducer.reduction.void()
-        self._in_force.roll_back()
+        self._stepped = None
+        self._in_force.roll_back(self._asked_before)
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
@@ -511,7 +512,8 @@ class GradientEngine(Participant):
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Return buckets for the current parameters, strategy and group."""
-        plan = self._in_force.take(switch=self._may_switch)
+        plan = self._in_force.take(switch=self._may_switch, entering=self._entering)
+        self._stepped = None
         self._control_size = self._context.consensus.control_size
         if (known := self._statistics.examples) is not None:
             self._statistics.measure_in(ExampleNorms(self._module, trainable.params, known.every))

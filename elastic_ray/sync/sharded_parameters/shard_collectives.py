@@ -328,8 +328,8 @@ class ShardCollectives:
         return True
 
 
-class GatherShards:
-    """Torch hook for the all-gathers of one sharded module."""
+class _ShardHook:
+    """Base of torch's hooks for the collectives of one sharded module."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit
@@ -337,21 +337,18 @@ class GatherShards:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherShards(_ShardHook):
+    """Torch hook for the all-gathers of one sharded module."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Gather one module's shards into the output tensor."""
         self._collectives.gather(output_tensor, input_tensor, self._unit)
 
 
-class ScatterGradients:
+class ScatterGradients(_ShardHook):
     """Torch hook for reduce-scatters, which computes weighted sums instead of means."""
-
-    def __init__(self, collectives: ShardCollectives, unit: int) -> None:
-        self._collectives, self._unit = collectives, unit
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False

@@ -396,13 +396,13 @@ class OptimizerPart:
     idle = False  # its updates are never the user's optimizer's alone
 
     def __init__(self, shards: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
-        self._shards, self.optimizer = shards, optimizer
+        self.shards, self.optimizer = shards, optimizer
         self.apply: Callable[..., Any] = optimizer.step
 
     @property
     def divided(self) -> bool:
         """True if other ranks hold some of the shards, so that updates are voted on."""
-        return self._shards.divided
+        return self.shards.divided
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call the user's step pre-hooks with ``kwargs``; return the arguments as the hooks have changed them."""
@@ -410,20 +410,20 @@ class OptimizerPart:
 
     def decide(self) -> bool:
         """Vote on the coming update; False if the step is lost."""
-        return self._shards.decide(self)
+        return self.shards.decide(self)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
         """Make an update that has been decided; return the result of ``apply``."""
-        return self._shards.update(self, lambda: apply(**kwargs))
+        return self.shards.update(self, lambda: apply(**kwargs))
 
     def whole_states(self) -> dict[Tensor, State]:
         """Return the optimizer's whole states; see ``ShardedOptimizer.whole_states``."""
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return {param: state for param, state in self._shards.whole_states().items() if id(param) in own}
+        return {param: state for param, state in self.shards.whole_states().items() if id(param) in own}
 
     def loaded(self) -> None:
         """Keep this rank's rows of whole states that were loaded into the optimizer, identically on all ranks."""
-        self._shards.loaded(self.optimizer)
+        self.shards.loaded(self.optimizer)
 
 
 class ShardUpdate:

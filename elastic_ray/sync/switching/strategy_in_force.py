@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_ray.batch.reports import CHOSEN
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder, resolve_strategy
@@ -216,14 +214,11 @@ class StrategyInForce:
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
         self._context, self._model, self._number = context, model, number
         self.asked: _Asked | None = None
-        self.asked_before: _Asked | None = None  # when the step in progress began
         self.takes = 0  # how often buckets were laid out anew since the present group was entered; equal on all ranks
-        self.entering = True  # until the present group's first step
         self.wanted: Strategy | None = None  # by the tuner, or by the state of another rank
         self._rows: Mapping[str, RowBucket] = {}
         self.step_s: deque[float] = deque(maxlen=_KEPT_TIMES)  # times between optimizer steps, for :meth:`explain`
         self.bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)  # times of each bucket's reductions
-        self.stepped: tuple[int, float] | None = None  # steps before the latest optimizer step, and when that was
         profile = model.profile
         self.plan = lower(builder.build(profile, Topology()), profile, Topology())
         self.digest = self.plan.digest
@@ -248,11 +243,6 @@ class StrategyInForce:
     def profile(self) -> ModelProfile:
         """Profile of the model for a planner."""
         return self._model.profile
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's gradients."""
-        return self._model.device
 
     @property
     def topology(self) -> Topology:
@@ -339,10 +329,11 @@ class StrategyInForce:
             wanted = self.tuner.strategy
             self.wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
-    def take(self, *, switch: bool = True) -> SyncPlan:
+    def take(self, *, switch: bool = True, entering: bool = False) -> SyncPlan:
         """Apply the requested plan, for which buckets are laid out.
 
         Args:
+            entering: Whether the present group has not begun its first step.
             switch: Whether another strategy may take effect now; if not, the request stays pending.
         """
         strategy = self.plan.strategy
@@ -354,10 +345,9 @@ class StrategyInForce:
                 self._has_tuned = self._has_tuned or asked.tuner is not None
         self.plan = lower(strategy, self.profile, self.topology)
         self.digest, self.own_key = self.plan.digest, _key(strategy)
-        self.takes += 0 if self.entering else 1
+        self.takes += 0 if entering else 1
         self.step_s.clear()
         self.bucket_s.clear()
-        self.stepped = None
         self._tell_fallback()
         return self.plan
 
@@ -377,8 +367,7 @@ class StrategyInForce:
 
     def enter_group(self) -> bool:
         """Enter a group, in which all ranks hold the same state; True if buckets need a new layout."""
-        self.stepped = None
-        self.takes, self.entering = 0, True
+        self.takes = 0
         if self.asked is not None and self.asked.tuner is not None:
             self.asked.tuner.enter_group()
         if self.tuner is not None:
@@ -386,9 +375,9 @@ class StrategyInForce:
             self.before_forward()
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
-    def roll_back(self) -> None:
+    def roll_back(self, asked: _Asked | None) -> None:
         """Restore the request from before the lost step."""
-        self.stepped, self.asked = None, self.asked_before
+        self.asked = asked
         if self.tuner is not None:
             self.tuner.roll_back()
             self.wanted = None

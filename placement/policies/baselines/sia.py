@@ -255,7 +255,10 @@ def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
     if not view.models:
         return _relative(speeds_of(view, tuple(shape for _, shape in wanted)))
     shapes = (_ONE, *(shape for _, shape in wanted))
-    tables = {gpu: shape_goodputs(view, model, shapes, _range(view, gpu)) for gpu, model in view.models.items()}
+    tables = {
+        gpu: shape_goodputs(view, model, shapes, view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range))
+        for gpu, model in view.models.items()
+    }
     several = [gpu for gpu in tables if any(each.replicas > 1 for each in view.observations.get(gpu, ()))]
     sources = [gpu for gpu in several if tables[gpu][0] > 0]
     default = max(float(table[0]) for table in tables.values()) or 1.0
@@ -270,10 +273,6 @@ def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
         else:
             values[i] = one * workers
     return _relative(values)
-
-
-def _range(view: JobView, gpu: str) -> tuple[int, int] | None:
-    return view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
 
 
 def _relative(values: Floats) -> Floats:

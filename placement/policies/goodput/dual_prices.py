@@ -83,7 +83,8 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
             picks=np.zeros(len(options.base), dtype=np.int64), multipliers=np.zeros(len(options.capacities))
         )
     multipliers = find_multipliers(options, near)
-    picks = _realise(options, _best_responses(options, multipliers))
+    wanted: Ints = np.argmax(options.values - multipliers[options.pool_of] * options.sizes, axis=1)
+    picks = _realise(options, wanted)
     picks = fill(options, picks)
     if polished and bound(options, multipliers) - options.worth(picks) > GAP * _spread(options):
         whole = bool((options.sizes == np.rint(options.sizes)).all())
@@ -106,12 +107,6 @@ def bound(options: Options, multipliers: Floats) -> float:
 def _spread(options: Options) -> float:
     """Return the largest possible gain of the decision: each job's best option minus its base option, summed."""
     return float(options.values.max(axis=1).sum() - options.worth(options.base))
-
-
-def _best_responses(options: Options, multipliers: Floats) -> Ints:
-    """Return the best option of each job at these prices."""
-    answers: Ints = np.argmax(options.values - multipliers[options.pool_of] * options.sizes, axis=1)
-    return answers
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:

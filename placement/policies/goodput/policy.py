@@ -347,7 +347,8 @@ class MixedTypes:
                 best, best_value, best_rate = foreign, value, rate
         if not best:
             return {}, "", ""
-        types = ", ".join(f"{count(sum(p.values()))} on {g or 'GPUs without a type'}" for g, p in self._named(best))
+        parts = sorted(self._parts(best).items())
+        types = ", ".join(f"{count(sum(p.values()))} on {g or 'GPUs without a type'}" for g, p in parts)
         return best, types, f"{alone:.4g} -> {best_rate:.4g} samples/s"
 
     def _choices(
@@ -412,9 +413,6 @@ class MixedTypes:
             if node_id in nodes:
                 parts.setdefault(nodes[node_id].gpu_type, {})[node_id] = workers
         return parts
-
-    def _named(self, place: Mapping[str, int]) -> list[tuple[str, _Places]]:
-        return sorted(self._parts(place).items())
 
 
 def _first(node_ids: Sequence[str], free: Mapping[str, int], workers: int) -> _Places:

@@ -136,12 +136,9 @@ class World:
             return  # at this very moment; its end is the next event
         self.touched.add(job.name)
         self.placed.append(Placed(time_s=now_s, job=job.name, nodes=nodes))
-        job.place(self._location(job, nodes) if nodes else None)
-
-    def _location(self, job: SimulatedJob, nodes: dict[str, int]) -> Location:
-        """Return the location of these workers. Without mixed GPU types, the first type by name counts for all."""
-        types = {node_id: self._gpu[node_id] for node_id in nodes}
-        return Location(nodes=nodes, gpu=min(types.values()), types=types if job.mixed_gpu_types else {})
+        types = {node_id: self._gpu[node_id] for node_id in nodes}  # of which the first by name counts for all
+        mixed = types if job.mixed_gpu_types else {}
+        job.place(Location(nodes=nodes, gpu=min(types.values()), types=mixed) if nodes else None)
 
 
 class IdleWatch:
