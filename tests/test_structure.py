@@ -43,6 +43,7 @@ PRIVATE_NAMES = {
         _objects _exit""",
     "of Lightning, Accelerate and transformers: what a user's code finds there": """_elastic_options _enabled
         _last_val_time _mixed_precision _reset_state _trainer""",
+    "of a session's step meter, whose time a test sets": "_clock",
     "of torch's own test classes, whose cases run in the ranks of a group": """_barrier _create_process_group_gloo
         _get_default_group _spawn_processes _spawn_threads _DistTestBase""",
     "a clock that a test sets": "_clock",

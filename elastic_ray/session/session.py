@@ -388,7 +388,7 @@ class Session:
                 "train_loop_per_worker must iterate an elastic_ray.AdaptiveDataLoader inside "
                 "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
             )
-        self.run.shares.close()
+        self.run.leave_group()
         self.registry.call(HookPoint.BEFORE_END)
         self.adaptation.end_train()
         if self.ledger.failed:
