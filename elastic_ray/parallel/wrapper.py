@@ -211,7 +211,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" and not self._sharded else None
         self._flops = counted = None if peak is None else ForwardFlops()
         if counted is not None and peak is not None:
-            run.registry.add_effort(lambda: None if counted.per_sample is None else 3.0 * counted.per_sample / peak)
+            run.registry.efforts.append(lambda: None if counted.per_sample is None else 3.0 * counted.per_sample / peak)
 
     def _join_run(self, optimizer: torch.optim.Optimizer, nonfinite: str, strategy: Any) -> KeptModel:
         """Build the model's components and connect them to the run."""
@@ -235,7 +235,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         )
         self._index = run.add_model(module, optimizer, info, facts)
         for each in self._optimizers:
-            run.optimizers.add(each)
+            run.optimizers.known.add(each)
         self._saved_buffers = SavedBuffers(module) if nonfinite == "skip" else None
         self._tables = ModelTables(run, module, first, self._index, self._scaler)
         parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)
@@ -450,7 +450,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BACKWARD_LOST, self._end_lost_pass)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._ask_for_shares)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
-        registry.add_gradients(self._sync)
+        registry.gradients.append(self._sync)
         states.register(f"model/{index}", kept.model_state)
         extras = ModuleExtras(self.module, warn=functools.partial(self._run.tell, "warning"))
         states.register(f"modules/{index}", extras)
@@ -482,7 +482,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             patch_scaler(self._scaler, self._run)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
-        registry.add_buffers(BufferSync(self.module))
+        registry.buffers.append(BufferSync(self.module))
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
     def _ask_for_shares(self) -> None:

@@ -105,7 +105,7 @@ class LoaderRegistry:
         self.in_processes = False  # samples of the leading loader are loaded by worker processes
         self.leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
-        self._failed = False
+        self.failed = False  # opening the run failed, so that the next loader to be made leads
         self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo, *, in_processes: bool = False) -> None:
@@ -116,17 +116,13 @@ class LoaderRegistry:
                     "scale_with_workers=True and ElasticConfig(fixed_batch=True) contradict each other: leave one out"
                 )
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
-        self.leading, self.info, self._failed = weakref.ref(loader), info, False
+        self.leading, self.info, self.failed = weakref.ref(loader), info, False
         self.in_processes = in_processes
 
     @property
     def is_left(self) -> bool:
         """True if the leading loader has been garbage-collected, or if opening its run failed."""
-        return self._failed or (self.leading is not None and self.leading() is None)
-
-    def fail(self) -> None:
-        """Record that opening the run failed, so that the next loader to be made leads."""
-        self._failed = True
+        return self.failed or (self.leading is not None and self.leading() is None)
 
     def leads(self, loader: object) -> bool:
         """True if `loader` is the leading one."""
@@ -167,10 +163,11 @@ class Registry:
         self.models = ModelRegistry()
         self.loaders = LoaderRegistry(fixed_batch=fixed_batch)
         self.hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
-        self._buffers: list[BufferSync] = []
-        self._gradients: list[Participant] = []
+        self.buffers: list[BufferSync] = []  # of each model, made alike in every new group and at the end of a pass
+        self.gradients: list[Participant] = []
         self.drifting: set[int] = set()  # models that are averaged, by their numbers
-        self._efforts: list[Callable[[], float | None]] = []
+        # each returns a model's time per sample at its GPU's peak [s], or None while that is unknown
+        self.efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()  # what the ranks agree on of checkpoints that all of them write
         self.least_share = 1
         self.halving_changes = 0  # how often it has changed which steps are halved, but for changes of group and batch
@@ -188,38 +185,26 @@ class Registry:
         for hook in self.hooks[point]:
             hook()
 
-    def add_buffers(self, buffers: BufferSync) -> None:
-        """Add a model's buffers, which are synchronised at the end of every pass and in every new group."""
-        self._buffers.append(buffers)
-
     @property
     def buffer_layout(self) -> int:
         """Digest of the buffers' layout, which must be equal on all ranks to synchronise them."""
-        return digest([buffers.layout for buffers in self._buffers])
+        return digest([buffers.layout for buffers in self.buffers])
 
     def sync_buffers(self, communicator: Communicator) -> None:
         """Make all buffers equal on all ranks."""
-        for buffers in self._buffers:
+        for buffers in self.buffers:
             buffers(communicator)
-
-    def add_effort(self, seconds: Callable[[], float | None]) -> None:
-        """Add a function that returns a model's time per sample at its GPU's peak [s], or None while unknown."""
-        self._efforts.append(seconds)
 
     @property
     def peak_s(self) -> float | None:
         """Time that all models together need per sample at the GPU's peak [s]; None if unknown."""
-        found = [effort() for effort in self._efforts]
+        found = [effort() for effort in self.efforts]
         return sum(each for each in found if each) if found and None not in found else None
-
-    def add_gradients(self, gradients: Participant) -> None:
-        """Add a model's participant, which synchronises its gradients."""
-        self._gradients.append(gradients)
 
     @property
     def strategies(self) -> tuple[str, ...]:
         """Names of the models' strategies."""
-        return tuple(each.strategy_name for each in self._gradients)
+        return tuple(each.strategy_name for each in self.gradients)
 
     def set_strategy(self, model: int, strategy: object) -> None:
         """Switch a model to another strategy; all ranks must make the same call between the same two steps.
@@ -237,21 +222,21 @@ class Registry:
         self._of(model).set_topology(topology)
 
     def _of(self, model: int) -> Participant:
-        if model >= len(self._gradients):
-            raise ValueError(f"there is no model {model}: the loop has wrapped {len(self._gradients)}")
-        return self._gradients[model]
+        if model >= len(self.gradients):
+            raise ValueError(f"there is no model {model}: the loop has wrapped {len(self.gradients)}")
+        return self.gradients[model]
 
     @property
     def found_strategies(self) -> dict[str, FoundStrategy]:
         """Strategies of the models that have won races, keyed by the form of the group."""
-        return {form: found for each in self._gradients for form, found in each.found_strategies.items()}
+        return {form: found for each in self.gradients for form, found in each.found_strategies.items()}
 
     @property
     def strategy_key(self) -> str | None:
         """Joined keys of all models' strategies; None while a strategy is being chosen."""
-        if len(self._gradients) == 1:
-            return self._gradients[0].strategy_key
-        keys = [each.strategy_key for each in self._gradients]
+        if len(self.gradients) == 1:
+            return self.gradients[0].strategy_key
+        keys = [each.strategy_key for each in self.gradients]
         return None if None in keys else "+".join(key for key in keys if key)
 
     @property
@@ -267,9 +252,9 @@ class Registry:
         wanted = self._wanted_halving(steps)
         by_layers = wanted is not None and not self._needs_halves and self.monitoring.request.variance_every is None
         every = self.monitoring.request.noise_every
-        if by_layers and all(each.measure_examples(every, wanted=True) for each in self._gradients):
+        if by_layers and all(each.measure_examples(every, wanted=True) for each in self.gradients):
             return None
-        for each in self._gradients:
+        for each in self.gradients:
             each.measure_examples(None, wanted=False)
         return wanted
 
@@ -281,7 +266,7 @@ class Registry:
 
     def _wanted_halving(self, steps: int) -> Halving | None:
         """Return the steps in which the noise is needed, by an adaptive batch or by a monitor; None for no steps."""
-        if self._adds_up or not any(each.gives_statistics for each in self._gradients):
+        if self._adds_up or not any(each.gives_statistics for each in self.gradients):
             return None
         limits = self.loaders.info.limits if self.loaders.info is not None else None
         asked = self.monitoring.request
@@ -300,76 +285,76 @@ class Registry:
 
     def have_chosen(self, number: int) -> bool:
         """True if the strategies of the first `number` models have all been chosen."""
-        return all(each.strategy_key is not None for each in self._gradients[:number])
+        return all(each.strategy_key is not None for each in self.gradients[:number])
 
     @property
     def meets_in_passes(self) -> bool:
         """True if a model's passes wait for other ranks in collectives other than gradient reductions."""
-        return any(each.meets_in_passes for each in self._gradients)
+        return any(each.meets_in_passes for each in self.gradients)
 
     @property
     def gradients_are_local(self) -> bool:
         """True if any model's accumulated gradients differ from rank to rank."""
-        return any(each.local for each in self._gradients)
+        return any(each.local for each in self.gradients)
 
     @property
     def gradients_wait(self) -> bool:
         """True if any model's gradients wait for an update."""
-        return any(each.is_open for each in self._gradients)
+        return any(each.is_open for each in self.gradients)
 
     @property
     def drifts(self) -> bool:
         """True if the replicas of any model intentionally diverge."""
-        return any(each.drifts for each in self._gradients)
+        return any(each.drifts for each in self.gradients)
 
     @property
     def round_period(self) -> int:
         """Largest number of steps in a round of rank-local steps; 1 if any model reduces gradients in every step."""
-        if len(self.drifting) < len(self._gradients):
+        if len(self.drifting) < len(self.gradients):
             return 1
-        return min((each.period for each in self._gradients), default=1)
+        return min((each.period for each in self.gradients), default=1)
 
     @property
     def gives_back(self) -> bool:
         """True if slow ranks give away steps to other ranks within a round."""
         if self.loaders.in_processes:  # they load this rank's own samples only
             return False
-        return self.round_period > 1 and all(each.gives_back for each in self._gradients)
+        return self.round_period > 1 and all(each.gives_back for each in self.gradients)
 
     @property
     def may_train(self) -> bool:
         """True if a step that starts now may train a model."""
-        return any(each.may_train for each in self._gradients)
+        return any(each.may_train for each in self.gradients)
 
     @property
     def round_steps(self) -> int:
         """Number of steps in the round that starts now, up to the next average."""
         if self.round_period == 1:
             return 1
-        return min(each.steps_to_average for each in self._gradients)
+        return min(each.steps_to_average for each in self.gradients)
 
     @property
     def in_parts(self) -> bool:
         """True if state is divided among ranks and each rank can write its own part; equal on all ranks."""
-        gradients = self._gradients
+        gradients = self.gradients
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
 
     @property
     def saves_together(self) -> bool:
         """True if no rank alone can save at the end, as state is divided or replicas differ; equal on all ranks."""
-        return any(each.divided or each.tabled or each.drifts for each in self._gradients)
+        return any(each.divided or each.tabled or each.drifts for each in self.gradients)
 
     @property
     def settled(self) -> bool:
         """True if all replicas are identical and this rank alone should write the checkpoint."""
         if self.in_parts and self.saving.together:
             return False
-        return all(each.settled for each in self._gradients)
+        return all(each.settled for each in self.gradients)
 
     @property
     def marker(self) -> int:
         """Marker of the last average completed on this rank: a larger one is later, 0 before the first."""
-        return max((each.marker for each in self._gradients), default=0)
+        return max((each.marker for each in self.gradients), default=0)
 
     def drift_layout(self, *, trained: int) -> int:
         """Return a digest that must be equal on all ranks to average models after a step.
@@ -379,27 +364,27 @@ class Registry:
         Args:
             trained: Number of steps that have trained, or whether the current step has.
         """
-        layouts = [(number, each.fix_drift()) for number, each in enumerate(self._gradients) if each.drifts]
+        layouts = [(number, each.fix_drift()) for number, each in enumerate(self.gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
 
     def prepare_averages(self) -> None:
         """Start the averages of a round that has ended; raises CommunicationFailedError if the group breaks."""
-        for each in self._gradients:
+        for each in self.gradients:
             each.prepare_average()
 
     def after_step(self) -> None:
         """Average models if due, after a training step that all ranks have committed."""
-        if len(self._gradients) == 1:
-            self._gradients[0].after_step(agree_on_scale=False)
+        if len(self.gradients) == 1:
+            self.gradients[0].after_step(agree_on_scale=False)
             return
-        drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
-        for each in self._gradients:
+        drifting = [each.scaler for each in self.gradients if each.drifts and each.scaler is not None]
+        for each in self.gradients:
             shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
         """Join a model's collectives that other ranks have announced, because this rank has no samples in the step."""
-        self._gradients[what.index].join(what)
+        self.gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
         """Merge diverged replicas into one model.
@@ -407,18 +392,18 @@ class Registry:
         Args:
             gather: Also collect the whole optimizer state on rank 0.
         """
-        for each in self._gradients:
+        for each in self.gradients:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
         """Make diverged replicas identical in a new group, before its ranks exchange state."""
         counts = holds and self.marker == marker
-        for each in self._gradients:
+        for each in self.gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
         """Collect on rank 0, before it saves, the state that only other ranks hold."""
-        for each in self._gradients:
+        for each in self.gradients:
             each.prepare_to_save()
 
     def before_change(self, stays: Sequence[bool]) -> None:
@@ -429,10 +414,10 @@ class Registry:
 
         Raises CommunicationFailedError: The current group broke meanwhile.
         """
-        for each in self._gradients:
+        for each in self.gradients:
             each.before_change(stays)
 
     def enter_group(self) -> None:
         """Enter a group with all models."""
-        for each in self._gradients:
+        for each in self.gradients:
             each.enter_group()

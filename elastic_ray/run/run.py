@@ -266,7 +266,7 @@ class Run:
         number = self.registry.models.add(info, facts)
         self.models = number + 1
         self.replicas.add(module, optimizer)
-        self.optimizers.add(optimizer)
+        self.optimizers.known.add(optimizer)
         return number
 
 
@@ -391,7 +391,7 @@ class OptimizerWatch:
 
     def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:
         self._group, self._tell = group, tell
-        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._schedulers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]
         self._schedulers = weakref.WeakKeyDictionary()
@@ -401,7 +401,7 @@ class OptimizerWatch:
 
         Raises RuntimeError: The scheduler is late, and its optimizer belongs to a wrapped model.
         """
-        if late and optimizer in self._known:
+        if late and optimizer in self.known:
             raise RuntimeError(
                 f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the start of the "
                 "first epoch: workers that join later, and the job when it starts again, would continue with another "
@@ -415,17 +415,13 @@ class OptimizerWatch:
         """Return the schedulers of an optimizer that were made in this run and still exist."""
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record an optimizer that was wrapped."""
-        self._known.add(optimizer)
-
     def look_at(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step. Raises RuntimeError: No model was wrapped at all."""
         world_size = self._group.world_size
-        if world_size == 1 or optimizer in self._known or optimizer in self._warned:
+        if world_size == 1 or optimizer in self.known or optimizer in self._warned:
             return
         self._warned.add(optimizer)
-        wrapped = list(self._known)
+        wrapped = list(self.known)
         if any(optimizer in vars(each).values() for each in wrapped):
             return  # as SAM's, whose state the run knows of
         known = {id(p) for each in wrapped for group in each.param_groups for p in group["params"]}
@@ -443,6 +439,6 @@ class OptimizerWatch:
             "that join later get none. Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer)"
         )
         initialized = torch.distributed.is_initialized() and torch.distributed.get_backend() != BACKEND
-        if not self._known and not initialized:  # else it may be torch's own DDP, under torchrun
+        if not self.known and not initialized:  # else it may be torch's own DDP, under torchrun
             raise RuntimeError(text)
         self._tell("warning", text)

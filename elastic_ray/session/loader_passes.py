@@ -237,7 +237,7 @@ class LoaderPasses:
             if not known and (ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch)):
                 averaged = 0 if nested else run.registry.drift_layout(trained=int(ledger.trains))
                 if not nested:
-                    run.tally.end(step)
+                    run.tally.ended = step
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
                 self._due = self._due if nested else (0, None)
             if run.agreed.ran_out and not nested:
@@ -307,7 +307,7 @@ class LoaderPasses:
         try:
             plan = self._due[1] if self._due[0] == run.group.generation else None
             if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
-                run.tally.end(ended)
+                run.tally.ended = ended
                 averaged = run.registry.drift_layout(trained=run.states.progress.steps if ended.trained else 0)
                 if ended.trained and run.registry.round_period > 1:
                     run.registry.prepare_averages()

@@ -133,7 +133,7 @@ class Session:
     def fail_opening(self) -> None:
         """Allow the run to be opened again; outside a trainer, a new model starts another run instead."""
         self.opening_failed, self.in_epochs = True, False
-        self.registry.loaders.fail()
+        self.registry.loaders.failed = True
 
     @property
     def progress(self) -> RunProgress:

@@ -536,7 +536,7 @@ class SampleTally:
     def __init__(self, ledger: StepLedger) -> None:
         self._ledger = ledger
         self._heard: int | None = None
-        self._ended: LoaderStep | StepRound | None = None
+        self.ended: LoaderStep | StepRound | None = None  # what the vote is about
 
     def begin(self) -> None:
         """Reset the tally when a group is entered."""
@@ -546,13 +546,9 @@ class SampleTally:
         """Return the number of values, equal for a single rank, so that its buckets stay the same with joiners."""
         return _PARTS
 
-    def end(self, step: LoaderStep | StepRound) -> None:
-        """Record that the step or round has ended, before its vote."""
-        self._ended = step
-
     def values(self, rank: int, world_size: int) -> Sequence[float]:
         """Return this rank's sum, split into parts that are exact as floats."""
-        step = self._ledger.outermost or self._ended
+        step = self._ledger.outermost or self.ended
         own = 0 if step is None or step.hashed is None else step.hashed()
         return [float(own & _MASK), float(own >> _WIDTH & _MASK), float(own >> 2 * _WIDTH)]
 
@@ -563,5 +559,5 @@ class SampleTally:
 
     def take(self, step: LoaderStep | StepRound) -> int | None:
         """Return the sum of the hashes of the committed samples, modulo 2^32; None if unknown."""
-        heard, self._heard, self._ended = self._heard, None, None
+        heard, self._heard, self.ended = self._heard, None, None
         return heard if step.hashed is not None else None

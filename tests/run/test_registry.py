@@ -112,8 +112,8 @@ class Noted:
         self.session: Session = session_of()
         self.log: list[str] = []
         registry: Any = self.session.registry
-        registry.add_gradients(Model(self.session, self.log.append))
-        registry.add_buffers(self)
+        registry.gradients.append(Model(self.session, self.log.append))
+        registry.buffers.append(self)
         self.session.consensus.add(self)
         for point in HookPoint:
             registry.add_hook(point, lambda point=point: self.log.append(point.name))

@@ -1,4 +1,4 @@
-"""Current strategy of one model, and its replacement on request or by ``Auto`` (torch).
+"""Current strategy of one model, and its replacement on request or by ``Auto``.
 
 A strategy takes effect between two steps, when buckets are laid out again. The tuner that decides about the strategy
 changes at the same time: until then, all ranks do what they have agreed on, even if one of them has requested something
