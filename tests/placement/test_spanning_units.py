@@ -17,6 +17,7 @@ from placement.cluster.jobs import JobView
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.spans import find_places
 from placement.policies import POLICIES, make_policy
+from placement.simulator.results.outlook import outlook
 from tests.placement.views import AT_ONCE, cluster, view
 
 
@@ -106,6 +107,12 @@ def test_lone_job_runs_where_its_unit_fits(nodes: Cluster, unit: int) -> None:
     could = bool(find_places(alone, nodes, 1))
     assert bool(make_plan(make_policy("goodput"), [alone], nodes, 0.0).allocation) == could
     assert (unsatisfiable(alone, nodes) is None) == could
+
+
+def test_outlook_simulates_units_that_span_nodes() -> None:
+    nodes = Cluster(nodes=tuple(node(f"n{i}", 4.0, gpu="T4") for i in range(4)))
+    (found,) = outlook([job(6, most=2)], nodes, "goodput", 0.0)
+    assert found.workers == 2 and all(len(parts(place)) == 2 for place in found.nodes)
 
 
 def allocate(instructions: list[Instruction], name: str) -> Allocate:
