@@ -126,6 +126,8 @@ def test_reason_says_that_units_span_nodes() -> None:
     given = allocate(core.handle(JobHeartbeat(view=job(4, most=1)), 1.0), "a")
     assert list(given.nodes) == ["n0*2+n1*2"]
     assert "a unit spans nodes" in given.reason.explained and len(str(given.reason).split()) <= 15
+    told = core.explain("a")
+    assert "a unit spans nodes" in told.figures and told.speed == 1.0
 
 
 def test_spanning_unit_leaves_nodes_that_drain_or_go() -> None:
