@@ -11,8 +11,7 @@ from elastic_ray.stragglers.detection import RESPONSES, Response, StragglerConfi
 from elastic_ray.unit import Unit, check_size
 from placement.arguments import NamesArguments
 from placement.cluster.jobs import SPOT_USES, SpotUse
-from placement.cluster.memory_need import MemoryNeed
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
 
 _SWITCHES = (
@@ -128,7 +127,7 @@ class ElasticConfig(NamesArguments):
         if self.heartbeat_timeout_s >= self.collective_timeout_s:
             raise ValueError(
                 f"collective_timeout_s must be above heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s), "
-                "for a hung member is to be found before its peers give up, but got "
+                "so that a hung member is found before its peers time out, but got "
                 f"{self.collective_timeout_s:g} s"
             )
 

@@ -287,12 +287,7 @@ class NodeRow:
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
-    """Return the rows of Ray's living nodes, with the allocator's view of them, sorted by address.
-
-    Args:
-        nodes: Nodes as listed by ``ray.nodes()``.
-        snapshot: The allocator's snapshot; None if there is no allocator.
-    """
+    """Return the rows of Ray's living nodes, with the allocator's view of them, sorted by address."""
     cluster = snapshot.cluster.by_id() if snapshot is not None else {}
     failed = {each.node: each for each in snapshot.node_failures} if snapshot is not None else {}
     placed = {job: by_node(each.target) for job, each in snapshot.jobs.items()} if snapshot is not None else {}

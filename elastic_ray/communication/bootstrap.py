@@ -109,7 +109,7 @@ class Bootstrap:
             except asyncio.TimeoutError:
                 break
             if table.dropped:
-                raise BootstrapRefusedError(f"generation {call.generation} was given up")
+                raise BootstrapRefusedError(f"generation {call.generation} was abandoned")
         return dict(table.values)
 
     def _table_of_unit(self, worker: str) -> _Table:

@@ -112,13 +112,27 @@ class UnitGroup:
         try:
             self._gloo.allreduce([rows]).wait(self._timeout)
         except RuntimeError as error:
-            raise UnitLostError(f"a worker of the unit is gone: {str(error).splitlines()[0]}") from error
+            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
         found: list[list[float]] = rows.tolist()
         return found
 
     def agree(self, well: bool) -> bool:
         """Return True if ``well`` is True on every worker of the unit."""
         return all(bool(row[0]) for row in self.gather([float(well)]))
+
+    def of_leader(self, content: bytes) -> bytes:
+        """Return the content given by the worker that represents the unit. Raises UnitLostError: one is gone."""
+        size = round(self.gather([float(len(content))])[0][0])
+        data = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if self.leads
+            else torch.empty(size, dtype=torch.uint8)
+        )
+        try:
+            self._gloo.broadcast([data], dist.BroadcastOptions()).wait(self._timeout)
+        except RuntimeError as error:
+            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
+        return data.numpy().tobytes()
 
 
 def _interface(host: str) -> str:

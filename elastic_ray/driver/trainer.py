@@ -81,10 +81,7 @@ def impossible(
 
     Args:
         bundle: Resources of one worker.
-        min_workers: Fewest workers the job may run with.
-        label_selector: Labels that a worker's node must have.
         nodes: All living nodes; only ``total`` and ``labels`` are used.
-        sizes: Allowed numbers of workers.
         unit: Number of workers that form one unit; if above 1, ``bundle`` and sizes are per unit.
 
     Returns:
@@ -241,7 +238,7 @@ class ElasticTrainer:
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = told.scheduled(scheduling_config or SchedulingConfig())
         self._scaling = _of_allowed_sizes(_in_units(self._scaling, self._scheduling), self._scheduling)
-        _check_unit(self._scheduling, self._elastic, datasets=bool(self._datasets))
+        _check_unit(self._scheduling, datasets=bool(self._datasets))
         self._fingerprint = _check_fingerprint(model_fingerprint)
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
         self._filesystem = _picklable(filesystem)
@@ -371,17 +368,12 @@ def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
     )
 
 
-def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig, *, datasets: bool) -> None:
-    """Raise ValueError for options that are not supported with units of several workers."""
+def _check_unit(scheduling: SchedulingConfig, *, datasets: bool) -> None:
+    """Raise ValueError for data that units of several workers cannot read."""
     if scheduling.unit_size > 1 and datasets:
         raise ValueError(
             f"datasets= is not supported with SchedulingConfig(unit={scheduling.unit}), whose workers read the same "
             "samples: give an AdaptiveDataLoader a dataset with a length"
-        )
-    if scheduling.unit_size > 1 and elastic.stragglers in ("share", "replace"):
-        raise ValueError(
-            f"ElasticConfig(stragglers={elastic.stragglers!r}) is not supported with SchedulingConfig(unit="
-            f"{scheduling.unit}): all units take equal shares; use 'tell' or 'ignore'"
         )
 
 

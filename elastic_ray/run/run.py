@@ -15,6 +15,7 @@ from elastic_ray.batch.limits import BatchChoice, bounded
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.communication.connections import NoGroup
 from elastic_ray.communication.ended_work import BACKEND
+from elastic_ray.communication.model_exchange import ModelExchange
 from elastic_ray.communication.round_shares import RoundShares
 from elastic_ray.consensus.consensus import RAN_OUT, AgreedChanges, RankConsensus
 from elastic_ray.consensus.unit_wishes import UnitWishes
@@ -25,7 +26,7 @@ from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.controller_client import ControllerClient
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.run.registry import HookPoint, Noise, Registry
+from elastic_ray.run.registry import HookPoint, ModelFacts, Registry
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
@@ -62,6 +63,7 @@ class Run:
         sums: Contributions to accumulators in steps that are not committed yet.
         tally: Records the samples that a step has used.
         shares: Decides which steps of a round this rank executes.
+        exchanges: Published and pulled models, one for each model that is averaged in pairs.
         unit, wishes: The unit, and the requests that all its workers know; None if each worker is a rank by itself.
         agreed: Decisions that the ranks have agreed on and not yet carried out.
         replicas: Compares the wrapped models of the ranks.
@@ -98,6 +100,7 @@ class Run:
         self.ledger = StepLedger(self.states, moment=self.moment if faults is not None else None)
         self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
         self.shares = RoundShares()
+        self.exchanges: list[ModelExchange] = []
         self.unit, self.wishes = unit, UnitWishes(membership, unit) if unit is not None else None
         self.agreed = AgreedChanges(membership if self.wishes is None else self.wishes)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
@@ -148,7 +151,7 @@ class Run:
 
         Returns the failure of this worker or of another one; None if all succeeded.
         """
-        due = saves or self.registry.saving_is_due
+        due = saves or self.registry.saves()
         if self.wishes is None or self.wishes.settle(well=failure is None, due=due, measured=measured):
             return failure
         return failure or "another worker of the unit could not complete its step"
@@ -182,9 +185,11 @@ class Run:
                 f"there; {way_out}"
             )
 
-    def mark_synced(self) -> None:
-        """Mark this worker as having joined the job."""
-        self.synced = True
+    def leave_group(self) -> None:
+        """Close connections to other ranks beside those of the communicator."""
+        self.shares.close()
+        for each in self.exchanges:
+            each.close()
 
     def run_out_of_memory(self) -> bool:
         """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.
@@ -204,7 +209,7 @@ class Run:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
         if self.group.world_size == 1 or (together and self.models == 1):
-            self.agreed.run_out()
+            self.agreed.ran_out = True
             if self.group.world_size == 1:
                 self.ledger.fail(RAN_OUT)
             return True
@@ -238,16 +243,12 @@ class Run:
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Use another batch shape from the next step on; None for the loader's own."""
-        self.states.set_shape(shape)
+        self.states.shape = shape
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)
 
-    def may_choose(self, number: int) -> bool:
-        """True if this model's strategy may be chosen now: one at a time, because models share the timed steps."""
-        return self.registry.have_chosen(number)
-
     def add_model(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, facts: ModelFacts
     ) -> int:
         """Register a newly wrapped model; return its number, in order of wrapping.
 
@@ -262,8 +263,7 @@ class Run:
                 "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
                 "fold, epoch = divmod(count, epochs)`; or submit a job each"
             )
-        rates: Callable[[], tuple[float, ...]] = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
-        number = self.registry.models.add(info, noise, rates)
+        number = self.registry.models.add(info, facts)
         self.models = number + 1
         self.replicas.add(module, optimizer)
         self.optimizers.add(optimizer)
@@ -403,8 +403,8 @@ class OptimizerWatch:
         """
         if late and optimizer in self._known:
             raise RuntimeError(
-                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the first epoch had "
-                "begun: workers that join later, and the job when it starts again, would continue with another "
+                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the start of the "
+                "first epoch: workers that join later, and the job when it starts again, would continue with another "
                 "schedule. Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages "
                 "that follow each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is "
                 "one LambdaLR over all steps"

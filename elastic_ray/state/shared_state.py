@@ -40,6 +40,7 @@ from elastic_ray.state.unread import read_all
 
 if TYPE_CHECKING:
     from elastic_ray.run.registry import Registry
+    from elastic_ray.steps.ledger import StepLedger
 
 _SAYS_ENOUGH = CommunicationFailedError, UnsafeStateError, UnreadableStateError
 _OF_EVERY_RUN = {"run", "shape"}
@@ -166,6 +167,8 @@ class SharedState:
         if self._before_round is not None:
             self._before_round[0].limit_memory(self.progress.memory_bound)  # what a step has found out holds
             self._take_progress(copy.deepcopy(self._before_round[0]))
+        else:  # a loss in a pass nested in the round has dropped them
+            self._take_back()
 
     def _undo_round(self) -> None:
         """Restore all states, the progress and the random generators to the start of the round."""
@@ -293,10 +296,6 @@ class SharedState:
         """True if this worker's state would be lost with the worker."""
         return self.complete and not self.loaded
 
-    def set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape; None for the loader's own."""
-        self.shape = shape
-
     def _take_progress(self, progress: RunProgress) -> None:
         # Loader passes in progress hold on to their PassProgress: refresh these instead of replacing them.
         mine = self.progress.passes
@@ -305,10 +304,13 @@ class SharedState:
         passes = mine[: len(progress.passes)] + progress.passes[len(mine) :]
         self.progress = dataclasses.replace(progress, passes=passes)
 
-    def exchange(self, communicator: Communicator, replicas: Registry, samples: int | None) -> Exchanged:
+    def exchange(
+        self, communicator: Communicator, replicas: Registry, samples: int | None, ledger: StepLedger
+    ) -> Exchanged:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:
+            ledger: Leaves this rank's steps, if other ranks are in none: they draw these steps again, or are past them.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
                 that hold a state replace it by the mean over those of them that had completed the last average.
             samples: Samples per epoch of this rank's training data; None if unknown.
@@ -322,20 +324,9 @@ class SharedState:
         """
         if not self.complete and communicator.world_size > 1:
             self.check_plain()
-        run, layout = self.progress, packed(self._layout())
-        rows = communicator.gather_ints(
-            [
-                run.loader_steps,
-                run.optimizers_stepped,
-                run.lineage,
-                run.ended_passes,
-                int(self.complete),
-                replicas.marker,
-                digest(layout),
-                run.memory_bound or 0,
-                -1 if samples is None else samples,
-            ]
-        )
+        layout = packed(self._layout())
+        rows = self._gather_versions(communicator, replicas, ledger, digest(layout), samples)
+        run = self.progress
         holds = [bool(row[4]) for row in rows]
         check_samples([row[-1] for row in rows], [any(holds) and not each for each in holds])
         everyone = [
@@ -373,6 +364,33 @@ class SharedState:
         furthest = max(each.order() for each in everyone)
         return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
 
+    def _gather_versions(
+        self, communicator: Communicator, replicas: Registry, ledger: StepLedger, layout: int, samples: int | None
+    ) -> list[list[int]]:
+        """Return how far each rank is, one row a rank, once all are within the same number of nested passes."""
+        while True:
+            run = self.progress
+            depth = ledger.depth_in_group if self.complete else -1  # -1: this rank goes wherever the others are
+            rows = communicator.gather_ints(
+                [
+                    run.loader_steps,
+                    run.optimizers_stepped,
+                    run.lineage,
+                    run.ended_passes,
+                    int(self.complete),
+                    replicas.marker,
+                    layout,
+                    depth,
+                    run.memory_bound or 0,
+                    -1 if samples is None else samples,
+                ]
+            )
+            depths = [row[-3] for row in rows if row[-3] >= 0]
+            if not depths or min(depths) == max(depths):
+                return rows
+            if depth > min(depths):
+                ledger.leave_steps(min(depths))
+
     def _layout(self) -> dict[str, str]:
         found = {"the place to begin at": self.progress.place}
         for key, state in self._states.items():
@@ -396,8 +414,8 @@ class SharedState:
         unknown = trees.keys() - self._states.keys() - _OF_EVERY_RUN
         if unknown:
             raise RuntimeError(
-                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, and this worker, which joins them, "
-                "has not: have it run the same code up to its first epoch (register_state, AdaptiveDataParallel with "
+                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, which this joining worker lacks: "
+                "run the same code up to the first epoch on every worker (register_state, AdaptiveDataParallel with "
                 "the same schedulers and scaler, the same policies), whatever its rank"
             )
         self.install(trees, skip=done)

@@ -44,8 +44,6 @@ class WorkerActors:
     them.
 
     Args:
-        controller: Handle of the job's controller.
-        tell: Called with each event of a worker, such as a reservation or a loss.
         on_result: Called with a worker and how its run ended.
         on_refusal: Called with a worker, the reason it got no process, and whether a retry is certain to fail.
     """

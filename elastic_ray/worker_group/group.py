@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.events import JobPhase
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.generation_changes import MembershipConfig
 from elastic_ray.membership.instructions import (
@@ -52,15 +53,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class WorkerGroup:
-    """Workers of a job, including the members of the current and the planned generation.
-
-    Args:
-        controller: Handle of the job's controller.
-        record: Record of the job.
-        planner: Planner of batch sizes.
-        background: Runner of background tasks beside the controller's loop.
-        observer: Receiver of everything that concerns the job as a whole.
-    """
+    """Workers of a job, including the members of the current and the planned generation."""
 
     def __init__(
         self,
@@ -174,18 +167,6 @@ class WorkerGroup:
         for instruction in instructions:
             self._perform(instruction)
 
-    async def vacate(self) -> None:
-        """Release the workers after the job's end, so that others can use their processes."""
-        await self.actors.vacate()
-
-    async def withdrawn(self) -> None:
-        """Wait until pending reservations are withdrawn."""
-        await self.actors.withdrawn()
-
-    async def refilled(self) -> None:
-        """Wait until the cluster's pool holds processes for the next job."""
-        await self.actors.refilled()
-
     def heard(self, worker: str, position: int = 0) -> bool:
         """Record a message from a worker; return False if the message must be ignored.
 
@@ -237,13 +218,13 @@ class WorkerGroup:
         if worker not in self._given_up:
             self.returned.add(worker)
             self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
-            self._observer.came_back(worker, result)
+            self._observer.messages.run_ended(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
         """Handle a refused process: a training job continues without it; any other job may fail to start."""
         self._refused += 1
         if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
-            self._observer.cannot_begin(error)
+            self._observer.finish(JobPhase.FAILED, error=error)
         else:
             self.take(Lost(worker=worker, cause=str(error).strip().split("\n", 1)[0] or type(error).__name__))
 
@@ -262,7 +243,7 @@ class WorkerGroup:
                 if kill:
                     self._given_up.add(worker)
                 self.actors.release(worker, kill=kill)
-                self._observer.released()
+                self._observer.allocator.soon()
             case Announce(spec=spec, to=to):
                 batch = self._planner.choose(spec, self.actors.gpu_type(spec))
                 told = dataclasses.replace(

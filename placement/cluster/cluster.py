@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 from placement.cluster.labels import matches
+from placement.errors import check_once
 
 Resources: TypeAlias = Mapping[str, float]
 """Amounts by resource name, in Ray's units (``CPU`` and ``GPU`` in devices, ``memory`` in bytes)."""
@@ -104,10 +105,7 @@ class Cluster:
     nodes: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
-        ids = [node.node_id for node in self.nodes]
-        doubles = sorted({node_id for node_id in ids if ids.count(node_id) > 1}) if len(set(ids)) < len(ids) else []
-        if doubles:
-            raise ValueError(f"every node_id must occur once, but {', '.join(doubles)} occurs more than once")
+        check_once("node_id", [node.node_id for node in self.nodes], ValueError)
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
 
     def draining(self, node_ids: Collection[str]) -> Cluster:
@@ -170,12 +168,16 @@ def slots(amounts: Resources, bundle: Resources) -> int:
     return min(fits, default=10**9)
 
 
+def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
+    """Add what these workers use to the totals; negative workers subtract it."""
+    for name, need in bundle.items():
+        totals[name] = totals.get(name, 0.0) + workers * need
+
+
 def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
     """Raise an error if the cluster cannot hold an allocation.
 
     Args:
-        allocation: Workers per job and node.
-        bundles: Resources of one worker, per job.
         cluster: The nodes; workers may use what is ``free`` on them.
 
     Raises AllocationError: it names the rule, and the job or node that breaks it.
@@ -190,12 +192,11 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
                 raise AllocationError("whole number", f"job {job!r} has {workers} workers on node {place!r}")
         for node_id, share in by_node(placed).items():
             if node_id not in nodes:
-                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which is not there")
+                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which does not exist")
             if nodes[node_id].draining:
                 raise AllocationError("draining", f"job {job!r} is placed on node {node_id!r}, which is draining")
             totals = used.setdefault(node_id, {})
-            for name, need in bundles[job].items():
-                totals[name] = totals.get(name, 0.0) + share * need
+            add_amounts(totals, bundles[job], share)
     for node_id, totals in sorted(used.items()):
         for name, amount in sorted(totals.items()):
             free = nodes[node_id].free.get(name, 0.0)
@@ -208,9 +209,7 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in by_node(placed).items():
-            amounts = used.setdefault(node_id, {})
-            for name, need in bundles[job].items():
-                amounts[name] = amounts.get(name, 0.0) + workers * need
+            add_amounts(used.setdefault(node_id, {}), bundles[job], workers)
     return used
 
 

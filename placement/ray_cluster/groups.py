@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Collection
-from typing import Any
 
 import ray
 from ray.experimental import internal_kv
@@ -134,7 +133,8 @@ def find(group_id: str) -> PlacementGroup:
 
 def of_jobs() -> dict[str, str]:
     """Return the existing groups of elastic jobs: hex id -> job. Blocks for some milliseconds."""
-    living = {group_id: group["name"] for group_id, group in placement_group_table().items() if _lives(group)}
+    table = placement_group_table().items()
+    living = {group_id: group["name"] for group_id, group in table if group["state"] != "REMOVED"}
     return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
 
 
@@ -167,10 +167,6 @@ async def ready(group: PlacementGroup, timeout_s: float) -> bool:
             return False
         await asyncio.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
         pause_s = min(2 * pause_s, 0.2)
-
-
-def _lives(group: dict[str, Any]) -> bool:
-    return bool(group["state"] != "REMOVED")
 
 
 def _state(group: PlacementGroup) -> str:

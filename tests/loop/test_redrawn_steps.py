@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import elastic_ray as er
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import Intent
+from elastic_ray.loop.api import current_session
 from tests.loop.changing import Change, Kill, run_job
 
 SAMPLES, BATCH, WORKERS = 40, 4, (1, 2, 3)
@@ -83,7 +87,7 @@ def test_no_update_of_a_lost_step_stays(strategy: str, moment: str) -> None:
         torch.testing.assert_close(each, torch.stack(first).mean(0))
 
 
-def summed(strategy: str) -> float:
+def summed(strategy: str, within: Callable[[], None] = lambda: None) -> float:
     """Train with gradients of 1 and evaluate within some steps; return how many updates the weight shows."""
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
@@ -97,6 +101,7 @@ def summed(strategy: str) -> float:
             optimizer.zero_grad()
             wrapped(rows).mean().backward()
             optimizer.step()
+            within()
             if er.get_context().get_global_step() % 4 == 3:
                 with torch.no_grad():
                     for (seen,) in evaluation:
@@ -109,3 +114,30 @@ def summed(strategy: str) -> float:
 def test_a_loss_in_an_evaluation_leaves_the_step(strategy: str, worker: int) -> None:
     outcome = run_job(lambda: summed(strategy), [Kill(3, worker, "edge", last=True)], first=WORKERS)
     assert list(outcome.results.values()) == [SAMPLES / BATCH] * 2
+
+
+@pytest.mark.parametrize(("strategy", "loses"), [("sma", None), ("pair", 1), ("all_reduce", None)])
+def test_who_misses_an_evaluations_end_draws_the_step_too(strategy: str, loses: int | None) -> None:
+    """The others are at the end of the step around it; with ``loses``, that worker dies meanwhile."""
+    missing: list[str] = []
+
+    def missed(*args: Any, **options: Any) -> None:
+        passes = current_session().passes
+        del passes._vote
+        passes._vote(*args, **options)
+        missing.append(current_session().worker)
+        raise CommunicationFailedError("the end of the vote was lost")  # a step further than scripted faults reach
+
+    def misses() -> None:
+        session = current_session()
+        if session.worker == "w3" and session.progress.steps == 3 and not missing:
+            vote = session.passes._vote
+            session.passes._vote = lambda what, *args, **options: (
+                missed(what, *args, **options) if what.intent is Intent.END_OF_PASS else vote(what, *args, **options)
+            )
+
+    script = [] if loses is None else [Kill(3, loses, "end_of_pass", after=(2,))]
+    outcome = run_job(lambda: summed(strategy, misses), script, first=WORKERS)
+    assert missing == ["w3"] and outcome.told == []
+    assert list(outcome.results.values()) == [SAMPLES / BATCH] * (3 if loses is None else 2)
+    assert outcome.passes[0][2]["proof"]["samples"] == SAMPLES

@@ -29,6 +29,7 @@ from elastic_ray.state.tree import (
     receive_state,
     send_state,
 )
+from elastic_ray.steps.ledger import StepLedger
 from tests.loop.alone import session_of
 from tests.loop.plain_values import Thing, alike
 from tests.membership.groups import local_controller, member
@@ -359,7 +360,7 @@ def entered_after(steps: int, passes: int) -> Callable[[Communicator], tuple[int
     def enter(communicator: Communicator) -> tuple[int, int, int]:
         states = SharedState(RunProgress(loader_steps=steps, ended_passes=passes))
         states.complete = True
-        found = states.exchange(communicator, NothingDrifts(), None)
+        found = states.exchange(communicator, NothingDrifts(), None, StepLedger(states))
         return found.passes, states.progress.loader_steps, states.progress.ended_passes
 
     return enter

@@ -12,20 +12,14 @@ from elastic_ray.observe.page.model import PageJob, PageNode, SlotCount, Strip, 
 from elastic_ray.observe.page.rows import slots_of, slots_per_worker
 from placement.allocator.snapshot import AllocatorLook, JobState
 from placement.cluster.cluster import Cluster, Node, by_node
-from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
+from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import remaining
 from placement.planning.tenants import Tenant, entitlements
 
 
 def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
-    """Return the one-line summary of the cluster.
-
-    Args:
-        look: The allocator's state.
-        jobs: Rows of the jobs that have not ended.
-        nodes: Rows of the nodes that exist.
-    """
+    """Return the one-line summary of the cluster."""
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
     return Strip(

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from elastic_ray.batch.device_numbers import as_real, read, real_shape, with_steps_read
-from elastic_ray.batch.statistics import (
+from elastic_ray.monitoring.gradient_measures import GradientNorms
+from elastic_ray.sync.device_numbers import as_real, read, real_shape, with_steps_read
+from elastic_ray.sync.engine.joint_optimizer import group_ranges, optimizers_of
+from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.preconditioners import (
     LEAST_PART,
     REFRESHED_EVERY,
     SETTLED_STEPS,
@@ -26,9 +29,6 @@ from elastic_ray.batch.statistics import (
     is_adam_like,
     squared_norm,
 )
-from elastic_ray.monitoring.gradient_measures import GradientNorms
-from elastic_ray.sync.engine.joint_optimizer import group_ranges, optimizers_of
-from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
@@ -48,20 +48,17 @@ class RowDenominators:
     from which the floor of the parameter's denominators is computed.
     """
 
+    idle = False
+
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
         self._optimizer, self._shards = optimizer, shards
-        self._found: dict[int, Tensor] = {}
+        self.state: dict[int, Tensor] = {}  # factors of own rows by the parameter's position, but those of 1
         self._round: int | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer."""
         return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """Factors of this rank's rows, [elements], keyed by the parameter's position; factors of 1 are left out."""
-        return self._found
 
     @property
     def adam_like(self) -> bool:
@@ -75,7 +72,7 @@ class RowDenominators:
 
     def invalidate(self) -> None:
         """Discard the denominators, because the rank owns different rows in a new group."""
-        self._found, self._round = {}, None
+        self.state, self._round = {}, None
 
     def due(self, step: int) -> bool:
         """True if denominators must be computed before a measured step; equal on all ranks."""
@@ -100,12 +97,12 @@ class RowDenominators:
                 sizes[place] = size.reshape(-1)
         counted = sizes if counts else {}
         squares = read([counted[each].square().sum() if each in counted else 0.0 for each in range(len(params))])
-        self._found = {}
+        self.state = {}
         for place, square in enumerate(add_up(squares)):
             if square > 0:
                 size = sizes.get(place, as_real(params[place].local.new_empty(0)).reshape(-1))
                 floor = LEAST_PART * math.sqrt(square / math.prod(real_shape(params[place].param)))
-                self._found[place] = compact(torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny))))
+                self.state[place] = compact(torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny))))
         self._round = step // REFRESHED_EVERY
 
 

@@ -119,8 +119,8 @@ class ShardedOptimizer:
             voted = True
             vote = run.group.communicator.gradients.all_reduce(votes)
             run.moment("vote")
-            run.consensus.wait(vote)
-            run.consensus.reductions_started()
+            run.consensus.announcer.wait(vote)
+            run.consensus.announcer.done()
             if votes[1]:  # on some rank; an average that was put in for an evaluation may have been taken out again
                 self._compare()
         except CommunicationFailedError as error:
