@@ -10,6 +10,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.labels import satisfying
 from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan
+from placement.planning.spans import find_places, spans_nodes
 from placement.policies.shared.base import describe
 from placement.reasons import Reason
 from placement.text import printable, short_ids
@@ -68,6 +69,8 @@ def explain(
     """
     workers = view.workers
     slots = FreeResources(cluster).slots(view).tolist()
+    if spans_nodes(view, cluster):
+        slots = [1] * len(find_places(view, cluster, view.max_workers))
     curve = speeds(view, [*slots, 1])
     larger = Cluster(nodes=(*cluster.nodes, _extra(view, cluster)))
     plan = decide(views, larger)

@@ -16,6 +16,7 @@ from placement.cluster.jobs import JobView
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.spans import find_places
 from placement.policies import POLICIES, make_policy
+from placement.simulator.results.outlook import outlook
 from tests.placement.views import AT_ONCE, cluster, view
 
 
@@ -107,6 +108,12 @@ def test_lone_job_runs_where_its_unit_fits(nodes: Cluster, unit: int) -> None:
     assert (unsatisfiable(alone, nodes) is None) == could
 
 
+def test_outlook_simulates_units_that_span_nodes() -> None:
+    nodes = Cluster(nodes=tuple(node(f"n{i}", 4.0, gpu="T4") for i in range(4)))
+    (found,) = outlook([job(6, most=2)], nodes, "goodput", 0.0)
+    assert found.workers == 2 and all(len(parts(place)) == 2 for place in found.nodes)
+
+
 def allocate(instructions: list[Instruction], name: str) -> Allocate:
     (found,) = [each for each in instructions if isinstance(each, Allocate) and each.job == name]
     return found
@@ -118,6 +125,8 @@ def test_reason_says_that_units_span_nodes() -> None:
     given = allocate(core.handle(JobHeartbeat(view=job(4, most=1)), 1.0), "a")
     assert list(given.nodes) == ["n0*2+n1*2"]
     assert "a unit spans nodes" in given.reason.explained and len(str(given.reason).split()) <= 15
+    told = core.explain("a")
+    assert "a unit spans nodes" in told.figures and told.speed == 1.0
 
 
 def test_spanning_unit_leaves_nodes_that_drain_or_go() -> None:

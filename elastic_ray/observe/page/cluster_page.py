@@ -141,7 +141,7 @@ class ClusterPage:
             bundle = state.view.bundle if state is not None else {}
             slots = {
                 node: max(1, round(workers * (slots_per_worker(bundle, self._totals.get(node, {})) or 1)))
-                for node, workers in record.nodes.items()
+                for node, workers in by_node(record.nodes).items()
             }
             if not self._known:
                 self._make_room(record, slots, look)

@@ -12,7 +12,7 @@ from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged, TimePassed
 from placement.allocator.snapshot import Trigger
-from placement.cluster.cluster import Cluster, Node
+from placement.cluster.cluster import Cluster, Node, by_node
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.goodput.remaining import remaining
@@ -158,7 +158,7 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
     None without a model.
     """
     by_id = cluster.by_id()
-    gpu = min((by_id[node].gpu_type for node in nodes if node in by_id), default="")
+    gpu = min((by_id[node].gpu_type for node in by_node(nodes) if node in by_id), default="")
     model = model_of(view, gpu)
     if model is None or view.init_batch_size is None:
         return None

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.recording import Life
-from placement.cluster.cluster import Cluster
+from placement.cluster.cluster import Cluster, parts
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import NoiseScale
 from placement.goodput.step_time import ThroughputModel
+from placement.planning.spans import find_places, spans_nodes
 from placement.simulator.workloads.profiles import Application, Counts
 from placement.simulator.workloads.traces import TraceJob
 
@@ -160,7 +161,10 @@ def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Applicatio
 
 
 def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
-    """Return the largest recorded cluster as a string such as ``t4:2x4``, counted in workers that fit."""
+    """Return the largest recorded cluster as a string such as ``t4:2x4``, counted in workers that fit.
+
+    Nodes that a unit spans count as one.
+    """
     bundles = {tuple(sorted(view.bundle.items())) for view in views}
     if len(bundles) > 1:
         raise InputError(f"jobs of a recorded workload must have workers of one kind, but have {len(bundles)}")
@@ -168,6 +172,9 @@ def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
 
     def room(cluster: Cluster) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
+        nodes = cluster.by_id()
+        for place in find_places(views[0], cluster, len(nodes)) if spans_nodes(views[0], cluster) else ():
+            found.setdefault(nodes[next(iter(parts(place)))].gpu_type or gpu, []).append(1)
         for node in cluster.nodes:
             if node.slots(bundle):
                 found.setdefault(node.gpu_type or gpu, []).append(node.slots(bundle))

@@ -99,6 +99,17 @@ def test_jobs_lengths_nodes_and_profiles_are_read_from_recording() -> None:
             assert found.times(counts, local)[0] == pytest.approx(expected, rel=0.2)
 
 
+def test_nodes_that_a_recorded_unit_spans_count_as_one() -> None:
+    def united(event: object) -> object:
+        if isinstance(event, JobHeartbeat):
+            return JobHeartbeat(view=dataclasses.replace(event.view, bundle={"GPU": 4.0}, unit=4))
+        return dataclasses.replace(event, view=None) if isinstance(event, JobEnded) else event
+
+    life, _ = recorded("goodput")
+    events = tuple((now_s, united(event)) for now_s, event in life.events)
+    assert recorded_workload(dataclasses.replace(life, events=events)).cluster == "t4:1x1"
+
+
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("policy", ["goodput", "fair_share"])
 def test_simulator_predicts_average_from_what_the_jobs_had_measured(policy: str) -> None:
