@@ -6,7 +6,6 @@ step, so each step is made once.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import socket
@@ -18,13 +17,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.rank_server import TOKEN_BYTES, RankServer, shut
 
 _Answer = TypeVar("_Answer")
 
-_TOKEN_BYTES = 16
-_TOKEN_S = 5.0  # in which a rank shows that it is one
-_PAUSE_S = 0.05  # after a connection that could not be accepted
-_BACKLOG = 16  # connections that may wait to be accepted, at least
 # round, first rank, ranks, and whether the first one's step is to be counted; as many counts come back
 _QUESTION = struct.Struct("!QHHB")
 _ALL = (1 << 32) - 1  # steps that have begun in a round that is over
@@ -33,80 +29,15 @@ _CHEAP = 0.01  # part of a step that an answer may take, to be asked for when it
 _EARLY = 1.5  # answers' times before a step's end at which the next one is counted otherwise
 
 
-class _Counts:
+class _Counts(RankServer):
     """Server with the number of steps that have begun for each rank in the current round."""
 
     def __init__(self, host: str, token: bytes, ranks: int) -> None:
-        self._token, self._ranks = token, ranks
-        self._lock, self._closed = threading.Lock(), False
-        self._round, self._counts = -1, list[int]()
-        self._known, self._callers = 0, set[socket.socket]()
-        self._strangers = threading.BoundedSemaphore(2 * ranks)  # callers that have not shown the token yet
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=max(_BACKLOG, ranks))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True, name="round-shares").start()
+        self._ranks, self._round, self._counts = ranks, -1, list[int]()
+        super().__init__(host, token, ranks, "round-shares")
 
-    def end(self) -> None:
-        """Disconnect all ranks, and release the port."""
-        with self._lock:
-            self._closed = True
-            callers = list(self._callers)
-        for each in (self._listener, *callers):
-            _shut(each)
-
-    def _accept(self) -> None:
-        """Accept connections until all ranks have one."""
-        while True:
-            self._strangers.acquire()
-            try:
-                caller, _ = self._listener.accept()
-            except OSError:
-                self._strangers.release()
-                if self._listener.fileno() < 0:  # all ranks are known, or the group is left
-                    return
-                time.sleep(_PAUSE_S)
-                continue
-            with self._lock:
-                self._callers.add(caller)
-                if self._closed:
-                    _shut(caller)
-            threading.Thread(target=self._serve, args=(caller,), daemon=True, name="round-shares").start()
-
-    def _serve(self, caller: socket.socket) -> None:
+    def answer(self, caller: socket.socket) -> None:
         """Answer the requests of one connection until it ends."""
-        try:
-            with contextlib.suppress(OSError):
-                if self._is_rank(caller):
-                    self._answer(caller)
-        finally:
-            with self._lock:
-                self._callers.discard(caller)
-            caller.close()
-
-    def _is_rank(self, caller: socket.socket) -> bool:
-        """True if the caller shows the token in time."""
-        try:
-            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            token, until_s = b"", time.monotonic() + _TOKEN_S
-            while len(token) < _TOKEN_BYTES:
-                caller.settimeout(max(0.001, until_s - time.monotonic()))
-                if not (piece := caller.recv(_TOKEN_BYTES - len(token))) or time.monotonic() > until_s:
-                    return False
-                token += piece
-            if not secrets.compare_digest(token, self._token):
-                return False
-            caller.settimeout(None)
-        finally:
-            self._strangers.release()
-        with self._lock:
-            self._known += 1
-            if self._known == self._ranks:
-                _shut(self._listener)
-        return True
-
-    def _answer(self, caller: socket.socket) -> None:
         with caller.makefile("rb") as stream:
             while len(question := stream.read(_QUESTION.size)) == _QUESTION.size:
                 number, first, ranks, adds = _QUESTION.unpack(question)
@@ -148,7 +79,7 @@ class _Member:
         """Leave the group; requests in progress fail at once."""
         self._ended = True
         self.thread.shutdown(wait=False, cancel_futures=True)
-        _shut(self._socket)
+        shut(self._socket)
 
     def ask(self, number: int, first: int, ranks: int, *, adds: bool) -> tuple[int, ...]:
         """Send a request to rank 0 and return the answer.
@@ -216,13 +147,6 @@ class _SharedRound:
         self.leaves = True
 
 
-def _shut(one: socket.socket) -> None:
-    """Close a socket that another thread may be waiting for."""
-    with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
-    one.close()
-
-
 class RoundShares:
     """Steps of a round that this rank makes: its own steps, and steps of ranks that are late."""
 
@@ -243,7 +167,7 @@ class RoundShares:
         self.close()
         if not wanted:
             return
-        told, token = b"", secrets.token_bytes(_TOKEN_BYTES)
+        told, token = b"", secrets.token_bytes(TOKEN_BYTES)
         try:
             if communicator.rank == 0:
                 self._server = _Counts(communicator.host, token, communicator.world_size)

@@ -521,7 +521,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 return value
         self._sync.applied()
         if not self._counts(own):
-            self._tables.leave_out()
+            for table in self._tables.tables:
+                table.leave_out()
             ledger.applied()
             return value
         step = ledger.outermost

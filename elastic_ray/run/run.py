@@ -15,6 +15,7 @@ from elastic_ray.batch.limits import BatchChoice, bounded
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.communication.connections import NoGroup
 from elastic_ray.communication.ended_work import BACKEND
+from elastic_ray.communication.model_exchange import ModelExchange
 from elastic_ray.communication.round_shares import RoundShares
 from elastic_ray.consensus.consensus import RAN_OUT, AgreedChanges, RankConsensus
 from elastic_ray.consensus.unit_wishes import UnitWishes
@@ -62,6 +63,7 @@ class Run:
         sums: Contributions to accumulators in steps that are not committed yet.
         tally: Records the samples that a step has used.
         shares: Decides which steps of a round this rank executes.
+        exchanges: Published and pulled models, one for each model that is averaged in pairs.
         unit, wishes: The unit, and the requests that all its workers know; None if each worker is a rank by itself.
         agreed: Decisions that the ranks have agreed on and not yet carried out.
         replicas: Compares the wrapped models of the ranks.
@@ -98,6 +100,7 @@ class Run:
         self.ledger = StepLedger(self.states, moment=self.moment if faults is not None else None)
         self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
         self.shares = RoundShares()
+        self.exchanges: list[ModelExchange] = []
         self.unit, self.wishes = unit, UnitWishes(membership, unit) if unit is not None else None
         self.agreed = AgreedChanges(membership if self.wishes is None else self.wishes)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
@@ -181,6 +184,12 @@ class Run:
                 f"{self.registry.round_period} steps: each rank makes these steps by itself, and no other waits for it "
                 f"there; {way_out}"
             )
+
+    def leave_group(self) -> None:
+        """Close connections to other ranks beside those of the communicator."""
+        self.shares.close()
+        for each in self.exchanges:
+            each.close()
 
     def run_out_of_memory(self) -> bool:
         """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.

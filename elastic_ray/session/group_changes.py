@@ -211,7 +211,7 @@ class GroupChanges:
         """Enter a formed group; return the number of loader passes that its furthest rank has ended."""
         if communicator is None:
             self._run.moment("leaving")
-            self._run.shares.close()
+            self._run.leave_group()
             raise WorkerDismissed(stopped=False)
         self._run.clock.group_stands()
         try:

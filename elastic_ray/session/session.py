@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
-from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.consensus import UNRECORDED
@@ -140,11 +139,6 @@ class Session:
     def progress(self) -> RunProgress:
         """Progress of the run."""
         return self.states.progress
-
-    @property
-    def shape(self) -> BatchChoice | None:
-        """Batch shape of the adaptive loader; None if its own default applies."""
-        return self.states.shape
 
     @property
     def rank(self) -> int:
@@ -394,7 +388,7 @@ class Session:
                 "train_loop_per_worker must iterate an elastic_ray.AdaptiveDataLoader inside "
                 "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
             )
-        self.run.shares.close()
+        self.run.leave_group()
         self.registry.call(HookPoint.BEFORE_END)
         self.adaptation.end_train()
         if self.ledger.failed:

@@ -165,6 +165,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _scattered(self, what: str, output: Tensor, flat: Tensor, sizes: Sequence[int], op: Any) -> None:
+        """Reduce a flat tensor over all ranks, and put this rank's part into ``output``."""
         if sum(sizes) != flat.numel():
             raise RuntimeError(_SIZES.format(what=what, prepared=flat.numel() // max(1, sizes[0]), present=self.size()))
         if output.numel() != sizes[self.rank()]:

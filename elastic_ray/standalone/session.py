@@ -223,7 +223,7 @@ def session_after(earlier: Session) -> Session:
     The group of the earlier session is released.
     """
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
-    earlier.run.shares.close()
+    earlier.run.leave_group()
     earlier.membership.close(broken=False)
     earlier.group.follow()
     return standalone_session()

@@ -274,22 +274,22 @@ class SMA(_Averaging):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairAveraging(_Averaging):
-    """Strategy that averages the models of pairs of ranks (KungFu: PairAveragingOptimizer, after AD-PSGD).
+    """Strategy that averages each rank's model with other ranks' newest models (KungFu: PairAveragingOptimizer).
 
-    KungFu pulls from a random peer at any time. Here the pairs follow a schedule and both ranks adopt their mean,
-    which preserves the mean over all ranks.
+    After a step a rank averages its model with one that it has pulled from a random other rank meanwhile. No rank waits
+    for a model, so runs are not repeatable.
 
     Attributes:
-        period: Number of steps between averages.
+        period: Number of steps that ranks make separately and commit together.
         give_back: Whether slow ranks give steps to other ranks; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
         >>> PairAveraging()
-        PairAveraging(period=1, give_back=False)
+        PairAveraging(period=8, give_back=False)
     """
 
-    period: int = 1
+    period: int = 8
     give_back: bool = False
 
     algorithm: ClassVar[str] = "pair"

@@ -220,8 +220,8 @@ class Average:
     Attributes:
         algorithm: ``"local_sgd"`` (the mean every ``period`` steps), ``"diloco"`` (an outer Nesterov step towards
             the mean), ``"sma"`` (KungFu's synchronous model averaging: every rank moves towards the mean by
-            ``alpha`` every ``period`` steps), ``"pair"`` (the mean with one other rank, a different one each
-            time).
+            ``alpha`` every ``period`` steps), ``"pair"`` (the mean with a random other rank's newest model,
+            after each step for which one has come).
         period: Number of steps between averages, which ranks make separately and commit together.
         alpha: Fraction of the distance to the mean [0 to 1], for ``"sma"``.
         outer_lr: Outer learning rate, for ``"diloco"``.
@@ -367,7 +367,7 @@ class Strategy:
             tiled = f"; each tile of the optimizer state is the same on {copies.pop()} of them" if copies else ""
             return f"parameters are bit-identical on all ranks{kept}{tiled}"
         if self.average.algorithm == "pair":
-            return "the mean over ranks of their models moves by their mean update alone"
+            return "each rank is pulled to the newest models of others; ranks differ until the end of a pass"
         return f"every {self.average.period} steps ranks are pulled to their mean; between they differ"
 
     def to_json(self) -> str:

@@ -316,7 +316,7 @@ class Worker:
         finally:
             set_worker_session(None)
             session.registry.loaders.close()
-            session.run.shares.close()
+            session.run.leave_group()
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)

@@ -12,7 +12,7 @@ import pytest
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from tests.job.jobs import kinds, wait_until
-from tests.job.test_units import check_close, parameters, submit
+from tests.job.unit_jobs import check_close, parameters, submit
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000), pytest.mark.slow]
 

@@ -17,8 +17,7 @@ from elastic_ray.loop.api import current_session
 from elastic_ray.monitoring import Monitor, StepMeasures
 from elastic_ray.unit import Unit
 from tests.loop.changing import run_job
-from tests.loop.test_unit_noise import Rows
-from tests.loop.unit_threads import run_units
+from tests.loop.unit_threads import Rows, run_units
 
 PARTS = (slice(0, 3), slice(3, 8))
 

@@ -12,8 +12,7 @@ import elastic_ray as er
 from elastic_ray.communication.unit_group import UnitGroup
 from elastic_ray.sync import DiLoCo, LocalSGD, PowerSGD, StrategyError
 from tests.loop.changing import run_job
-from tests.loop.test_unit_noise import Rows
-from tests.loop.unit_threads import run_units
+from tests.loop.unit_threads import Rows, run_units
 
 PARTS = (slice(0, 4), slice(4, 8))
 EXACT = ["two_level", "ring", "tree", "star", "ps", "ps_balanced", "partitioned_ar", "random_axis_partition_ar"]

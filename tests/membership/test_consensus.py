@@ -425,7 +425,7 @@ def test_an_announcement_given_up_is_a_broken_group() -> None:
         return Announcer(communicator).agree()
 
     (told,) = on_ranks(1, work)
-    assert isinstance(told, CommunicationFailedError) and "given up" in str(told)
+    assert isinstance(told, CommunicationFailedError) and "abandoned" in str(told)
 
 
 def test_a_rank_that_is_gone_is_no_disagreement() -> None:

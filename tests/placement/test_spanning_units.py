@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import JobHeartbeat, NodesChanged
-from placement.allocator.instructions import Allocate, Instruction
+from placement.allocator.events import Allocate, Instruction, JobHeartbeat, NodesChanged
 from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL, Cluster, Node, by_node, check, parts
 from placement.cluster.jobs import JobView
 from placement.planning.plan import make_plan, unsatisfiable

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.sync.averaging.algorithms import pairs
 from elastic_ray.sync.spec import Average
 
 SAMPLES, BATCH, EPOCHS = 60, 12, 2
@@ -150,13 +149,6 @@ def _averaged(
         return mean.expand_as(flat), anchor, momentum
     if average.algorithm == "sma":
         return (1 - average.alpha) * flat + average.alpha * mean, anchor, momentum
-    if average.algorithm == "pair":
-        partners = pairs(steps // average.period - 1, len(flat))
-        return (
-            torch.stack([own if p is None else (own + flat[p]) / 2 for own, p in zip(flat, partners, strict=True)]),
-            anchor,
-            momentum,
-        )
     outer = torch.optim.SGD(
         [nn.Parameter(anchor.clone())],
         lr=average.outer_lr,

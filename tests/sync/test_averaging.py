@@ -23,7 +23,7 @@ def train(average: Average, make: Any) -> Any:
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("name", [each for each in AVERAGES if each != "pair"])
 def test_the_model_is_that_of_the_formula(ranks: Ranks, name: str, world: int, make: Any) -> None:
     wanted, means = reference(AVERAGES[name], world, make)
     found = ranks.run(train, AVERAGES[name], make, world=world)

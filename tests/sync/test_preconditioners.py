@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from elastic_ray.sync.preconditioners import (
     preconditioner,
     squared_norm,
 )
+from elastic_ray.sync.statistics.noise import NoiseTracker
 from elastic_ray.sync.statistics.noise_scale import estimate, estimate_groups
 
 torch.set_num_threads(1)
@@ -225,3 +228,26 @@ def test_an_overflowed_gradient_leaves_no_estimate(bad: float) -> None:
 def test_an_interval_is_a_step_or_more() -> None:
     with pytest.raises(ValueError, match="interval must be 1 or more"):
         BucketPreconditioner(interval=0)
+
+
+@dataclasses.dataclass
+class Source:
+    """Several optimizers, all of whose state is at hand and one of which is of Adam's kind."""
+
+    idle: bool = True
+    adam_like: bool = True
+    outdated: bool = False
+    state: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+def test_kind_of_several_optimizers_is_that_of_any() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    first = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    tracker = NoiseTracker(first, 1)
+    tracker.source = Source()
+    tracker.learn_kind()
+    assert tracker.adam_like is None, "nothing has stepped"
+    first.step()
+    tracker.learn_kind()
+    assert tracker.adam_like is True

@@ -217,7 +217,7 @@ def test_the_port_is_closed_once_all_ranks_are_there(pair: Pair) -> None:
 
 
 def test_strangers_do_not_keep_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.communication.round_shares._TOKEN_S", 1.5)
+    monkeypatch.setattr("elastic_ray.communication.rank_server._TOKEN_S", 1.5)
     told: list[bytes] = []
     first, second = RoundShares(), RoundShares()
     first.enter(Alike(0, 2, told), wanted=True, called_off=lambda: False)

@@ -67,7 +67,7 @@ def _wheel() -> types.ModuleType:
     made._barrier = lambda self, *args, **options: dist.barrier()
     module.Barrier.sync = staticmethod(lambda *args, **options: dist.barrier())
     holder: Any = types.ModuleType("suite_distributed_test")
-    holder.Distributed = made
+    vars(holder)["Distributed"] = made
     return holder
 
 
@@ -89,6 +89,7 @@ def _fit(kind: Any) -> None:
     def set_up(self: Any) -> None:
         original(self)
         self.rank, self.file_name = _PLACE.rank, _PLACE.file
+        os.environ["TEMP_DIR"] = f"{_PLACE.file}-d"  # all ranks', where the class makes one of each
         if isinstance(self, common.MultiThreadedTestCase):
             self.perThreadSetUp()
 
@@ -127,9 +128,7 @@ def run(case: Case, rank: int, world_size: int, file: str) -> Outcome:
     """Run one case on this rank."""
     _PLACE.rank, _PLACE.world_size, _PLACE.file = rank, world_size, file
     os.environ["WORLD_SIZE"] = str(world_size)
-    if rank == 0:
-        os.makedirs(f"{file}-d/test_dir", exist_ok=True)
-    os.environ["TEMP_DIR"] = f"{file}-d"
+    os.makedirs(f"{file}-d/test_dir", exist_ok=True)
     result = _Result()
     try:
         with io.StringIO() as told:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,37 +40,6 @@ class Averager(Protocol):
 
     def restore(self, tree: Any) -> None:
         """Restore a state that the same algorithm captured."""
-
-
-def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
-    """Return each rank's partner in one meeting; None for a rank that has no partner.
-
-    Meetings form tournaments of ``world_size - 1`` meetings (``world_size`` if it is odd, with a different rank
-    left out each time). In a tournament every rank meets every other rank once (circle method: one rank is
-    fixed, the others rotate). The order of each tournament depends only on the seed, the world size and the
-    tournament's number.
-
-    Args:
-        meeting: Index of the meeting, from 0.
-        world_size: Number of ranks, 1 or more.
-
-    >>> pairs(0, 4) == pairs(0, 4)
-    True
-    >>> sorted(pairs(0, 2))
-    [0, 1]
-    """
-    seats = world_size + world_size % 2
-    if seats == 0 or world_size == 1:
-        return [None] * world_size
-    tournament, turn = divmod(meeting, seats - 1)
-    order = list(range(seats))
-    random.Random(f"{seed}/{world_size}/{tournament}").shuffle(order)
-    circle = [order[0], *order[1 + turn :], *order[1 : 1 + turn]]
-    partners: list[int | None] = [None] * world_size
-    for one, other in zip(circle[: seats // 2], reversed(circle[seats // 2 :]), strict=True):
-        if max(one, other) < world_size:
-            partners[one], partners[other] = other, one
-    return partners
 
 
 class Stateless:
@@ -123,24 +91,25 @@ class SMAAverager(Stateless):
 
 
 class PairAverager(Stateless):
-    """w_a, w_b <- (w_a + w_b) / 2 for each pair (a, b) of a tournament, which preserves the mean over ranks.
+    """w_r <- (w_r + w_s) / 2 after a step, where w_s is the newest model that a random other rank s has published.
 
-    Source: AD-PSGD (Lian et al., ICML 2018) and KungFu's ``PairAveragingOptimizer``, which pull from a random
-    peer.
+    Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML 2018), where both ranks
+    adopt the mean. A model is pulled while steps are made, and none is waited for. If none has come, the rank keeps its
+    own.
     """
 
-    def __init__(self, period: int) -> None:
-        self._period = period
-
     def prepare(self, model: Replica) -> None:
-        """Do nothing: a model goes to one rank, and none is added up."""
+        """Do nothing: no mean of all ranks follows."""
 
-    @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Average this rank's model with its partner's model, if the rank has a partner."""
-        theirs = model.of_partner(pairs(steps // self._period - 1, model.world_size))
-        if theirs is not None:  # a + b as b + a, so that both have the same bits
-            _take(model, torch._foreach_mul(torch._foreach_add(theirs, list(model.named.values())), 0.5), 1.0)
+        """Do nothing: models are averaged within rounds."""
+
+    def mix(self, model: Replica) -> None:
+        """Average with the model that was pulled meanwhile, publish the result, and pull another one."""
+        theirs = model.pulled()
+        if theirs is not None:
+            _take(model, theirs, 0.5)
+        model.publish()
 
 
 class DiLoCoAverager:
@@ -204,7 +173,7 @@ def make_averager(average: Average) -> Averager:
         case "sma":
             return SMAAverager(average.alpha)
         case "pair":
-            return PairAverager(average.period)
+            return PairAverager()
         case _:
             return LocalSGDAverager()
 
@@ -212,7 +181,8 @@ def make_averager(average: Average) -> Averager:
 @torch.no_grad()
 def _take(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
     """Move this rank's parameters towards ``values`` by the fraction ``share``."""
-    for p, value in zip(model.named.values(), values, strict=True):
+    for p, given in zip(model.named.values(), values, strict=True):
+        value = given.to(p.device)
         if share == 1.0:
             p.copy_(value)
         elif p.dtype == value.dtype:

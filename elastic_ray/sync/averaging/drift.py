@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.model_exchange import ModelExchange
+from elastic_ray.state.layout import digest
 from elastic_ray.state.tree import as_divided
-from elastic_ray.sync.averaging.algorithms import Averager, make_averager
+from elastic_ray.sync.averaging.algorithms import Averager, PairAverager, make_averager
 from elastic_ray.sync.averaging.consensus import agree
 from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.spec import Average
@@ -68,6 +70,7 @@ class Drift:
         (drifting.discard if average is None else drifting.add)(self._number)
         if average != self.average:
             self.average = average
+            self._replica.exchange.close()
             self._averager = None if average is None else make_averager(average)
 
     @property
@@ -117,6 +120,8 @@ class Drift:
         if self.average is None or not self.on:
             return
         self._changed = True
+        if isinstance(self._averager, PairAverager):
+            self._averager.mix(self._replica)
         several = self._context.group.world_size > 1
         if several and self._context.ledger.step is None and not self._warned:
             self._warned = True
@@ -138,6 +143,9 @@ class Drift:
         elif steps % average.period == 0:
             self._context.moment("average")
             self._averager.run(self._replica, steps)
+            if isinstance(self._averager, PairAverager):
+                self._replica.enter_exchange(always=False)
+                return  # no rank's model holds the others' steps
             self._marker = max(self._marker, steps * _OF_A_STEP + self._number % _CONSENSUS + 1)
 
     def collapse(self) -> None:
@@ -186,6 +194,10 @@ class Drift:
     def entered(self) -> None:
         """Record that a group was entered in which all ranks are identical."""
         self._replica.drop()
+        if isinstance(self._averager, PairAverager):
+            self._replica.enter_exchange(always=True)
+        else:
+            self._replica.exchange.close()
         self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
@@ -279,8 +291,12 @@ class Replica:
         self._trainable, self._context = trainable, context
         self._laid_out: list[torch.Tensor] = []
         self._flats: list[_Flat] = []
-        self._received: list[_Flat] = []
+        self._incoming: list[_Flat] = []  # of a rank that is asked for its model
+        self._into: list[torch.Tensor] = []
+        self._layout = 0
         self._works: list[Any] | None = None  # of a mean that was begun
+        self.exchange = ModelExchange()
+        context.exchanges.append(self.exchange)
 
     @property
     def world_size(self) -> int:
@@ -329,28 +345,33 @@ class Replica:
                 each.flat.div_(group.world_size)
         return _in_order(self._flats)
 
-    def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """Return the parameters of this rank's partner in ``partners``, as :meth:`mean` does; None if it has none."""
-        group = self._communicator
-        if group.world_size == 1:
-            return None
-        self._fill()
-        partner = partners[group.rank]
-        if not self._received:
-            self._received = _like(self._flats)
-        try:
-            works = []
-            for own, theirs in zip(self._flats, self._received, strict=True):
-                # A rank that rests takes part as well: what is sent and received one to one cannot be called off.
-                splits = [own.flat.numel() if rank == partner else 0 for rank in range(group.world_size)]
-                size = sum(splits)
-                works.append(group.gradients.all_to_all(theirs.flat[:size], own.flat[:size], splits, splits))
-            for work in works:
-                group.wait(work)
-        except CommunicationFailedError:
-            self.drop()
-            raise
-        return None if partner is None else _in_order(self._received)
+    def enter_exchange(self, *, always: bool) -> None:
+        """Exchange models with the ranks of the present group, unless they do; all ranks call this.
+
+        Args:
+            always: The group is new.
+
+        Raises CommunicationFailedError: the group broke.
+        """
+        if always or not self.exchange.stands:
+            membership = self._context.membership
+            self._incoming = []  # a pull of the former group may still write there
+            self.exchange.enter(self._communicator, called_off=lambda: membership.voided)
+
+    def publish(self) -> None:
+        """Publish the present parameters, and ask a random rank for its own."""
+        if self.exchange.stands:
+            self._fill()
+            if not self._incoming:
+                shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named.items()]
+                self._incoming, self._layout = _lay_out(list(self.named.values()), "cpu"), digest(shapes)
+                self._into = [each.flat for each in self._incoming]
+            self.exchange.publish(self._layout, [each.flat for each in self._flats])
+            self.exchange.ask(self._layout, self._into)
+
+    def pulled(self) -> list[torch.Tensor] | None:
+        """Return another rank's parameters, valid until :meth:`publish`; None if none have come since."""
+        return _in_order(self._incoming) if self.exchange.arrived(self._into) else None
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -358,33 +379,22 @@ class Replica:
         params = list(self.named.values())
         if len(params) != len(self._laid_out) or any(a is not b for a, b in zip(params, self._laid_out, strict=True)):
             self._laid_out = params
-            self._flats, self._received = _lay_out(params), []
+            self._flats, self._incoming = _lay_out(params), []
         for each in self._flats:
             torch._foreach_copy_(list(each.views), [params[i] for i in each.members])
 
 
-def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
-    """Return one flat buffer per dtype and device of the parameters."""
+def _lay_out(params: Sequence[torch.Tensor], device: str | None = None) -> list[_Flat]:
+    """Return one flat buffer per dtype and device of the parameters, on ``device`` if given."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, p in enumerate(params):
         kinds.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(index)
     made = []
-    for (dtype, device), members in kinds.items():
+    for (dtype, own), members in kinds.items():
         sizes = [params[i].numel() for i in members]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device or own)
         views = [v.view(params[i].shape) for i, v in zip(members, torch.split(flat, sizes), strict=True)]
         made.append(_Flat(members=tuple(members), flat=flat, views=tuple(views)))
-    return made
-
-
-def _like(flats: Sequence[_Flat]) -> list[_Flat]:
-    """Return new buffers of the same layout."""
-    made = []
-    for each in flats:
-        flat = torch.zeros_like(each.flat)
-        pieces = torch.split(flat, [view.numel() for view in each.views])
-        views = tuple(piece.view(view.shape) for piece, view in zip(pieces, each.views, strict=True))
-        made.append(_Flat(members=each.members, flat=flat, views=views))
     return made
 
 

@@ -141,11 +141,6 @@ class GradientEngine(Participant):
         self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's gradients."""
-        return self._trainable.params[0].device
-
     def check(self, plan: SyncPlan) -> None:
         """Raise StrategyError if a plan cannot be executed."""
         self._check_statistics(plan.strategy)
@@ -321,8 +316,8 @@ class GradientEngine(Participant):
         for each in self._row_steps:
             if not each.idle:
                 each.stand_inside()
-        if self._sharded.tables:
-            self._sharded.close()
+        for table in self._sharded.tables:
+            table.close()
 
     def _settle_in_unit(self, statistics: UnitStatistics, wishes: UnitWishes) -> None:
         """Apply a step on all workers of the unit, or on none."""
@@ -448,13 +443,14 @@ class GradientEngine(Participant):
 
     def prepare_to_save(self) -> None:
         """Gather complete tables and the complete optimizer state on rank 0, until the next update."""
-        self._sharded.gather()
+        for table in self._sharded.tables:
+            table.gather()
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Prepare to change the group: sum residuals, make replicas identical, hand over the state of leavers."""
-        if self._sharded.tables:
-            self._sharded.hand_over(stays)
+        for table in self._sharded.tables:
+            table.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
@@ -473,8 +469,8 @@ class GradientEngine(Participant):
         self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
-        if self._sharded.tables:
-            self._sharded.enter_group()
+        for table in self._sharded.tables:
+            table.enter_group()
         self._divided.enter_group()
 
     def remember(self) -> Any:

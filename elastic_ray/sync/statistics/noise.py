@@ -130,10 +130,8 @@ class NoiseTracker:
     def learn_kind(self) -> None:
         """Find out the optimizer's kind, once it has a state."""
         source = self.source
-        if source is None or source.idle:
-            self.adam_like = is_adam_like(self._optimizer) if self._optimizer.state else None
-        elif source.state:
-            self.adam_like = source.adam_like
+        if self._optimizer.state if source is None or source.idle else source.state:
+            self.adam_like = is_adam_like(self._optimizer) if source is None else source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's current factors for the bucket's gradients; None if it is not Adam-like."""

@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_ray.batch.reports import CHOSEN
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder, resolve_strategy
@@ -245,11 +243,6 @@ class StrategyInForce:
     def profile(self) -> ModelProfile:
         """Profile of the model for a planner."""
         return self._model.profile
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model's gradients."""
-        return self._model.device
 
     @property
     def topology(self) -> Topology:

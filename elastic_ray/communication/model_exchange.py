@@ -1,0 +1,181 @@
+"""SHELL over TCP: each rank publishes its model, and pulls the newest ones of other ranks without waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.rank_server import TOKEN_BYTES, RankServer, shut
+
+_QUESTION = struct.Struct("!QQ")  # digest of what is exchanged, and the version that the caller has
+_ANSWER = struct.Struct("!Q")  # the version that comes, 0 for none that is newer
+_LOOK_S = 1.0  # between two looks whether the group is still wanted
+_CHUNK = 1 << 20
+
+
+class _Published(RankServer):
+    """Server of this rank's newest model: written in one of two buffers, while the other one may be read."""
+
+    def __init__(self, host: str, token: bytes, callers: int) -> None:
+        self._buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._readers, self._versions, self._layouts, self._newest = [0, 0], [0, 0], [0, 0], 0
+        super().__init__(host, token, callers, "published-model")
+
+    def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
+        """Copy the model; keep the one before if the other buffer is still being sent."""
+        with self._lock:
+            spare = 1 - self._newest
+            if self._readers[spare]:
+                return
+            self._versions[spare] = 0  # nobody begins to read it
+        into = self._buffers[spare]
+        if self._layouts[spare] != layout:
+            into[:] = [torch.empty_like(part, device="cpu") for part in parts]
+        for mine, part in zip(into, parts, strict=True):
+            mine.copy_(part)
+        finite = all(bool(mine.isfinite().all()) for mine in into)
+        with self._lock:
+            self._layouts[spare] = layout
+            if finite:
+                self._versions[spare], self._newest = max(self._versions) + 1, spare
+
+    def answer(self, caller: socket.socket) -> None:
+        """Send the newest model whenever it is newer than the caller's."""
+        with caller.makefile("rb") as stream:
+            while len(question := stream.read(_QUESTION.size)) == _QUESTION.size:
+                layout, known = _QUESTION.unpack(question)
+                with self._lock:
+                    which, version = self._newest, self._versions[self._newest]
+                    if version <= known or self._layouts[which] != layout:
+                        version = 0
+                    self._readers[which] += version > 0
+                try:
+                    caller.sendall(_ANSWER.pack(version))
+                    for part in self._buffers[which] if version else ():
+                        caller.sendall(_bytes_of(part))
+                finally:
+                    with self._lock:
+                        self._readers[which] -= version > 0
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    content: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(content)
+
+
+class ModelExchange:
+    """A rank's published model, and the models that it pulls in a thread of its own, from one random rank at a time."""
+
+    def __init__(self) -> None:
+        self._server: _Published | None = None
+        self._peers: dict[int, tuple[str, int]] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._versions: dict[int, int] = {}
+        self._pulled: Future[bool] | None = None
+        self._into: Sequence[torch.Tensor] = ()  # it
+
+    def enter(self, communicator: Communicator, *, called_off: Callable[[], bool]) -> None:
+        """Enter a group; all ranks call this. Raises CommunicationFailedError: the group broke."""
+        self.close()
+        rank, ranks = communicator.rank, communicator.world_size
+        if ranks == 1:
+            return
+        try:
+            told = communicator.broadcast_bytes(secrets.token_bytes(TOKEN_BYTES) if rank == 0 else b"", 0)
+            server = self._server = _Published(communicator.host, told, ranks - 1)
+            mine = json.dumps([communicator.host, server.port]).encode()
+            texts = [communicator.broadcast_bytes(mine if rank == each else b"", each) for each in range(ranks)]
+            self._peers = {each: tuple(json.loads(text)) for each, text in enumerate(texts) if each != rank}
+        except OSError as error:
+            self.close()
+            communicator.mark_broken()
+            raise CommunicationFailedError(f"rank {rank} cannot publish its model: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._token, self._timeout_s, self._called_off = told, communicator.timeout_s, called_off
+        self._choice, self._versions = random.Random(rank), dict.fromkeys(self._peers, 0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="published-model")
+
+    def close(self) -> None:
+        """Leave the group."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.end()
+            for each in list(self._sockets.values()):
+                shut(each)
+            if self._peers:
+                self._thread.shutdown(wait=False, cancel_futures=True)
+        self._sockets, self._peers, self._pulled = {}, {}, None
+
+    @property
+    def stands(self) -> bool:
+        """True if the ranks of the current group exchange models."""
+        return self._server is not None
+
+    def publish(self, layout: int, parts: Sequence[torch.Tensor]) -> None:
+        """Let other ranks pull a copy of this model; ``layout`` is equal where models have the same tensors."""
+        if self._server is not None:
+            self._server.publish(layout, parts)
+
+    def arrived(self, into: Sequence[torch.Tensor]) -> bool:
+        """True once after a model has been pulled into these tensors."""
+        pulled = self._pulled
+        if pulled is None or not pulled.done():
+            return False
+        self._pulled = None
+        return self._into is into and pulled.result()
+
+    def ask(self, layout: int, into: Sequence[torch.Tensor]) -> None:
+        """Pull another rank's newest model into these CPU tensors, unless a pull is in progress."""
+        if self._pulled is None and self._peers:
+            self._into = into
+            self._pulled = self._thread.submit(self._pull, self._choice.choice(list(self._peers)), layout, into)
+
+    def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> bool:
+        """Pull the model of a rank; False if it has none that is newer. A rank that fails is not asked again."""
+        sockets, versions, peers = self._sockets, self._versions, self._peers
+        try:
+            if (connection := sockets.get(peer)) is None:
+                connection = sockets[peer] = socket.create_connection(peers[peer], timeout=self._timeout_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.settimeout(_LOOK_S)
+                connection.sendall(self._token)
+            connection.sendall(_QUESTION.pack(layout, versions[peer]))
+            head = bytearray(_ANSWER.size)
+            self._read(connection, memoryview(head))
+            (version,) = _ANSWER.unpack(head)
+            for part in into if version else ():
+                self._read(connection, _bytes_of(part))
+        except (OSError, KeyError):
+            peers.pop(peer, None)
+            with contextlib.suppress(KeyError):
+                shut(sockets.pop(peer))
+            return False
+        versions[peer] = max(versions[peer], version)
+        return bool(version > 0)
+
+    def _read(self, connection: socket.socket, into: memoryview) -> None:
+        """Fill the memory. Raises OSError: the rank is gone or silent, or the group was left or called off."""
+        done, until_s = 0, time.monotonic() + self._timeout_s
+        while done < len(into):
+            try:
+                count = connection.recv_into(into[done : done + _CHUNK])
+            except TimeoutError:
+                if self._server is None or self._called_off() or time.monotonic() > until_s:
+                    raise
+                continue
+            if not count:
+                raise ConnectionError("the rank is gone")
+            done, until_s = done + count, time.monotonic() + self._timeout_s

@@ -1,0 +1,168 @@
+"""Models that ranks publish, and pull from each other without waiting: whole, finite, newest, only between ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ray.communication.model_exchange import ModelExchange
+from elastic_ray.sync import LocalSGD, PairAveraging
+from tests.loop.changing import Change, Kill, run_job
+from tests.loop.ranks import Ranks
+from tests.sync.drifting import STEPS, Loop
+
+LAYOUT, SIZE = 7, 1 << 18
+
+
+class Told:
+    """What ranks need of a communicator: all in one process, and each tells the others."""
+
+    host, timeout_s, broken = "127.0.0.1", 5.0, False
+
+    def __init__(self, rank: int, texts: dict[int, bytes], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size, self._texts, self._barrier = rank, barrier.parties, texts, barrier
+
+    def broadcast_bytes(self, content: bytes, root: int) -> bytes:
+        self._barrier.wait(5.0)
+        if self.rank == root:
+            self._texts[root] = content
+        self._barrier.wait(5.0)
+        return self._texts[root]
+
+    def mark_broken(self) -> None:
+        self.broken = True
+
+
+@pytest.fixture
+def three() -> Iterator[list[ModelExchange]]:
+    made, barrier, texts = [ModelExchange() for _ in range(3)], threading.Barrier(3), dict[int, bytes]()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda r: made[r].enter(Told(r, texts, barrier), called_off=lambda: False), range(3)))
+    yield made
+    for each in made:
+        each.close()
+
+
+def pulled(exchange: ModelExchange, into: list[torch.Tensor], layout: int = LAYOUT) -> bool:
+    """Pull once, and wait."""
+    exchange.ask(layout, into)
+    assert exchange._pulled is not None
+    exchange._pulled.exception(5.0)
+    return exchange.arrived(into)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5.0
+    while not done():
+        assert time.monotonic() < deadline_s
+
+
+def alone(exchange: ModelExchange, peer: int) -> None:
+    """Have the rank ask this other rank only."""
+    exchange._peers = {peer: exchange._peers[peer]}
+
+
+def test_a_rank_pulls_a_model_once(three: list[ModelExchange]) -> None:
+    first, second, _ = three
+    alone(first, 1)
+    into = [torch.zeros(3), torch.zeros(2, dtype=torch.float64)]
+    assert not pulled(first, into), "none is published yet"
+    for value in (1.0, 2.0, 3.0):
+        second.publish(LAYOUT, [torch.full((3,), value), torch.full((2,), -value, dtype=torch.float64)])
+        assert pulled(first, into) and into[0].tolist() == [value] * 3 and into[1].tolist() == [-value] * 2
+        assert not pulled(first, into), "it has that one"
+
+
+def test_no_model_is_half_of_another(three: list[ModelExchange]) -> None:
+    first, second, third = three
+    stop = threading.Event()
+
+    def publish() -> None:
+        value = 0.0
+        while not stop.is_set():
+            value += 1.0
+            second.publish(LAYOUT, [torch.full((SIZE,), value)])
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    try:
+        found = list[float]()
+        deadline_s = time.monotonic() + 20.0
+        while len(found) < 12 and time.monotonic() < deadline_s:
+            asking, into = (first, third)[len(found) % 2], [torch.zeros(SIZE)]
+            alone(asking, 1)
+            if pulled(asking, into):
+                assert bool((into[0] == into[0][0]).all())
+                found.append(float(into[0][0]))
+    finally:
+        stop.set()
+        publishing.join()
+    assert len(set(found)) > 3
+
+
+@pytest.mark.parametrize(("layout", "value"), [(LAYOUT, float("nan")), (LAYOUT, float("inf")), (LAYOUT + 1, 1.0)])
+def test_no_unfit_model_is_taken(three: list[ModelExchange], layout: int, value: float) -> None:
+    first, second, _ = three
+    alone(first, 1)
+    into = [torch.zeros(3)]
+    second.publish(LAYOUT, [torch.ones(3)])
+    assert pulled(first, into)
+    second.publish(layout, [torch.tensor([1.0, value, 1.0])])
+    assert not pulled(first, into) and into[0].tolist() == [1.0] * 3
+
+
+def test_a_dead_rank_is_asked_no_more(three: list[ModelExchange]) -> None:
+    first, second, third = three
+    second.close()
+    third.publish(LAYOUT, [torch.ones(3)])
+    into = [torch.zeros(3)]
+    until(lambda: not pulled(first, into) and 1 not in first._peers)
+    third.publish(LAYOUT, [torch.full((3,), 2.0)])
+    assert pulled(first, into) and into[0].tolist() == [2.0] * 3
+
+
+def test_strangers_are_told_nothing(three: list[ModelExchange]) -> None:
+    first, second, _ = three
+    second.publish(LAYOUT, [torch.ones(3)])
+    with socket.create_connection(first._peers[1], timeout=5.0) as stranger:
+        stranger.sendall(b"x" * 16)
+        assert stranger.recv(1) == b""
+
+
+def test_a_pull_of_other_tensors_is_not_taken(three: list[ModelExchange]) -> None:
+    first, second, _ = three
+    alone(first, 1)
+    second.publish(LAYOUT, [torch.ones(3)])
+    before = [torch.zeros(3)]
+    first.ask(LAYOUT, before)
+    assert first._pulled is not None
+    first._pulled.exception(5.0)
+    assert not first.arrived([torch.zeros(3)])
+
+
+def mixed(strategy: Any) -> Any:
+    return Loop(strategy, inside=lambda step, model: time.sleep(0.05))()  # in which a pull comes
+
+
+def test_models_of_pairs_stay_closer(ranks: Ranks) -> None:
+    """Than those of ranks that only train by themselves for as long."""
+    apart = {}
+    for strategy in (PairAveraging(period=5), LocalSGD(period=5)):
+        (one, ours), (other, theirs) = ranks.run(mixed, strategy, world=2)
+        assert torch.equal(one, other) and len(ours) == STEPS, "all end with one model"
+        apart[type(strategy)] = float(torch.dist(ours[4].after, theirs[4].after))
+    assert 0 < apart[PairAveraging] < 0.8 * apart[LocalSGD]
+
+
+def test_pairs_survive_growth_shrinking_and_a_kill() -> None:
+    script = [Change(1, (1, 2, 3, 4)), Change(6, (1, 2, 4)), Kill(9, 2, "backward")]
+    outcome = run_job(lambda: mixed(PairAveraging(period=3)), script, first=(1, 2))
+    found = [model for model, _ in outcome.results.values()]
+    assert sorted(outcome.results) == [1, 4] and torch.equal(*found) and bool(found[0].isfinite().all())
