@@ -84,6 +84,15 @@ def number_in(metrics: Any, name: str) -> float | None:
     return None
 
 
+TIME_PARTS = ("training_s", "catching_up_s", "pausing_s", "starting_s", "waiting_s")
+"""Parts of the time since a job's submission, as fields of ``JobStatus`` and ``TimeSpent``."""
+
+
+def named_parts(spent: Any) -> dict[str, float]:
+    """Return the parts of an object that has :data:`TIME_PARTS`, keyed by their names in words [s]."""
+    return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in TIME_PARTS}
+
+
 MOST_METRICS = 32
 """Metrics of one job that are kept and shown over time."""
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic_ray.events import JobPhase, JobStatus, TrialFacts
+from elastic_ray.events import JobPhase, JobStatus, TrialFacts, named_parts
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.json_numbers import dump, dumpable, known_fields, load
-from elastic_ray.record.outlook import named_parts
 from elastic_ray.sealed import Raised
 from placement.versions import check_format
 

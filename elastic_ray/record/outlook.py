@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.events import EventKind, JobEvent, JobPhase, Pause
+from elastic_ray.events import EventKind, JobEvent, JobPhase, Pause, named_parts
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.roster import WorkerPhase
 from placement.cluster.cluster import GPU_TYPE_LABEL
@@ -35,7 +35,7 @@ class TimeSpent:
     @property
     def total_s(self) -> float:
         """Time from submission until now, or until the end of an ended job [s]."""
-        return self.waiting_s + self.starting_s + self.pausing_s + self.catching_up_s + self.training_s
+        return sum(named_parts(self).values())
 
     @property
     def productive_share(self) -> float | None:
@@ -55,15 +55,6 @@ class TimeSpent:
         name = "catching_up_s" if catching_up else "training_s"
         trained_s = getattr(self, name) + (lasted_s - pause_s)
         return dataclasses.replace(self, pausing_s=self.pausing_s + pause_s, **{name: trained_s})
-
-
-PARTS = tuple(field.name for field in dataclasses.fields(TimeSpent))
-"""Parts of the time since a job's submission, as fields of ``TimeSpent`` and of all that shows it."""
-
-
-def named_parts(spent: Any) -> dict[str, float]:
-    """Return the parts of an object that has :data:`PARTS`, keyed by their names in words, training first [s]."""
-    return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in reversed(PARTS)}
 
 
 def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, started_for_s: float = 0.0) -> TimeSpent:

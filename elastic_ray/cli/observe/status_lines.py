@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from elastic_ray.cli.listings import JobRow
-from elastic_ray.record.outlook import named_parts
+from elastic_ray.events import named_parts
 from placement.text import ago
 
 

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
+from elastic_ray.events import TIME_PARTS, EventKind, JobEvent, JobPhase, JobStatus
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.outlook import PARTS
 from placement.instruments import Guarded, Instrument, Sample, WriteSamples, counter, gauge, histogram, label_value
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> 
     whose, found = labels.values, list[Sample]()
     for name, each in GAUGES.items():
         found += each.sample(getattr(status, name), *whose)
-    for part in PARTS:
+    for part in TIME_PARTS:
         found += TIME.sample(getattr(status, part), *whose, part.removesuffix("_s"))
     if speed.latest is None:
         return tuple(found)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Mapping
 
-from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause, numbers_in
+from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause, named_parts, numbers_in
 from elastic_ray.observe.page.model import Point
 from elastic_ray.observe.page.source import JobFacts, JobLook
-from elastic_ray.record.outlook import named_parts, number_of, time_spent
+from elastic_ray.record.outlook import number_of, time_spent
 from placement.allocator.snapshot import JobState
 
 MOST_EVENTS, MOST_POINTS = 300, 600

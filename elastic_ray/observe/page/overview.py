@@ -11,7 +11,7 @@ from elastic_ray.events import JobPhase
 from elastic_ray.observe.page.model import PageJob, PageNode, SlotCount, Strip, TenantShare, WantedNodes
 from elastic_ray.observe.page.rows import slots_of, slots_per_worker
 from placement.allocator.snapshot import AllocatorLook, JobState
-from placement.cluster.cluster import Cluster, Node, by_node
+from placement.cluster.cluster import Cluster, add_amounts, by_node
 from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
 from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import remaining
@@ -112,15 +112,24 @@ def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
     names = sorted({state.view.tenant for state in states})
     if not names or (names == [""] and not known):
         return ()
-    totals = _totals(look.core.cluster.nodes)
-    weights = {name: _weight(name, known, states) for name in names}
+    totals: dict[str, float] = {}
+    for node in look.core.cluster.nodes:
+        add_amounts(totals, {} if node.draining else node.free, 1)
+    jobs = {name: [state for state in states if state.view.tenant == name] for name in names}
+    weights = {name: _weight(known.get(name), own) for name, own in jobs.items()}
     whole = sum(weights.values())
-    used = {name: _share(name, states, totals) for name in names}
-    demand = {name: _demands(name, states, look.core.cluster) for name in names}
+    # each tenant's part of its scarcest resource in the planned allocation
+    used = {
+        name: max((n / totals[r] for r, n in _needs(own).items() if totals.get(r, 0.0) > 0), default=0.0)
+        for name, own in jobs.items()
+    }
+    # what its jobs could use, of all there is, if they had the cluster to themselves
+    useful = {name: _needs(own, useful=True) for name, own in jobs.items()}
+    demand = {name: {r: min(n, totals.get(r, 0.0)) for r, n in needs.items()} for name, needs in useful.items()}
     fair = entitlements(demand, weights, totals)
     rows = []
-    for name in names:
-        own, owed = [state for state in states if state.view.tenant == name], weights[name] / whole
+    for name, own in jobs.items():
+        owed = weights[name] / whole
         rows.append(
             TenantShare(
                 tenant=name,
@@ -138,39 +147,17 @@ def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
     return tuple(rows)
 
 
-def _weight(name: str, known: Mapping[str, Tenant], states: Sequence[JobState]) -> float:
-    if name in known:
-        return known[name].weight
-    said = [s.view.tenant_weight for s in states if s.view.tenant == name and s.view.tenant_weight is not None]
-    return max(said, default=1.0)
+def _weight(known: Tenant | None, own: Sequence[JobState]) -> float:
+    said = [state.view.tenant_weight for state in own if state.view.tenant_weight is not None]
+    return known.weight if known is not None else max(said, default=1.0)
 
 
-def _totals(nodes: Sequence[Node]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for node in nodes:
-        for name, amount in node.free.items() if not node.draining else ():
-            totals[name] = totals.get(name, 0.0) + amount
-    return totals
-
-
-def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -> float:
-    """Return a tenant's dominant share (of its scarcest resource) in the planned allocation."""
+def _needs(own: Sequence[JobState], *, useful: bool = False) -> dict[str, float]:
+    """Return the resources of the workers that jobs are planned to have or, with ``useful``, can use at most."""
     amounts: dict[str, float] = {}
-    for state in states:
-        if state.view.tenant == name:
-            for resource, need in state.view.bundle.items():
-                amounts[resource] = amounts.get(resource, 0.0) + sum(state.target.values()) * need
-    return max((amount / totals[r] for r, amount in amounts.items() if totals.get(r, 0.0) > 0), default=0.0)
-
-
-def _demands(name: str, states: Sequence[JobState], cluster: Cluster) -> dict[str, float]:
-    """Return the resources, at most all, that a tenant's jobs could use if they had the cluster to themselves."""
-    totals, amounts = _totals(cluster.nodes), dict[str, float]()
-    for state in states:
-        if state.view.tenant == name:
-            for resource, need in state.view.bundle.items():
-                amounts[resource] = amounts.get(resource, 0.0) + state.view.useful_workers * need
-    return {resource: min(amount, totals.get(resource, 0.0)) for resource, amount in amounts.items()}
+    for state in own:
+        add_amounts(amounts, state.view.bundle, state.view.useful_workers if useful else sum(state.target.values()))
+    return amounts
 
 
 def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> float | None:

@@ -226,10 +226,11 @@ class LiveCluster:
         controller = self._controller(job)
         if controller is None:
             raise ActionRefusedError(f"there is no job {job!r}; ended jobs are not kept")
+        done = _DONE[action].format(workers=workers)  # first: no other method of a controller is called
         given = {"resize": (workers,), "pause": ("paused from the page",)}.get(action, ())
         try:
             ray.get(getattr(controller, action).remote(*given), timeout=_ACTION_S)
-            return _DONE[action].format(workers=workers)
+            return done
         except GetTimeoutError:
             raise ActionRefusedError(f"the controller has not answered within {_ACTION_S:g} s") from None
         except RayTaskError as error:
