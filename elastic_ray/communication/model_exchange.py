@@ -135,7 +135,7 @@ class ModelExchange:
         if pulled is None or not pulled.done():
             return False
         self._pulled = None
-        return self._into is into and pulled.result()
+        return bool(self._into is into and pulled.result())
 
     def ask(self, layout: int, into: Sequence[torch.Tensor]) -> None:
         """Pull another rank's newest model into these CPU tensors, unless a pull is in progress."""

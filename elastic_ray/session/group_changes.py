@@ -239,11 +239,13 @@ class GroupChanges:
             run.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout))
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
-            rows = communicator.gather_ints([registry.least_share, int(gives_back)])
-            registry.ask_for_shares(max(least for least, _ in rows))
+            rows = communicator.gather_ints([registry.least_share, int(gives_back), registry.pulling])
+            registry.ask_for_shares(max(row[0] for row in rows))
             run.shares.enter(
-                communicator, wanted=all(gives for _, gives in rows), called_off=lambda: self._membership.voided
+                communicator, wanted=all(row[1] for row in rows), called_off=lambda: self._membership.voided
             )
+            if len({row[2] for row in rows}) == 1:  # else their first vote says how they differ
+                registry.enter_exchanges(communicator)
         else:
             run.shares.close()
         registry.sync_buffers(communicator)

@@ -329,28 +329,8 @@ class SharedState:
         if not self.complete and communicator.world_size > 1:
             self.check_plain()
         layout = packed(self._layout())
-        while True:
-            run = self.progress
-            depth = ledger.depth_in_group if self.complete else -1  # -1: this rank goes wherever the others are
-            rows = communicator.gather_ints(
-                [
-                    run.loader_steps,
-                    run.optimizers_stepped,
-                    run.lineage,
-                    run.ended_passes,
-                    int(self.complete),
-                    replicas.marker,
-                    digest(layout),
-                    depth,
-                    run.memory_bound or 0,
-                    -1 if samples is None else samples,
-                ]
-            )
-            depths = [row[-3] for row in rows if row[-3] >= 0]
-            if not depths or min(depths) == max(depths):
-                break
-            if depth > min(depths):
-                ledger.leave_steps(min(depths))
+        rows = self._gathered(communicator, replicas, samples, layout, ledger)
+        run = self.progress
         holds = [bool(row[4]) for row in rows]
         check_samples([row[-1] for row in rows], [any(holds) and not each for each in holds])
         everyone = [
@@ -387,6 +367,33 @@ class SharedState:
         # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.
         furthest = max(each.order() for each in everyone)
         return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
+
+    def _gathered(
+        self, communicator: Communicator, replicas: Registry, samples: int | None, layout: bytes, ledger: StepLedger
+    ) -> list[list[int]]:
+        """Return where each rank stands, once no rank is in a step that others are not in."""
+        while True:
+            run = self.progress
+            depth = ledger.depth_in_group if self.complete else -1  # -1: this rank goes wherever the others are
+            rows = communicator.gather_ints(
+                [
+                    run.loader_steps,
+                    run.optimizers_stepped,
+                    run.lineage,
+                    run.ended_passes,
+                    int(self.complete),
+                    replicas.marker,
+                    digest(layout),
+                    depth,
+                    run.memory_bound or 0,
+                    -1 if samples is None else samples,
+                ]
+            )
+            depths = [row[-3] for row in rows if row[-3] >= 0]
+            if not depths or min(depths) == max(depths):
+                return rows
+            if depth > min(depths):
+                ledger.leave_steps(min(depths))
 
     def _layout(self) -> dict[str, str]:
         found = {"the place to begin at": self.progress.place}
