@@ -164,7 +164,7 @@ class ModelExchange:
                 shut(sockets.pop(peer))
             return False
         versions[peer] = max(versions[peer], version)
-        return version > 0
+        return bool(version)
 
     def _read(self, connection: socket.socket, into: memoryview) -> None:
         """Fill the memory. Raises OSError: the rank is gone or silent, or the group was left or called off."""
